@@ -1,0 +1,79 @@
+"""Builds ``trio_ucx._native._ucx`` from the C sources in ``trio_ucx/_native``: the only build logic there is.
+
+By default it compiles against the headers and libraries of the PyPI wheel ``libucx-cu12``. With
+``TRIO_UCX_SYSTEM_UCX=1`` in the environment it uses the system's UCX instead (``pkg-config ucx``, or the compiler's
+default search paths), for RDMA: the PyPI wheel has no InfiniBand transports.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from cffi import FFI
+
+NATIVE = Path("trio_ucx", "_native")
+ROOT = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
+SOURCES = ["library.c", "context.c", "worker.c", "endpoint.c", "listener.c", "tag.c"]
+
+# cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.
+PREAMBLE = """
+#include "native.h"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#pragma GCC diagnostic ignored "-Wcast-function-type"
+#pragma GCC diagnostic ignored "-Wsign-compare"
+"""
+
+
+def use_system_ucx() -> bool:
+    return os.environ.get("TRIO_UCX_SYSTEM_UCX", "0").lower() not in ("", "0", "no", "false")
+
+
+def pkg_config(option: str) -> list[str]:
+    try:
+        answer = subprocess.run(["pkg-config", option, "ucx"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return shlex.split(answer.stdout)
+
+
+def ucx_location() -> tuple[list[str], list[str], list[str]]:
+    """Returns (compiler arguments, link arguments, run-time search path)."""
+    if use_system_ucx():
+        includes = [word[2:] for word in pkg_config("--cflags-only-I")]
+        return [word for path in includes for word in ("-isystem", path)], pkg_config("--libs-only-L"), []
+    import libucx
+
+    home = Path(libucx.__file__).parent
+    # trio_ucx/_native/__init__.py opens the wheel's library first, by its full path. The search path is for tools like
+    # ldd, and tells that file which UCX this build was for.
+    return ["-isystem", str(home / "include")], [f"-L{home / 'lib'}"], ["$ORIGIN/../../libucx/lib"]
+
+
+def make_builder() -> FFI:
+    compiler_arguments, link_arguments, search_path = ucx_location()
+    ffi = FFI()
+    ffi.cdef((ROOT / NATIVE / "cdef.h").read_text())
+    ffi.set_source(
+        "trio_ucx._native._ucx",
+        PREAMBLE,
+        sources=[str(NATIVE / source) for source in SOURCES],
+        depends=[str(NATIVE / header) for header in ("native.h", "cdef.h")],
+        include_dirs=[str(NATIVE)],
+        libraries=["ucp", "ucs"],
+        extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", *compiler_arguments],
+        extra_link_args=[*link_arguments, *(f"-Wl,-rpath,{path}" for path in search_path)],
+        # cffi sets Py_LIMITED_API itself where the interpreter has a stable ABI.
+        py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
+    )
+    return ffi
+
+
+builder = make_builder()
+
+if __name__ == "__main__":
+    builder.compile(verbose=True)

@@ -1,0 +1,135 @@
+"""Loads UCX, checks that it fits, and imports the compiled module. Nothing else in the package does any of the three.
+
+``lib`` and ``ffi`` are the compiled module's; :data:`ucx` says which UCX they run on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NewType
+
+import attrs
+
+if TYPE_CHECKING:
+    from ._types import FFI, Lib
+
+#: Native pointers: what the compiled module hands out, told apart for the type checker.
+ContextHandle = NewType("ContextHandle", object)
+WorkerHandle = NewType("WorkerHandle", object)
+EndpointHandle = NewType("EndpointHandle", object)
+ListenerHandle = NewType("ListenerHandle", object)
+
+#: The UCX that works for us; older ones lack parts of the API that the C sources use.
+MINIMUM_UCX = (1, 13)
+
+
+@attrs.frozen
+class UCXLibrary:
+    """The UCX library in use.
+
+    Attributes:
+        version: its version at run time, ``(major, minor, release)``.
+        compiled_version: ``(major, minor)`` of the headers that trio_ucx was compiled against.
+        file: the path of the loaded ``libucp``.
+        system: whether it is the system's rather than the PyPI wheel's.
+    """
+
+    version: tuple[int, int, int]
+    compiled_version: tuple[int, int]
+    file: str
+    system: bool
+
+
+@contextlib.contextmanager
+def _without_signal_handlers() -> Iterator[None]:
+    """Keeps UCX from installing handlers for SIGSEGV, SIGHUP and others while it is loaded."""
+    wanted = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+
+
+def _system_wanted() -> bool | None:
+    choice = os.environ.get("TRIO_UCX_SYSTEM_UCX")
+    return None if choice is None else choice.lower() not in ("", "0", "no", "false")
+
+
+def _preload_wheel() -> None:
+    """Opens the PyPI wheel's libraries by their full paths, so that ours binds to them by soname."""
+    try:
+        import libucx
+    except ImportError as error:
+        raise ImportError(
+            "trio_ucx needs a UCX library and found none: install libucx-cu12 (pip install libucx-cu12), or set "
+            "TRIO_UCX_SYSTEM_UCX=1 to use the system's libucp"
+        ) from error
+    libucx.load_library()
+
+
+def _load() -> tuple[Any, Any, UCXLibrary]:
+    system = _system_wanted()
+    if system is None:  # not said: the choice that was made at build time holds
+        system = _built_for_system()
+    with _without_signal_handlers():
+        if not system:
+            _preload_wheel()
+        try:
+            from . import _ucx
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError):
+                raise ImportError(
+                    "trio_ucx's compiled module is missing: install the package (pip install .) rather than "
+                    "importing it from its source tree"
+                ) from error
+            where = "the system's UCX" if system else "libucx-cu12"
+            raise ImportError(f"trio_ucx's compiled module does not load with {where}: {error}") from error
+    lib, ffi = _ucx.lib, _ucx.ffi
+    numbers = ffi.new("unsigned[3]")
+    lib.tu_library_version(numbers, numbers + 1, numbers + 2)
+    version = (numbers[0], numbers[1], numbers[2])
+    lib.tu_compiled_version(numbers, numbers + 1)
+    compiled = (numbers[0], numbers[1])
+    library = UCXLibrary(version, compiled, ffi.string(lib.tu_library_file()).decode(), system)
+    check_versions(library)
+    return lib, ffi, library
+
+
+def _built_for_system() -> bool:
+    """Whether the compiled module lacks the search path of the PyPI wheel, without loading it (and with it a UCX)."""
+    from importlib.util import find_spec
+
+    spec = find_spec(f"{__name__}._ucx")
+    if spec is None or spec.origin is None:
+        return False
+    with open(spec.origin, "rb") as file:
+        return b"libucx/lib" not in file.read()
+
+
+def check_versions(library: UCXLibrary) -> None:
+    """Refuses a UCX that does not fit.
+
+    Raises:
+        ImportError: it is older than the headers we were compiled against, of another major version, or too old.
+    """
+    version, compiled = library.version[:2], library.compiled_version
+    if version < MINIMUM_UCX or version[0] != compiled[0] or version < compiled:
+        raise ImportError(
+            f"trio_ucx was compiled against UCX {compiled[0]}.{compiled[1]}, but {library.file} is UCX "
+            f"{'.'.join(map(str, library.version))}; it needs the same major version, not older. Rebuild trio_ucx "
+            "against this UCX (pip install --no-binary trio_ucx trio_ucx), or choose the other one with "
+            f"TRIO_UCX_SYSTEM_UCX={'0' if library.system else '1'}"
+        )
+
+
+lib: Lib
+ffi: FFI
+ucx: UCXLibrary
+lib, ffi, ucx = _load()

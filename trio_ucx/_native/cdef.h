@@ -1,0 +1,118 @@
+/* What Python may call: read by build_ffi.py, and by native.h where the C compiler checks it.
+ *
+ * Conventions. A "verdict" (int64_t) is what posting an operation answers: 0 it completed at once, > 0 the id of the
+ * pending operation whose completion record will come, < 0 a ucs_status_t. An "int status" is a ucs_status_t.
+ */
+
+typedef struct tu_context tu_context_t;
+typedef struct tu_worker tu_worker_t;
+typedef struct tu_endpoint tu_endpoint_t;
+typedef struct tu_listener tu_listener_t;
+
+/* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
+#define TU_RECORD_FIELDS 6
+#define TU_RECORD_OPERATION 0  /* id, status, length, tag: a posted operation completed */
+#define TU_RECORD_MESSAGE 1    /* length, tag, pointer: a Connection's message arrived; pointer is its UCX handle */
+#define TU_RECORD_FAILURE 2    /* id, status: an endpoint failed */
+#define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
+#define TU_RECORD_HELLO 4      /* id, length, pointer: a hello came, from endpoint id (0: unknown) */
+
+typedef struct tu_record {
+    uint64_t kind;
+    uint64_t id;
+    uint64_t status;           /* minus the ucs_status_t, so 0 is success and errors are positive */
+    uint64_t length;
+    uint64_t tag;
+    uint64_t pointer;
+} tu_record_t;
+
+/* One contiguous buffer, or (count > 1) a gather/scatter list of them. */
+typedef struct tu_buffers {
+    size_t count;
+    void **addresses;
+    size_t *lengths;
+} tu_buffers_t;
+
+typedef struct tu_received {
+    uint64_t length;
+    uint64_t tag;
+} tu_received_t;
+
+typedef struct tu_counts {
+    uint64_t progress_calls;
+    uint64_t arm_busy;
+    uint64_t records;
+    uint64_t ring_capacity;
+    uint64_t operations;
+} tu_counts_t;
+
+/* What tu_worker_turn leaves the worker in. */
+#define TU_MORE 0
+#define TU_ARMED 1
+#define TU_BUSY 2
+
+/* library.c */
+const char *tu_library_file(void);
+void tu_library_version(unsigned *major, unsigned *minor, unsigned *release);
+void tu_compiled_version(unsigned *major, unsigned *minor);
+const char *tu_status_text(int status);
+int tu_timer_create(void);
+int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
+int tu_wait_create(int efd, int timer);
+int tu_readable(int fd);
+
+/* context.c */
+int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, tu_context_t **out,
+                      size_t *rejected);
+void tu_context_destroy(tu_context_t *context);
+char *tu_context_config_text(tu_context_t *context);
+char *tu_context_info_text(tu_context_t *context);
+void tu_text_free(char *text);
+
+/* worker.c */
+int tu_worker_create(tu_context_t *context, tu_worker_t **out);
+void tu_worker_destroy(tu_worker_t *worker);
+int tu_worker_efd(tu_worker_t *worker);
+int tu_worker_address(tu_worker_t *worker, char *out, size_t *size);
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit);
+int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
+int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
+int tu_worker_signal(tu_worker_t *worker);
+int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
+void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
+int64_t tu_worker_flush(tu_worker_t *worker);
+
+/* endpoint.c */
+int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
+                        int error_handling, tu_endpoint_t **out);
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, int error_handling,
+                          tu_endpoint_t **out);
+int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, int error_handling,
+                             tu_endpoint_t **out);
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
+void tu_endpoint_free(tu_endpoint_t *endpoint);
+int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port);
+int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
+int64_t tu_endpoint_send_hello(tu_endpoint_t *endpoint, unsigned am_id, const void *data, size_t length, int reply);
+
+/* listener.c */
+int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
+                       tu_listener_t **out);
+int tu_listener_sockaddr(tu_listener_t *listener, char *host, size_t size, unsigned *port);
+void tu_listener_destroy(tu_listener_t *listener);
+int tu_request_client(uint64_t request, char *host, size_t size, unsigned *port);
+int tu_request_reject(tu_listener_t *listener, uint64_t request);
+
+/* tag.c */
+int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
+int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, uint64_t tag);
+int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
+                       tu_received_t *received);
+int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,
+                           tu_received_t *received);
+int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length,
+                               tu_received_t *received);
+uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
+
+void free(void *memory);

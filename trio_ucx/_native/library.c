@@ -1,0 +1,78 @@
+/* Facts about the UCX library in use, and two Linux timers' worth of system calls that Python 3.11 lacks. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include "native.h"
+
+const char *tu_library_file(void)
+{
+    Dl_info info;
+
+    if (dladdr((void *)(uintptr_t)ucp_get_version, &info) == 0 || info.dli_fname == NULL) {
+        return "";
+    }
+    return info.dli_fname;
+}
+
+void tu_library_version(unsigned *major, unsigned *minor, unsigned *release)
+{
+    ucp_get_version(major, minor, release);
+}
+
+void tu_compiled_version(unsigned *major, unsigned *minor)
+{
+    *major = UCP_API_MAJOR;
+    *minor = UCP_API_MINOR;
+}
+
+const char *tu_status_text(int status)
+{
+    return ucs_status_string((ucs_status_t)status);
+}
+
+int tu_timer_create(void)
+{
+    return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+}
+
+/* Starts (or, with 0, stops) the timer; either way it stops being readable. */
+int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
+{
+    struct itimerspec spec;
+
+    memset(&spec, 0, sizeof(spec));
+    spec.it_value.tv_sec  = (time_t)(nanoseconds / 1000000000u);
+    spec.it_value.tv_nsec = (long)(nanoseconds % 1000000000u);
+    if (repeat) {
+        spec.it_interval = spec.it_value;
+    }
+    return timerfd_settime(fd, 0, &spec, NULL);
+}
+
+/* A descriptor that is readable when either of two is. */
+int tu_wait_create(int efd, int timer)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data = {.fd = 0}};
+    int fd                   = epoll_create1(EPOLL_CLOEXEC);
+
+    if (fd < 0) {
+        return -1;
+    }
+    if (epoll_ctl(fd, EPOLL_CTL_ADD, efd, &event) < 0 || epoll_ctl(fd, EPOLL_CTL_ADD, timer, &event) < 0) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+int tu_readable(int fd)
+{
+    struct pollfd entry = {.fd = fd, .events = POLLIN, .revents = 0};
+
+    return poll(&entry, 1, 0) > 0;
+}

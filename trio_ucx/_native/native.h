@@ -1,0 +1,98 @@
+/* The C half of the UCX-Trio joint.
+ *
+ * Every callback that UCX makes is one of ours, in C; it appends a record to its worker's ring and returns. No Python
+ * runs inside UCX. Python asks for the records with tu_worker_turn(), which progresses, collects, drains and arms in
+ * one call.
+ *
+ * Room in the ring is reserved when something is posted or opened (one record for each pending operation and each
+ * endpoint), so that a callback never has to allocate. Callbacks for which nothing can be reserved (a stranger's
+ * connection request or hello) use the slack, and turn the stranger away when there is none.
+ *
+ * A worker and all that hangs on it is used by one thread. Nothing here checks that, Python does.
+ */
+#ifndef TRIO_UCX_NATIVE_H
+#define TRIO_UCX_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+
+#include <ucp/api/ucp.h>
+
+#include "cdef.h"
+
+/* Records that may arrive without a reservation, between two turns. */
+#define TU_RING_SLACK 256
+
+struct tu_context {
+    ucp_context_h context;
+    ucp_config_t *config;      /* kept for `python -m trio_ucx info` */
+};
+
+typedef struct tu_operation {
+    tu_worker_t *worker;
+    uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
+    void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
+    ucp_dt_iov_t *iov;         /* must outlive the operation */
+    uint32_t slot;
+    uint32_t generation;
+    struct tu_operation *next_free;
+} tu_operation_t;
+
+struct tu_worker {
+    ucp_worker_h worker;
+    int efd;
+    uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
+    unsigned hello_id;
+    size_t hello_max;
+
+    tu_record_t *ring;
+    size_t capacity;           /* a power of two */
+    size_t first;
+    size_t used;
+    size_t reserved;
+
+    tu_operation_t **blocks;   /* slots, in blocks that never move: UCX holds pointers to them */
+    size_t block_count;
+    tu_operation_t *free_slots;
+
+    tu_endpoint_t *endpoints;
+    tu_counts_t counts;
+};
+
+struct tu_endpoint {
+    tu_worker_t *worker;
+    ucp_ep_h ep;               /* NULL once closing began */
+    uint64_t id;
+    int failed;                /* its record is in the ring, no longer reserved */
+    tu_endpoint_t *next;
+    tu_endpoint_t **link;
+};
+
+struct tu_listener {
+    tu_worker_t *worker;
+    ucp_listener_h listener;
+    uint64_t id;
+};
+
+/* The ring (worker.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
+int tu_ring_reserve(tu_worker_t *worker);
+void tu_ring_unreserve(tu_worker_t *worker);
+int tu_ring_has_slack(const tu_worker_t *worker);
+void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
+                    uint64_t tag, uint64_t pointer);
+
+/* Operations (worker.c): begin takes a slot and reserves its record, posted turns UCX's answer into a verdict, done is
+ * what a completion callback calls. */
+tu_operation_t *tu_operation_begin(tu_worker_t *worker);
+int64_t tu_operation_posted(tu_operation_t *operation, uint64_t id, ucs_status_ptr_t answer);
+void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag);
+void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
+
+/* Socket addresses (endpoint.c). */
+int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
+                     unsigned scope);
+int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);
+
+#endif

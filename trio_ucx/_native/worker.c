@@ -1,0 +1,409 @@
+/* The worker: its ring of records, its table of operations, and the turn that moves everything. */
+#include <string.h>
+
+#include "native.h"
+
+#define BLOCK_SLOTS 256
+#define BUSY_RETRIES 4
+#define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
+
+/* ---- the ring ---- */
+
+static int ring_grow(tu_worker_t *worker)
+{
+    size_t capacity   = worker->capacity * 2;
+    tu_record_t *ring = malloc(capacity * sizeof(*ring));
+    size_t i;
+
+    if (ring == NULL) {
+        return -1;
+    }
+    for (i = 0; i < worker->used; i++) {
+        ring[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    }
+    free(worker->ring);
+    worker->ring                 = ring;
+    worker->capacity             = capacity;
+    worker->first                = 0;
+    worker->counts.ring_capacity = capacity;
+    return 0;
+}
+
+/* Makes sure that every pending operation and open endpoint can append its record, with slack to spare. */
+int tu_ring_reserve(tu_worker_t *worker)
+{
+    while (worker->used + worker->reserved + 1 + TU_RING_SLACK > worker->capacity) {
+        if (ring_grow(worker) < 0) {
+            return -1;
+        }
+    }
+    worker->reserved++;
+    return 0;
+}
+
+void tu_ring_unreserve(tu_worker_t *worker)
+{
+    worker->reserved--;
+}
+
+int tu_ring_has_slack(const tu_worker_t *worker)
+{
+    return worker->used + worker->reserved < worker->capacity;
+}
+
+void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
+                    uint64_t tag, uint64_t pointer)
+{
+    tu_record_t *record = &worker->ring[(worker->first + worker->used) & (worker->capacity - 1)];
+
+    record->kind    = kind;
+    record->id      = id;
+    record->status  = (uint64_t)(-(int64_t)status);
+    record->length  = length;
+    record->tag     = tag;
+    record->pointer = pointer;
+    worker->used++;
+    worker->counts.records++;
+}
+
+static size_t ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
+{
+    size_t count = worker->used < max ? worker->used : max;
+    size_t i;
+
+    for (i = 0; i < count; i++) {
+        out[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    }
+    worker->first = (worker->first + count) & (worker->capacity - 1);
+    worker->used -= count;
+    return count;
+}
+
+/* ---- operations ---- */
+
+static int slots_grow(tu_worker_t *worker)
+{
+    tu_operation_t **blocks = realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
+    tu_operation_t *block;
+    size_t i;
+
+    if (blocks == NULL) {
+        return -1;
+    }
+    worker->blocks = blocks;
+    block          = calloc(BLOCK_SLOTS, sizeof(*block));
+    if (block == NULL) {
+        return -1;
+    }
+    blocks[worker->block_count] = block;
+    for (i = BLOCK_SLOTS; i-- > 0;) {
+        block[i].worker    = worker;
+        block[i].slot      = (uint32_t)(worker->block_count * BLOCK_SLOTS + i);
+        block[i].next_free = worker->free_slots;
+        worker->free_slots = &block[i];
+    }
+    worker->block_count++;
+    return 0;
+}
+
+static void operation_release(tu_operation_t *operation)
+{
+    tu_worker_t *worker = operation->worker;
+
+    free(operation->iov);
+    operation->iov       = NULL;
+    operation->id        = 0;
+    operation->request   = NULL;
+    operation->next_free = worker->free_slots;
+    worker->free_slots   = operation;
+    worker->counts.operations--;
+    tu_ring_unreserve(worker);
+}
+
+tu_operation_t *tu_operation_begin(tu_worker_t *worker)
+{
+    tu_operation_t *operation;
+
+    if (worker->free_slots == NULL && slots_grow(worker) < 0) {
+        return NULL;
+    }
+    if (tu_ring_reserve(worker) < 0) {
+        return NULL;
+    }
+    operation             = worker->free_slots;
+    worker->free_slots    = operation->next_free;
+    operation->generation = (operation->generation + 1) & 0x3fffffffu;
+    if (operation->generation == 0) {
+        operation->generation = 1;
+    }
+    operation->id      = ((uint64_t)operation->generation << 32) | operation->slot;
+    operation->request = NULL;
+    worker->counts.operations++;
+    return operation;
+}
+
+int64_t tu_operation_posted(tu_operation_t *operation, uint64_t id, ucs_status_ptr_t answer)
+{
+    if (!UCS_PTR_IS_PTR(answer)) {
+        operation_release(operation);
+        return UCS_PTR_RAW_STATUS(answer);
+    }
+    if (operation->id == id) { /* else it completed during the call: the record is in the ring already */
+        operation->request = answer;
+    }
+    return (int64_t)id;
+}
+
+void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag)
+{
+    tu_worker_t *worker = operation->worker;
+    uint64_t id         = operation->id;
+
+    operation_release(operation);
+    tu_ring_append(worker, TU_RECORD_OPERATION, id, status, length, tag, 0);
+    ucp_request_free(request);
+}
+
+void tu_operation_sent(void *request, ucs_status_t status, void *user_data)
+{
+    tu_operation_done(user_data, request, status, 0, 0);
+}
+
+/* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
+ * still works on it. */
+int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
+{
+    uint32_t slot = (uint32_t)id;
+    tu_operation_t *operation;
+
+    if (slot / BLOCK_SLOTS >= worker->block_count) {
+        return 1;
+    }
+    operation = &worker->blocks[slot / BLOCK_SLOTS][slot % BLOCK_SLOTS];
+    if (operation->id != id) {
+        return 1;
+    }
+    if (operation->request != NULL) {
+        ucp_request_cancel(worker->worker, operation->request);
+    }
+    return operation->id != id;
+}
+
+/* ---- the worker ---- */
+
+int tu_worker_create(tu_context_t *context, tu_worker_t **out)
+{
+    ucp_worker_params_t params = {
+        .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+        .thread_mode = UCS_THREAD_MODE_SINGLE,
+    };
+    tu_worker_t *worker = calloc(1, sizeof(*worker));
+    ucs_status_t status;
+
+    if (worker == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    worker->capacity             = 2 * TU_RING_SLACK;
+    worker->counts.ring_capacity = worker->capacity;
+    worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
+    if (worker->ring == NULL) {
+        free(worker);
+        return UCS_ERR_NO_MEMORY;
+    }
+    status = ucp_worker_create(context->context, &params, &worker->worker);
+    if (status == UCS_OK) {
+        status = ucp_worker_get_efd(worker->worker, &worker->efd);
+        if (status == UCS_OK && worker->efd < 0) {
+            status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
+        }
+        if (status != UCS_OK) {
+            ucp_worker_destroy(worker->worker);
+        }
+    }
+    if (status != UCS_OK) {
+        free(worker->ring);
+        free(worker);
+        return status;
+    }
+    *out = worker;
+    return UCS_OK;
+}
+
+void tu_worker_destroy(tu_worker_t *worker)
+{
+    size_t i, slot;
+
+    ucp_worker_destroy(worker->worker);
+    for (i = 0; i < worker->block_count; i++) {
+        for (slot = 0; slot < BLOCK_SLOTS; slot++) {
+            free(worker->blocks[i][slot].iov);
+        }
+        free(worker->blocks[i]);
+    }
+    for (i = 0; i < worker->used; i++) {
+        tu_record_t *record = &worker->ring[(worker->first + i) & (worker->capacity - 1)];
+
+        if (record->kind == TU_RECORD_HELLO) {
+            free((void *)(uintptr_t)record->pointer);
+        }
+    }
+    free(worker->blocks);
+    free(worker->ring);
+    free(worker);
+}
+
+int tu_worker_efd(tu_worker_t *worker)
+{
+    return worker->efd;
+}
+
+/* Copies the worker's address to out when *size has room for it; *size becomes its length either way. */
+int tu_worker_address(tu_worker_t *worker, char *out, size_t *size)
+{
+    ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
+    ucs_status_t status    = ucp_worker_query(worker->worker, &attr);
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    if (attr.address_length <= *size) {
+        memcpy(out, attr.address, attr.address_length);
+    }
+    *size = attr.address_length;
+    ucp_worker_release_address(worker->worker, attr.address);
+    return UCS_OK;
+}
+
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit)
+{
+    worker->claimed_bit = tag_bit;
+}
+
+static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
+                                  const ucp_am_recv_param_t *param)
+{
+    tu_worker_t *worker = arg;
+    uint64_t id         = 0;
+    tu_endpoint_t *endpoint;
+    void *copy;
+
+    (void)header;
+    (void)header_length;
+    if (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) {
+        return UCS_ERR_UNSUPPORTED; /* a hello is small; an error answer refuses the transfer */
+    }
+    if (length > worker->hello_max || !tu_ring_has_slack(worker)) {
+        return UCS_OK; /* nonsense, or a flood: drop it; an honest client tries again after its timeout */
+    }
+    if (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) {
+        for (endpoint = worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
+            if (endpoint->ep == param->reply_ep) {
+                id = endpoint->id;
+                break;
+            }
+        }
+    }
+    copy = malloc(length + 1);
+    if (copy != NULL) {
+        memcpy(copy, data, length);
+        tu_ring_append(worker, TU_RECORD_HELLO, id, UCS_OK, length, 0, (uint64_t)(uintptr_t)copy);
+    }
+    return UCS_OK;
+}
+
+int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length)
+{
+    ucp_am_handler_param_t param = {
+        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                      UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
+        .id         = am_id,
+        .flags      = UCP_AM_FLAG_WHOLE_MSG,
+        .cb         = hello_arrived,
+        .arg        = worker,
+    };
+
+    worker->hello_id  = am_id;
+    worker->hello_max = max_length;
+    return ucp_worker_set_am_recv_handler(worker->worker, &param);
+}
+
+/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. */
+static void collect_messages(tu_worker_t *worker)
+{
+    ucp_tag_recv_info_t info;
+    ucp_tag_message_h message;
+
+    while (worker->used + worker->reserved < worker->capacity) {
+        message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
+        if (message == NULL) {
+            return;
+        }
+        tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
+                       (uint64_t)(uintptr_t)message);
+    }
+}
+
+/* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
+ * it arm: *armed is then TU_ARMED (the efd will become readable) or TU_BUSY (UCX cannot say when it can go on: back
+ * off). TU_MORE: there is more to do at once. Returns the number of records. */
+int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed)
+{
+    int budget  = PROGRESS_BUDGET;
+    int retries = BUSY_RETRIES;
+    size_t count;
+
+    *armed = TU_MORE;
+    for (;;) {
+        do {
+            worker->counts.progress_calls++;
+        } while (ucp_worker_progress(worker->worker) != 0 && --budget > 0 && worker->used < max);
+        if (worker->claimed_bit != 0) {
+            collect_messages(worker);
+        }
+        count = ring_take(worker, (tu_record_t *)out, max);
+        if (count > 0 || !arm || budget <= 0) {
+            return (int)count;
+        }
+        switch (ucp_worker_arm(worker->worker)) {
+        case UCS_OK:
+            *armed = TU_ARMED;
+            return 0;
+        case UCS_ERR_BUSY:
+            worker->counts.arm_busy++;
+            if (--retries == 0) {
+                *armed = TU_BUSY;
+                return 0;
+            }
+            break;
+        default:
+            return -1;
+        }
+    }
+}
+
+int tu_worker_signal(tu_worker_t *worker)
+{
+    return ucp_worker_signal(worker->worker);
+}
+
+void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
+{
+    *out = worker->counts;
+}
+
+int64_t tu_worker_flush(tu_worker_t *worker)
+{
+    tu_operation_t *operation = tu_operation_begin(worker);
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .cb           = {.send = tu_operation_sent},
+        .user_data    = operation,
+    };
+    uint64_t id;
+
+    if (operation == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    id = operation->id;
+    return tu_operation_posted(operation, id, ucp_worker_flush_nbx(worker->worker, &param));
+}

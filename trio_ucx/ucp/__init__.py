@@ -1,0 +1,59 @@
+"""UCP in Trio idiom: contexts, workers, endpoints, listeners, tag messages. Any UCP peer can be talked to with this.
+
+Layers, lowest first; imports point down only (``tests/test_layers.py``):
+
+    _util, _pending, _buffers, _status, _address      no engine
+    _context                                          configuration
+    _engine                                           completions, operations, the progress task: read its docstring
+    _tag, _endpoint, _listener, _requests             one file per capability
+    _worker                                           puts them together
+"""
+
+from ._address import WorkerAddress as WorkerAddress
+from ._context import Context as Context
+from ._context import Feature as Feature
+from ._context import open_context as open_context
+from ._endpoint import CloseMode as CloseMode
+from ._endpoint import Endpoint as Endpoint
+from ._endpoint import EndpointStatistics as EndpointStatistics
+from ._endpoint import ErrorMode as ErrorMode
+from ._endpoint import Transport as Transport
+from ._engine import WorkerStatistics as WorkerStatistics
+from ._listener import ConnectionRequest as ConnectionRequest
+from ._listener import RawListener as RawListener
+from ._pending import RequestCancelled as RequestCancelled
+from ._requests import Request as Request
+from ._requests import RequestGroup as RequestGroup
+from ._status import Status as Status
+from ._status import UCXError as UCXError
+from ._tag import TagMessage as TagMessage
+from ._util import FULL as FULL
+from ._util import publish as _publish
+from ._worker import Worker as Worker
+from ._worker import open_worker as open_worker
+
+__all__ = [
+    "FULL",
+    "CloseMode",
+    "ConnectionRequest",
+    "Context",
+    "Endpoint",
+    "EndpointStatistics",
+    "ErrorMode",
+    "Feature",
+    "RawListener",
+    "Request",
+    "RequestCancelled",
+    "RequestGroup",
+    "Status",
+    "TagMessage",
+    "Transport",
+    "UCXError",
+    "Worker",
+    "WorkerAddress",
+    "WorkerStatistics",
+    "open_context",
+    "open_worker",
+]
+
+_publish(globals(), __name__)

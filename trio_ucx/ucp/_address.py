@@ -1,0 +1,146 @@
+"""Addresses: of workers (opaque bytes made by UCX) and of sockets (host and port)."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+import zlib
+
+import attrs
+import trio
+
+from ._util import check_integer
+
+#: After UCX's bytes: magic, the listener that is meant (0: any), checksum of all before. UCX ignores what follows its
+#: own bytes, and would crash on damaged ones, so ours are checked.
+_TRAILER = struct.Struct("<4sQI")
+_MAGIC = b"TUWA"
+
+#: A socket address as people write it.
+SocketAddress = str | tuple[str, int]
+
+
+@attrs.frozen(repr=False, init=False)
+class WorkerAddress:
+    """Where a worker can be reached: opaque bytes, to be given to a peer by whatever means there are.
+
+    ``bytes(address)`` serialises it, ``WorkerAddress(data)`` brings it back. Addresses compare and hash by value.
+
+    Args:
+        data: what ``bytes(address)`` gave.
+
+    Raises:
+        ValueError: ``data`` is damaged or something else. (UCX itself would crash.)
+    """
+
+    ucx: bytes
+    service: int
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a worker address is made from bytes, not {type(data).__name__}")
+        data = bytes(data)
+        body, trailer = data[: -_TRAILER.size], data[-_TRAILER.size :]
+        if len(trailer) == _TRAILER.size and body:
+            magic, service, checksum = _TRAILER.unpack(trailer)
+            if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
+                self.__attrs_init__(body, service)  # type: ignore[attr-defined]
+                return
+        raise ValueError(
+            f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
+            "without trio_ucx use WorkerAddress.from_ucx"
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> WorkerAddress:
+        """The same as ``WorkerAddress(data)``."""
+        return cls(data)
+
+    @classmethod
+    def from_ucx(cls, blob: bytes, *, service: int = 0) -> WorkerAddress:
+        """Makes one from the bytes of ``ucp_worker_get_address`` of any UCP program.
+
+        UCX does not check them: a damaged blob crashes the process.
+        """
+        address = cls.__new__(cls)
+        address.__attrs_init__(bytes(blob), service)  # type: ignore[attr-defined]
+        return address
+
+    def __bytes__(self) -> bytes:
+        body = self.ucx + _TRAILER.pack(_MAGIC, self.service, 0)[:-4]
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    def __repr__(self) -> str:
+        return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(bytes(self)):08x}>"
+
+
+@attrs.frozen
+class Resolved:
+    """A numeric socket address, ready for UCX."""
+
+    family: socket.AddressFamily
+    ip: str
+    port: int
+    scope: int = 0
+
+    def __str__(self) -> str:
+        return format_address((self.ip, self.port))
+
+
+def format_address(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: SocketAddress) -> tuple[str, int]:
+    """``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` as ``(host, port)``.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no port, or one out of range.
+    """
+    if isinstance(address, (tuple, list)):
+        if len(address) not in (2, 4):
+            raise ValueError(f"an address is a pair (host, port), not {address!r}")
+        host, port = address[0], address[1]
+        if not isinstance(host, str):
+            raise TypeError(f"the host must be a str, not {type(host).__name__}")
+        return host, check_integer(port, "the port", 0, 65535)
+    if not isinstance(address, str):
+        raise TypeError(
+            f"an address is 'host:port', '[v6]:port', (host, port) or a WorkerAddress, not {type(address).__name__}"
+        )
+    host, colon, text = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"write an IPv6 address with brackets: [{address}]:port, or [{host}]:{text}")
+    if not colon or not host or not text.isascii() or not text.isdecimal():
+        raise ValueError(f"{address!r} is no address: write 'host:port' or '[v6 address]:port'")
+    return host, check_integer(int(text), "the port", 0, 65535)
+
+
+async def resolve(host: str, port: int, family: int = 0) -> list[Resolved]:
+    """Looks a host name up; numeric addresses need no look-up and no checkpoint.
+
+    Raises:
+        OSError: the name is unknown (``socket.gaierror``).
+    """
+    name, _, zone = host.partition("%")
+    try:
+        ip = ipaddress.ip_address(name)
+    except ValueError:
+        pass
+    else:
+        found = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+        return [Resolved(found, str(ip), port, socket.if_nametoindex(zone) if zone else 0)]
+    answers = await trio.socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    resolved = []
+    for kind, _, _, _, address in answers:
+        if kind in (socket.AF_INET, socket.AF_INET6):
+            scope = address[3] if len(address) == 4 else 0
+            one = Resolved(socket.AddressFamily(kind), str(address[0]), port, int(scope))
+            if one not in resolved:
+                resolved.append(one)
+    return resolved

@@ -1,0 +1,241 @@
+"""Contexts: UCX's configuration, and the features that its workers may use."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import os
+import socket
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from .._native import ffi, lib
+from ._status import Status, UCXError
+from ._util import OpenedNotConstructed
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: What `config` may be: UCX options by their names without the ``UCX_`` prefix.
+Config = Mapping[str, str | int | bool]
+
+
+class Feature(enum.IntFlag):
+    """What a context's workers may be used for (``UCP_FEATURE_*``). WAKEUP is always on: Trio needs it."""
+
+    TAG = 1 << 0
+    RMA = 1 << 1
+    AMO32 = 1 << 2
+    AMO64 = 1 << 3
+    WAKEUP = 1 << 4
+    STREAM = 1 << 5
+    AM = 1 << 6
+
+
+#: Tag messages, and the active messages that Connections shake hands with.
+DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
+
+#: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
+RENDEZVOUS_THRESHOLD = 64 * 1024
+
+#: Better choices than UCX's own, each only where neither the user nor the environment chose.
+DEFAULT_OPTIONS: Mapping[str, str] = {
+    # Without it, shared memory is silently left out of every endpoint with error handling.
+    "MM_ERROR_HANDLING": "y",
+    # UCX's 8k and 64k make large messages over TCP several times slower.
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
+    "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
+}
+
+
+@attrs.define(eq=False, repr=False)
+class Context(metaclass=OpenedNotConstructed):
+    """UCX's configuration and resources. Open one with :func:`open_context`.
+
+    Attributes:
+        config: the options in force that the user or trio_ucx set.
+        features: what its workers may be used for.
+        family: the address family of its TCP interfaces, ``AF_INET`` or ``AF_INET6`` (``TCP_AF_PRIO``). UCX uses one
+            per context.
+        rendezvous_threshold: bytes from which on messages go by rendezvous, or None when UCX decides by itself.
+    """
+
+    config: Mapping[str, str]
+    features: Feature
+    family: socket.AddressFamily
+    rendezvous_threshold: int | None
+    _handle: Any
+    engines: weakref.WeakSet[Engine] = attrs.field(factory=weakref.WeakSet)
+
+    @classmethod
+    def _open(cls, config: Config | None, features: Feature) -> Context:
+        features = Feature(features) | Feature.WAKEUP
+        chosen = _check_config(config)
+        defaults = {
+            name: value
+            for name, value in DEFAULT_OPTIONS.items()
+            if name not in chosen and f"UCX_{name}" not in os.environ
+        }
+        options = {**defaults, **chosen}
+        out = ffi.new("tu_context_t **")
+        rejected = ffi.new("size_t *")
+        while True:
+            names = [ffi.new("char[]", name.encode()) for name in options]
+            values = [ffi.new("char[]", value.encode()) for value in options.values()]
+            status = lib.tu_context_create(
+                ffi.new("char *[]", names),
+                ffi.new("char *[]", values),
+                len(options),
+                int(features),
+                out,
+                rejected,
+            )
+            if status == Status.OK:
+                break
+            if rejected[0] == len(options):
+                raise _initialisation_error(status, options)
+            name = list(options)[rejected[0]]
+            if name in chosen:
+                raise _refused_option(name, chosen[name], status)
+            del options[name]  # a default of ours that this UCX does not know
+        context = cls._create(
+            config=options,
+            features=features,
+            family=_family(options),
+            rendezvous_threshold=_rendezvous_threshold(options),
+            handle=out[0],
+        )
+        _live_contexts.add(context)
+        return context
+
+    def native(self) -> Any:
+        if self._handle is None:
+            raise RuntimeError("this context was closed")
+        return self._handle
+
+    def config_text(self) -> str:
+        """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
+        return _take_text(lib.tu_context_config_text(self.native()))
+
+    def info_text(self) -> str:
+        """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
+        return _take_text(lib.tu_context_info_text(self.native()))
+
+    def _close(self) -> None:
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        _live_contexts.discard(self)
+        for engine in list(self.engines):
+            if engine.usable:
+                engine.close_now()
+        if not self.engines:
+            lib.tu_context_destroy(handle)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handle is None else str(self.features)
+        return f"<trio_ucx.ucp.Context {state}>"
+
+
+_live_contexts: set[Context] = set()
+
+
+@contextmanager
+def open_context(config: Config | None = None, *, features: Feature = DEFAULT_FEATURES) -> Iterator[Context]:
+    """Opens a UCX context (``ucp_init``).
+
+    Args:
+        config: UCX options by name, without the ``UCX_`` prefix, such as ``{"TLS": "tcp,sm,self"}``. They go over the
+            ``UCX_*`` environment variables, which are not changed.
+        features: what its workers are to be used for.
+
+    Raises:
+        ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
+        UCXError: UCX cannot start, for instance because no transport is left.
+    """
+    context = Context._open(config, features)
+    try:
+        yield context
+    finally:
+        context._close()
+
+
+def _check_config(config: Config | None) -> dict[str, str]:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a mapping of UCX options to values, not {type(config).__name__}")
+    chosen: dict[str, str] = {}
+    for name, value in config.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a UCX option must be a str, not {type(name).__name__}")
+        if name.startswith("UCX_"):
+            raise ValueError(f"write UCX options without their prefix: {name[4:]!r} instead of {name!r}")
+        if isinstance(value, bool):
+            value = "y" if value else "n"
+        if not isinstance(value, (str, int)):
+            raise TypeError(f"the value of UCX option {name} must be a str, an int or a bool, not {value!r}")
+        if "\0" in name or "\0" in str(value):
+            raise ValueError(f"UCX option {name!r} contains a null character")
+        chosen[name] = str(value)
+    return chosen
+
+
+def _refused_option(name: str, value: str, status: int) -> Exception:
+    known = _known_options()
+    close = difflib.get_close_matches(name.upper(), known, n=3)
+    if name in known:
+        return ValueError(f"UCX cannot take {value!r} as the value of its option {name}")
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return ValueError(f"UCX does not know an option {name!r} (value {value!r}){hint}")
+
+
+def _known_options() -> list[str]:
+    context = Context._open(None, Feature.TAG)
+    try:
+        lines = context.config_text().splitlines()
+    finally:
+        context._close()
+    return [line.partition("=")[0].removeprefix("UCX_") for line in lines if line.startswith("UCX_")]
+
+
+def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
+    transports = _effective("TLS", options) or "all"
+    error = UCXError(status, f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)")
+    error.add_note("`python -m trio_ucx info` lists the transports of this machine")
+    return error
+
+
+def _effective(name: str, options: Mapping[str, str]) -> str | None:
+    return options.get(name, os.environ.get(f"UCX_{name}"))
+
+
+def _family(options: Mapping[str, str]) -> socket.AddressFamily:
+    first = (_effective("TCP_AF_PRIO", options) or "inet").split(",")[0].strip()
+    return socket.AF_INET6 if first == "inet6" else socket.AF_INET
+
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+
+
+def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
+    text = (_effective("RNDV_THRESH", options) or "auto").strip().lower()
+    digits = text.rstrip("kmgb")
+    if not digits.isdecimal():
+        return None  # auto, inf, or different by fabric
+    return int(digits) * _UNITS.get(text[len(digits) :], 1)
+
+
+def _take_text(text: Any) -> str:
+    if text == ffi.NULL:
+        raise MemoryError("no memory for UCX's description")
+    try:
+        return ffi.string(text).decode(errors="replace")
+    finally:
+        lib.tu_text_free(text)

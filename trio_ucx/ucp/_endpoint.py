@@ -1,0 +1,314 @@
+"""Endpoints: one connection of a worker to a peer, without any handshake of ours."""
+
+from __future__ import annotations
+
+import enum
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._buffers import Buffer
+from ._engine import EndpointCore, Engine
+from ._pending import Signal
+from ._status import Status, UCXError, broken, error_from_status
+from ._tag import check_tag, completed, pending_operation, post_send
+from ._util import OpenedNotConstructed
+
+if TYPE_CHECKING:
+    from ._worker import Worker
+
+#: Seconds that a close which nobody waits for any more may take.
+BACKGROUND_CLOSE_TIMEOUT = 10.0
+
+
+class CloseMode(enum.Enum):
+    """How an endpoint closes.
+
+    FLUSH waits for what was sent to be on its way; FORCE drops everything at once.
+    """
+
+    FLUSH = "flush"
+    FORCE = "force"
+
+
+class ErrorMode(enum.Enum):
+    """UCX's error handling mode of an endpoint.
+
+    PEER notices a dead peer and can be closed by FORCE; NONE can neither, and is only for peers that insist on it.
+    """
+
+    NONE = 0
+    PEER = 1
+
+
+@attrs.frozen
+class Transport:
+    """One lane of an endpoint: the UCX transport (``tcp``, ``sysv``, ``rc_mlx5``) and its device (``eth0``)."""
+
+    name: str
+    device: str
+
+
+@attrs.frozen
+class EndpointStatistics:
+    """Figures about an :class:`Endpoint`.
+
+    Attributes:
+        operations_in_flight: posted and not completed.
+        left_over_operations: those of them whose task was cancelled.
+    """
+
+    operations_in_flight: int
+    left_over_operations: int
+
+
+def check_mode(mode: CloseMode) -> CloseMode:
+    if not isinstance(mode, CloseMode):
+        raise TypeError(f"mode must be CloseMode.FLUSH or CloseMode.FORCE, not {mode!r}")
+    return mode
+
+
+def query_sockaddr(core: EndpointCore, remote: bool) -> tuple[str, int] | None:
+    """The ``(host, port)`` of one side, or None where UCX has none (endpoints by worker address)."""
+    if core.handle is None:
+        return None
+    return read_sockaddr(lambda *out: lib.tu_endpoint_sockaddr(core.handle, remote, *out))
+
+
+def read_sockaddr(call: Any) -> tuple[str, int] | None:
+    host = ffi.new("char[64]")
+    port = ffi.new("unsigned *")
+    if call(host, 64, port) != Status.OK:
+        return None
+    return ffi.string(host).decode(), port[0]
+
+
+def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
+    core.check()
+    text = ffi.new("char[4096]")
+    status = lib.tu_endpoint_transports(core.handle, text, 4096)
+    if status == Status.NOT_IMPLEMENTED:
+        raise UCXError(status, "asking for an endpoint's transports needs trio_ucx built against UCX 1.14 or later")
+    if status != Status.OK:
+        raise error_from_status(status, "asking for an endpoint's transports")
+    lines = ffi.string(text).decode().splitlines()
+    return tuple(Transport(*line.split("/", 1)) for line in lines)
+
+
+async def wait_sends(core: EndpointCore) -> None:
+    """Waits until every operation of the endpoint that was not cancelled has completed, however."""
+    while True:
+        active = [operation for operation in core.pending if not operation.left_over]
+        if not active:
+            return
+        idle = Signal()
+        core.idle = idle
+        await idle.wait()
+
+
+async def flush(core: EndpointCore) -> None:
+    operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+    if operation is None:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+    else:
+        await completed(operation, core.engine)
+    core.unflushed = False
+
+
+@attrs.define(eq=False, repr=False)
+class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
+    """A UCP endpoint. Open one with :meth:`Worker.open_endpoint` or :meth:`ConnectionRequest.accept`.
+
+    An async context manager: leaving the block normally closes with FLUSH, leaving it by an exception with FORCE.
+    """
+
+    _worker: Worker
+    _core: EndpointCore
+    _local: tuple[str, int] | None = None
+    _remote: tuple[str, int] | None = None
+    _closing: bool = False
+
+    @property
+    def worker(self) -> Worker:
+        return self._worker
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is open and not known to be broken."""
+        return self._core.handle is not None and not self._closing and self._core.engine.usable
+
+    @property
+    def local_address(self) -> tuple[str, int] | None:
+        """Our ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``)."""
+        self._local = self._local or query_sockaddr(self._core, remote=False)
+        return self._local
+
+    @property
+    def remote_address(self) -> tuple[str, int] | None:
+        """The peer's ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``)."""
+        self._remote = self._remote or query_sockaddr(self._core, remote=True)
+        return self._remote
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """The transports of its lanes (``ucp_ep_query``; UCX 1.14). Complete once the first message went through.
+
+        Raises:
+            UCXError: trio_ucx was built against UCX 1.13.
+            trio.ClosedResourceError, trio.BrokenResourceError: it is closed, or broken.
+        """
+        return query_transports(self._core)
+
+    def statistics(self) -> EndpointStatistics:
+        pending = self._core.pending
+        return EndpointStatistics(len(pending), sum(operation.left_over for operation in pending))
+
+    def _check(self) -> None:
+        self._core.engine.check()
+        if self._closing:
+            raise trio.ClosedResourceError("this endpoint was closed")
+        self._core.check()
+
+    @enable_ki_protection
+    async def tag_send(self, data: Buffer, tag: int) -> None:
+        """Sends one message (``ucp_tag_send_nbx``).
+
+        Returns when ``data`` may be used again, which is not yet delivery. A message larger than UCX's rendezvous
+        threshold is taken only when the peer receives it.
+
+        Args:
+            data: a contiguous buffer, or a list of them, which arrives as one message.
+            tag: 64 bits, for the receiver to choose by.
+
+        Cancellation: the message may or may not be sent, whole or not at all. ``data`` stays pinned until UCX lets go
+        of it.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
+            TypeError, ValueError: not a contiguous buffer; the tag is out of range.
+        """
+        tag = check_tag(tag)
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send(post_send(self._core, data, tag))
+
+    @enable_ki_protection
+    async def tag_send_sync(self, data: Buffer, tag: int) -> None:
+        """Sends one message and waits until the peer has begun to receive it (``ucp_tag_send_sync_nbx``).
+
+        Arguments, errors and cancellation are :meth:`tag_send`'s.
+        """
+        tag = check_tag(tag)
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send(post_send(self._core, data, tag, sync=True))
+
+    async def _send(self, operation: Any) -> None:
+        if operation is None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await completed(operation, self._core.engine)
+
+    @enable_ki_protection
+    async def flush(self) -> None:
+        """Waits until what was sent is out of this process (``ucp_ep_flush_nbx``).
+
+        UCX does not count messages that wait for the peer to receive them (rendezvous): await their sends.
+
+        Cancellation: nothing happens to the messages.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
+        """
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await flush(self._core)
+
+    def abort(self) -> None:
+        """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect."""
+        self._closing = True
+        if self._core.engine.usable:
+            self._core.close()
+
+    @enable_ki_protection
+    async def aclose(self, mode: CloseMode = CloseMode.FLUSH) -> None:
+        """Closes it.
+
+        FLUSH waits for the sends that were posted and not cancelled, flushes, then closes. FORCE does not wait.
+
+        Cancellation: returns at once; the worker goes on with the FLUSH in the background, for at most 10 seconds.
+
+        Raises:
+            trio.BrokenResourceError: with FLUSH, the peer was lost before everything was out.
+        """
+        check_mode(mode)
+        if self._closing or self._core.handle is None or not self._core.engine.usable:
+            self._closing = True
+            await trio.lowlevel.checkpoint()
+            return
+        self._closing = True
+        if mode is CloseMode.FORCE:
+            self._core.close()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            await _flush_and_close(self._core, math.inf)
+        except trio.Cancelled:
+            close_in_background(self._core.engine, self._core, lambda: _flush_and_close(self._core))
+            raise
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose(CloseMode.FLUSH if exc_info[0] is None else CloseMode.FORCE)
+
+    def __del__(self) -> None:
+        if not self._closing and self._core.handle is not None:
+            dropped(self._core, f"unclosed {self!r}", self)
+
+    def __repr__(self) -> str:
+        state = "open" if self.alive else "broken" if self._core.error is not None else "closed"
+        return f"<trio_ucx.ucp.Endpoint to {self._core.label}, {state}>"
+
+
+async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE_TIMEOUT) -> None:
+    late = False
+    with trio.move_on_after(timeout) as scope:
+        try:
+            await wait_sends(core)
+            if core.handle is not None and core.unflushed:
+                await flush(core)
+        except trio.BrokenResourceError:
+            late = core.unflushed
+    core.close()
+    if late:
+        raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error)
+    if scope.cancelled_caught:
+        raise broken(f"closing: the peer {core.label} did not take everything within {timeout} seconds", None)
+    await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+def close_in_background(engine: Engine, core: EndpointCore, function: Any) -> None:
+    """Goes on with a close whose task was cancelled; by force, where the run cannot."""
+
+    async def run() -> None:
+        try:
+            await function()
+        except trio.BrokenResourceError:
+            pass  # nobody is there to be told
+        finally:
+            core.close()
+
+    if not engine.spawn_background(run, f"trio_ucx closing {core.label}"):
+        core.close()
+
+
+def dropped(core: EndpointCore, message: str, source: object) -> None:
+    """Something was garbage collected that should have been closed: say so, and close it where it lives."""
+    engine = core.engine
+    warnings.warn(message, ResourceWarning, source=source, stacklevel=3)
+    engine.call_soon(core.close)

@@ -1,0 +1,699 @@
+"""The engine: what makes a UCX worker move inside a Trio run.
+
+Theory of operation
+===================
+
+UCX calls back only into C (``_native``), which appends records to a ring. :meth:`Engine.turn` makes one call into C
+that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor; then it
+delivers the records here, where they wake tasks. Nothing in a delivery runs user code.
+
+*Who calls it.* One system task per worker, the progress task, sits in ``wait_readable(efd)`` and takes a turn whenever
+it wakes. Besides, whoever posts an operation that does not complete at once takes a turn itself (:meth:`settle`),
+because posting to an armed worker can leave it with work and no event: it must be progressed and armed again before
+anybody sleeps. When that fails (UCX says BUSY), the progress task is woken and takes over.
+
+*Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
+until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
+has not matched; any other operation whose task is cancelled stays in the table, as *left over*.
+
+*Lost events.* While something is awaited, a timer of real time (not Trio's clock, which ``autojump_clock`` would jump)
+looks once a second whether the worker has something to deliver although its descriptor is silent. It should never
+find anything; ``statistics().missed_events`` counts.
+
+*The end.* The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that
+still go on in the background finish (each has its own deadline) and closes the worker. Closing by force needs no
+progress task: it is a plain function, which async generators finalised after the system tasks still can call.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import trio
+from outcome import Error, Value
+
+from .._native import ffi, lib
+from ._buffers import Pinned
+from ._context import Context
+from ._pending import Pending, Signal
+from ._status import Status, UCXError, broken, error_from_status
+
+logger = logging.getLogger("trio_ucx")
+
+#: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
+CONNECTION_BIT = 1 << 63
+
+_FIELDS = lib.TU_RECORD_FIELDS
+_BATCH = 256
+#: Turns that one delivery takes before it lets other tasks run.
+_ROUNDS = 8
+#: Seconds between two looks of the safety net.
+SAFETY_NET_INTERVAL = 1.0
+#: How long closing a worker waits for UCX to let go of what is in flight.
+DRAIN_TIMEOUT = 2.0
+_MAX_BACKOFF = 0.005
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+#: Native handles alive in this process, by kind. After everything is closed, all zero.
+live_handles: collections.Counter[str] = collections.Counter()
+
+
+class Operation(Pending):
+    """A UCX operation in flight. Owns its buffers until UCX has completed it."""
+
+    __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
+
+    def __init__(
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: EndpointCore | None = None
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.id = id
+        self.pins = pins
+        self.doing = doing
+        self.endpoint = endpoint
+        self.left_over = False
+        engine.in_flight[id] = self
+        if endpoint is not None:
+            endpoint.pending.add(self)
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        """UCX is done with it. Called once, by the engine."""
+        self.release()
+        if status == Status.OK:
+            self.finish(Value(self.result(length, tag)))
+        elif status == Status.CANCELED and self._raise_cancel is not None:
+            self.finish_cancelled()
+        else:
+            self.finish(Error(self.error(status)))
+
+    def result(self, length: int, tag: int) -> Any:
+        return None
+
+    def error(self, status: int) -> Exception:
+        if self.endpoint is not None:
+            problem = self.endpoint.problem()
+            if problem is not None:
+                return problem
+        return error_from_status(status, self.doing)
+
+    def release(self) -> None:
+        if self.left_over:
+            self.left_over = False
+            self.engine.left_over -= 1
+        if self.endpoint is not None:
+            self.endpoint.pending.discard(self)
+            self.endpoint.check_idle()
+        if self.pins is not None:
+            self.pins.release()
+        self.engine.counters["completed"] += 1
+
+    def abandon(self) -> bool:
+        engine = self.engine
+        if self.id not in engine.in_flight:
+            return True  # its outcome came from elsewhere, and the operation itself is over
+        if lib.tu_operation_cancel(engine.handle, self.id):
+            engine.settle()  # its record is in the ring, or in a delivery that is under way: that one decides
+            return False
+        self.leave_over()
+        return True
+
+    def leave_over(self) -> None:
+        """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
+        if not self.left_over and self.id in self.engine.in_flight:
+            self.left_over = True
+            self.engine.left_over += 1
+            self._task = None
+            if self.endpoint is not None:
+                self.endpoint.check_idle()
+
+
+class ReceiveOperation(Operation):
+    """Its value is ``(length, sender_tag)``."""
+
+    __slots__ = ()
+
+    def result(self, length: int, tag: int) -> tuple[int, int]:
+        return length, tag
+
+
+class EndpointCore:
+    """The engine's side of an endpoint: its handle, its operations, and what became of it."""
+
+    __slots__ = ("engine", "error", "handle", "id", "idle", "label", "on_failure", "pending", "unflushed")
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
+        self.engine = engine
+        self.id = id
+        self.handle: Any = handle  # None once closed
+        self.label = label
+        #: The UCXError it failed with, if it did.
+        self.error: UCXError | None = None
+        self.pending: set[Operation] = set()
+        #: Called once, when it fails (not when it is closed).
+        self.on_failure: Callable[[], None] | None = None
+        #: Whether something was sent since the last flush.
+        self.unflushed = False
+        #: Set when no operation is left but those left over.
+        self.idle: Signal | None = None
+        engine.endpoints[id] = self
+        live_handles["endpoint"] += 1
+
+    def problem(self) -> Exception | None:
+        """The exception for using it now, if it cannot be used."""
+        if self.error is not None:
+            return broken(f"the connection to {self.label} broke: {self.error}", self.error)
+        if self.handle is None:
+            return trio.ClosedResourceError("this endpoint was closed")
+        return None
+
+    def check(self) -> None:
+        problem = self.problem()
+        if problem is not None:
+            raise problem
+
+    def check_idle(self) -> None:
+        if self.idle is not None and all(operation.left_over for operation in self.pending):
+            idle, self.idle = self.idle, None
+            idle.set()
+
+    def fail(self, error: UCXError) -> None:
+        """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before."""
+        if self.handle is None or self.error is not None:
+            return
+        self.error = error
+        self._force_close()
+        callback, self.on_failure = self.on_failure, None
+        if callback is not None:
+            callback()
+
+    def close(self) -> None:
+        """Closes by force, at once. Waiters get ClosedResourceError."""
+        self.on_failure = None
+        if self.handle is not None:
+            self._force_close()
+
+    def _force_close(self) -> None:
+        handle, self.handle = self.handle, None
+        engine = self.engine
+        for operation in list(self.pending):
+            if operation.outcome is None and not operation.left_over:
+                problem = self.problem()
+                assert problem is not None
+                operation.finish(Error(problem))
+                operation.leave_over()
+        verdict = lib.tu_endpoint_close(handle)
+        if verdict > 0:
+            CloseOperation(engine, verdict, self, handle)
+        else:
+            self.closed(handle)
+        engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def closed(self, handle: Any) -> None:
+        """UCX has closed it."""
+        lib.tu_endpoint_free(handle)
+        self.engine.endpoints.pop(self.id, None)
+        live_handles["endpoint"] -= 1
+
+
+class CloseOperation(Operation):
+    __slots__ = ("core", "native")
+
+    def __init__(self, engine: Engine, id: int, core: EndpointCore, native: Any) -> None:
+        super().__init__(engine, id, None, "closing an endpoint")
+        self.core = core
+        self.native = native
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self.release()
+        self.core.closed(self.native)
+        self.finish(Value(None))
+
+
+@attrs.frozen
+class WorkerStatistics:
+    """Figures about a :class:`Worker`.
+
+    Attributes:
+        operations_in_flight: posted and not completed.
+        left_over_operations: those of them whose task was cancelled; their buffers stay pinned.
+        completed_operations: completed after they were posted; what completed at once is not counted.
+        endpoints: open endpoints.
+        wakeups: times the progress task woke.
+        busy_arms: times UCX said BUSY when asked to arm.
+        backoffs: times the progress task slept because UCX stayed BUSY.
+        missed_events: times the safety net found work that no event had announced; anything but 0 is a bug in UCX or
+            in trio_ucx.
+        progress_calls: calls of ``ucp_worker_progress``.
+        messages: Connection messages that arrived.
+        background_closes: closes that go on after their task was cancelled.
+    """
+
+    operations_in_flight: int
+    left_over_operations: int
+    completed_operations: int
+    endpoints: int
+    wakeups: int
+    busy_arms: int
+    backoffs: int
+    missed_events: int
+    progress_calls: int
+    messages: int
+    background_closes: int
+
+
+class Engine:
+    """One UCX worker, moved by one Trio run."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        out = ffi.new("tu_worker_t **")
+        status = lib.tu_worker_create(context.native(), out)
+        if status != Status.OK:
+            raise UCXError(status, "creating a worker")
+        self.handle: Any = out[0]  # None once closed
+        self._thread = threading.get_ident()
+        self._forks = _forks
+        self._token = trio.lowlevel.current_trio_token()
+        self.efd = lib.tu_worker_efd(self.handle)
+        self._net_timer = lib.tu_timer_create()
+        self._backoff_timer = lib.tu_timer_create()
+        self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
+        self._net_running = False
+        self._records = ffi.new("uint64_t[]", _BATCH * _FIELDS)
+        self._view = memoryview(ffi.buffer(self._records)).cast("Q")
+        self._armed = ffi.new("int *")
+        self.received = ffi.new("tu_received_t *")
+        self.in_flight: dict[int, Operation] = {}
+        self.endpoints: dict[int, EndpointCore] = {}
+        #: What takes the messages of a connection id, while it is open: called with (lane, handle, length).
+        self.mailboxes: dict[int, Callable[[int, int, int], None]] = {}
+        #: What takes the connection requests of a listener id.
+        self.listeners: dict[int, Callable[[int], None]] = {}
+        self.on_hello: Callable[[int, bytes], None] | None = None
+        #: Everything to be closed before the worker: called with no arguments, must not raise.
+        self.children: dict[int, Callable[[], None]] = {}
+        self.left_over = 0
+        #: Closes that go on after their task was cancelled.
+        self.background: set[object] = set()
+        self.background_ended: Signal | None = None
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.broken: BaseException | None = None
+        self._failures: list[tuple[int, int]] = []
+        self._delivering = False
+        self._parked = False
+        self._closing = False
+        self._next_id = 0
+        self._stop: trio.CancelScope | None = None
+        self.statistics_at_close: WorkerStatistics | None = None
+        #: Called when the worker has been closed.
+        self.on_closed: Callable[[], None] | None = None
+        live_handles["worker"] += 1
+        context.engines.add(self)
+        _engines.add(self)
+
+    # ---- checks ----
+
+    def check(self) -> None:
+        """Refuses use from where or when the worker cannot be used.
+
+        Raises:
+            RuntimeError: another thread, or a forked child.
+            trio.ClosedResourceError: after the worker was closed.
+            trio.BrokenResourceError: after an internal error.
+        """
+        if self._forks != _forks:
+            raise RuntimeError(
+                "this worker was opened before a fork: UCX does not survive forks. Open a worker in the child process "
+                "(start it with the multiprocessing method 'spawn')"
+            )
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
+                "trio.from_thread.run"
+            )
+        if self.handle is None or self._closing:
+            raise trio.ClosedResourceError("this worker was closed")
+        if self.broken is not None:
+            raise broken(f"this worker broke: {self.broken!r}", self.broken)
+
+    @property
+    def usable(self) -> bool:
+        return self.handle is not None and self._forks == _forks and self._thread == threading.get_ident()
+
+    def next_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # ---- turning ----
+
+    def turn(self, arm: bool) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to.
+
+        Returns:
+            ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
+            there is more to do).
+        """
+        if self._delivering or self.handle is None:
+            return lib.TU_MORE
+        self._delivering = True
+        try:
+            for _ in range(_ROUNDS):
+                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
+                if count > 0:
+                    self._deliver(self._view[: count * _FIELDS].tolist())
+                elif self._failures:
+                    self._deliver_failures()
+                elif count < 0:
+                    raise UCXError(Status.IO_ERROR, "arming the worker")
+                else:
+                    state: int = self._armed[0]
+                    return state
+            return lib.TU_MORE
+        except BaseException as error:
+            self._break(error)
+            return lib.TU_BUSY
+        finally:
+            self._delivering = False
+
+    def _deliver(self, rows: list[int]) -> None:
+        for start in range(0, len(rows), _FIELDS):
+            kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
+            if kind == lib.TU_RECORD_OPERATION:
+                self.in_flight.pop(id).complete(-status, length, tag)
+            elif kind == lib.TU_RECORD_MESSAGE:
+                self.counters["messages"] += 1
+                mailbox = self.mailboxes.get(tag >> 32)
+                if mailbox is None:
+                    self.discard_message(pointer)
+                else:
+                    mailbox(tag & 0xFFFFFFFF, pointer, length)
+            elif kind == lib.TU_RECORD_FAILURE:
+                self._failures.append((id, -status))  # after the messages that had arrived by then
+            elif kind == lib.TU_RECORD_REQUEST:
+                listener = self.listeners.get(id)
+                assert listener is not None, "a listener's requests end before the listener"
+                listener(pointer)
+            elif kind == lib.TU_RECORD_HELLO:
+                memory = ffi.cast("void *", pointer)
+                hello = bytes(ffi.buffer(memory, length)) if length else b""
+                lib.free(memory)
+                if self.on_hello is not None:
+                    self.on_hello(id, hello)
+
+    def _deliver_failures(self) -> None:
+        failures, self._failures = self._failures, []
+        for id, status in failures:
+            core = self.endpoints.get(id)
+            if core is not None:
+                core.fail(UCXError(status, f"talking to {core.label}"))
+
+    def settle(self) -> None:
+        """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
+        if self._delivering:
+            return  # the delivery under way takes another turn
+        state = self.turn(arm=self._parked)
+        if self._parked and state != lib.TU_ARMED and self.handle is not None:
+            lib.tu_worker_signal(self.handle)
+
+    def _break(self, error: BaseException) -> None:
+        """An internal error: everything that waits is told, nothing more is promised."""
+        if self.broken is None:
+            logger.error("trio_ucx worker broke", exc_info=error)
+            self.broken = error
+        for operation in list(self.in_flight.values()):
+            operation.finish(Error(broken(f"the worker broke: {error!r}", error)))
+            operation.leave_over()
+        for core in list(self.endpoints.values()):
+            callback, core.on_failure = core.on_failure, None
+            if core.error is None:
+                core.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
+            if callback is not None:
+                callback()
+
+    # ---- the tasks ----
+
+    def start(self) -> None:
+        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx progress (efd {self.efd})")
+        trio.lowlevel.spawn_system_task(self._safety_net, name=f"trio_ucx safety net (efd {self.efd})")
+
+    async def _run(self) -> None:
+        """The progress task."""
+        self._stop = trio.CancelScope()
+        try:
+            with self._stop:
+                await self._progress_until(lambda: False)
+        except trio.ClosedResourceError:
+            pass  # the worker was closed while we waited
+        finally:
+            # The run ends (or the worker was closed, and nothing of this does anything).
+            if self.handle is not None and not self._closing:
+                with trio.CancelScope(shield=True):
+                    try:
+                        if self.background:
+                            await self._progress_until(lambda: not self.background)
+                    finally:
+                        await self.close()
+
+    async def _progress_until(self, finished: Callable[[], bool]) -> None:
+        delay = 0.0
+        while self.handle is not None and not finished():
+            state = self.turn(arm=True)
+            if self.handle is None or finished():
+                return
+            if self.broken is not None:
+                await trio.sleep_forever()
+            if state == lib.TU_ARMED:
+                delay = 0.0
+                await self._park(self.efd)
+                self.counters["wakeups"] += 1
+            elif state == lib.TU_MORE:
+                await trio.lowlevel.checkpoint()
+            else:
+                # UCX is busy without moving, as long as a shared-memory queue is full, say. Sleep in real time.
+                delay = min(max(delay * 2, 0.0001), _MAX_BACKOFF)
+                self.counters["backoffs"] += 1
+                lib.tu_timer_set(self._backoff_timer, int(delay * 1e9), 0)
+                await trio.lowlevel.wait_readable(self._backoff_fd)
+
+    async def _park(self, fd: int) -> None:
+        self._parked = True
+        try:
+            await trio.lowlevel.wait_readable(fd)
+        finally:
+            self._parked = False
+
+    def watch_events(self) -> None:
+        """Something is awaited: let the safety net look."""
+        if not self._net_running:
+            self._net_running = True
+            lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
+
+    async def _safety_net(self) -> None:
+        while True:
+            try:
+                await trio.lowlevel.wait_readable(self._net_timer)
+            except trio.ClosedResourceError:
+                return
+            if self.handle is None:
+                return
+            if not self.in_flight and not self.mailboxes:
+                self._net_running = False
+                lib.tu_timer_set(self._net_timer, 0, 0)
+                continue
+            lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
+            if self._parked and not lib.tu_readable(self.efd):
+                before = self.counters["messages"], self.counters["completed"]
+                self.settle()
+                if before != (self.counters["messages"], self.counters["completed"]):
+                    self.counters["missed_events"] += 1
+
+    def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
+        """Runs an async function that outlives its caller. False when the run is too far gone for that."""
+        marker = object()
+
+        async def run() -> None:
+            try:
+                with trio.CancelScope(shield=True):
+                    await function()
+            except Exception:
+                logger.exception("%s failed", name)
+            finally:
+                self.background.discard(marker)
+                if not self.background and self.background_ended is not None:
+                    self.background_ended.set()
+                if self.usable:
+                    lib.tu_worker_signal(self.handle)  # the progress task may be waiting for the last of them
+
+        try:
+            trio.lowlevel.spawn_system_task(run, name=name)
+        except RuntimeError:
+            return False
+        self.background.add(marker)
+        return True
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""
+
+        def call() -> None:
+            if self.usable:
+                function()
+
+        if self._forks != _forks:
+            return
+        try:
+            self._token.run_sync_soon(call)
+        except trio.RunFinishedError:
+            pass
+
+    # ---- messages of nobody ----
+
+    def discard_message(self, message: int) -> None:
+        """Takes a message off UCX's hands and throws it away."""
+        verdict = lib.tu_message_receive_one(self.handle, message, ffi.NULL, 0, self.received)
+        if verdict > 0:
+            Operation(self, verdict, None, "discarding a message").leave_over()
+
+    # ---- closing ----
+
+    async def close_after_background(self) -> None:
+        """Waits, shielded, for the closes that go on in the background (each has its own deadline), then closes."""
+        try:
+            with trio.CancelScope(shield=True):
+                while self.background and self.usable and self.broken is None and self._stop is not None:
+                    self.background_ended = Signal()
+                    await self.background_ended.wait()
+                await self.close()
+        finally:
+            self.close_now()
+        await trio.lowlevel.checkpoint_if_cancelled()
+
+    async def close(self) -> None:
+        """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
+        if not self._begin_close():
+            return
+        with trio.CancelScope(shield=True):
+            for _ in self._drain():
+                await trio.lowlevel.checkpoint()
+        self._finish_close()
+
+    def close_now(self) -> None:
+        """The same as a plain function."""
+        if self._begin_close():
+            for _ in self._drain():
+                pass
+            self._finish_close()
+
+    def _begin_close(self) -> bool:
+        if self.handle is None or self._closing:
+            return False
+        if not self.usable:
+            self.handle = None  # after a fork: the parent's, to be left alone
+            return False
+        self._closing = True
+        for close in list(self.children.values()):
+            close()
+        for core in list(self.endpoints.values()):
+            core.close()
+        for operation in list(self.in_flight.values()):
+            operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
+            operation.leave_over()
+            lib.tu_operation_cancel(self.handle, operation.id)
+        return True
+
+    def _drain(self) -> Iterator[None]:
+        """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
+        deadline = time.monotonic() + DRAIN_TIMEOUT
+        self.turn(arm=False)
+        while self.in_flight and time.monotonic() < deadline:
+            yield
+            time.sleep(0.0002)
+            self.turn(arm=False)
+        # Then what nobody asked for. (Messages of Connections are taken by every turn.)
+        while time.monotonic() < deadline:
+            message = lib.tu_tag_probe(self.handle, 0, 0, 1, self.received)
+            if message == 0:
+                break
+            self.discard_message(message)
+        while self.in_flight and time.monotonic() < deadline:
+            yield
+            self.turn(arm=False)
+
+    def _finish_close(self) -> None:
+        self.statistics_at_close = self.statistics()
+        for fd in (self.efd, self._net_timer, self._backoff_timer, self._backoff_fd):
+            with _ignoring_late_run():
+                trio.lowlevel.notify_closing(fd)
+        handle, self.handle = self.handle, None
+        for fd in (self._backoff_fd, self._net_timer, self._backoff_timer):
+            os.close(fd)
+        if self._stop is not None:
+            with _ignoring_late_run():
+                self._stop.cancel()
+        self.context.engines.discard(self)
+        if self.in_flight:
+            warnings.warn(
+                f"a UCX worker was left alone: {len(self.in_flight)} operation(s) did not end: "
+                + ", ".join(sorted({operation.doing for operation in self.in_flight.values()})),
+                ResourceWarning,
+                stacklevel=2,
+            )
+            _abandoned.append((handle, dict(self.in_flight)))  # UCX may still touch those buffers: keep them for ever
+        else:
+            lib.tu_worker_destroy(handle)
+        live_handles["worker"] -= 1
+        self.left_over = 0
+        if self.on_closed is not None:
+            self.on_closed()
+
+    def statistics(self) -> WorkerStatistics:
+        if self.handle is None:
+            assert self.statistics_at_close is not None
+            return self.statistics_at_close
+        counts = ffi.new("tu_counts_t *")
+        lib.tu_worker_counts(self.handle, counts)
+        return WorkerStatistics(
+            operations_in_flight=len(self.in_flight),
+            left_over_operations=self.left_over,
+            completed_operations=self.counters["completed"],
+            endpoints=len(self.endpoints),
+            wakeups=self.counters["wakeups"],
+            busy_arms=counts.arm_busy,
+            backoffs=self.counters["backoffs"],
+            missed_events=self.counters["missed_events"],
+            progress_calls=counts.progress_calls,
+            messages=self.counters["messages"],
+            background_closes=len(self.background),
+        )
+
+
+_abandoned: list[Any] = []
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@contextmanager
+def _ignoring_late_run() -> Iterator[None]:
+    """Trio calls that only matter while a run goes on."""
+    try:
+        yield
+    except RuntimeError:
+        pass

@@ -1,0 +1,231 @@
+"""Raw listeners: connection requests as UCX has them, before any handshake."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from outcome import Error, Value
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._address import Resolved
+from ._endpoint import Endpoint, ErrorMode, read_sockaddr
+from ._engine import Engine, live_handles
+from ._pending import Signal
+from ._status import Status, os_error_from_status
+from ._util import OpenedNotConstructed, check_integer
+
+if TYPE_CHECKING:
+    from ._worker import Worker
+
+#: Connection requests that may wait at a listener; further clients are rejected.
+BACKLOG = 256
+
+
+class ListenerCore:
+    """A native listener and the requests that wait at it."""
+
+    def __init__(self, engine: Engine, address: Resolved) -> None:
+        self.engine = engine
+        self.id = engine.next_id()
+        out = ffi.new("tu_listener_t **")
+        status = lib.tu_listener_create(
+            engine.handle, self.id, int(address.family), address.ip.encode(), address.port, address.scope, out
+        )
+        if status != Status.OK:
+            raise os_error_from_status(status, f"listening at {address}", _listen_hint(status))
+        self.handle: Any = out[0]
+        bound = read_sockaddr(lambda *out: lib.tu_listener_sockaddr(self.handle, *out))
+        self.address: tuple[str, int] = bound or (address.ip, address.port)
+        self.waiting: deque[int] = deque()
+        #: Requests handed out and not answered yet.
+        self.unanswered: set[int] = set()
+        self._acceptors: deque[Signal] = deque()
+        engine.listeners[self.id] = self._arrived
+        engine.children[self.id] = self.close
+        live_handles["listener"] += 1
+
+    def _arrived(self, request: int) -> None:
+        while self._acceptors:
+            acceptor = self._acceptors.popleft()
+            if acceptor.outcome is None:
+                self.unanswered.add(request)
+                acceptor.finish(Value(request))
+                return
+        if len(self.waiting) >= BACKLOG:
+            lib.tu_request_reject(self.handle, request)
+        else:
+            self.waiting.append(request)
+
+    def check(self) -> None:
+        self.engine.check()
+        if self.handle is None:
+            raise trio.ClosedResourceError("this listener was closed")
+
+    async def next_request(self) -> int:
+        self.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self.waiting:
+            request = self.waiting.popleft()
+            self.unanswered.add(request)
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return request
+        acceptor = Signal()
+        self._acceptors.append(acceptor)
+        try:
+            number: int = await acceptor.wait()
+            return number
+        finally:
+            if acceptor in self._acceptors:
+                self._acceptors.remove(acceptor)
+
+    def reject(self, request: int) -> None:
+        self.unanswered.discard(request)
+        lib.tu_request_reject(self.handle, request)
+
+    def close(self) -> None:
+        """Rejects who waits, and ends. Closed already: no effect."""
+        if self.handle is None:
+            return
+        self.engine.settle()  # requests that are in the ring
+        while self.waiting:
+            self.reject(self.waiting.popleft())
+        for request in list(self.unanswered):
+            self.reject(request)
+        handle, self.handle = self.handle, None
+        del self.engine.listeners[self.id]
+        self.engine.children.pop(self.id, None)
+        lib.tu_listener_destroy(handle)
+        live_handles["listener"] -= 1
+        while self._acceptors:
+            self._acceptors.popleft().finish(Error(trio.ClosedResourceError("this listener was closed")))
+
+
+def _listen_hint(status: int) -> str:
+    if status == Status.UNREACHABLE:
+        return (
+            " (no transport in use can listen at a socket address: shared memory alone cannot; add tcp to the option "
+            "TLS or UCX_TLS, as in 'tcp,sm,self')"
+        )
+    return ""
+
+
+@attrs.define(eq=False, repr=False)
+class ConnectionRequest(metaclass=OpenedNotConstructed):
+    """A client that asks for a connection. Answer it, by :meth:`accept` or :meth:`reject`."""
+
+    _worker: Worker
+    _core: ListenerCore
+    _request: int | None
+    #: The client's ``(host, port)`` (``ucp_conn_request_query``).
+    client_address: tuple[str, int]
+
+    def _take(self) -> int:
+        if self._request is None:
+            raise trio.ClosedResourceError("this connection request was answered already")
+        self._core.check()
+        request, self._request = self._request, None
+        return request
+
+    @enable_ki_protection
+    async def accept(self, worker: Worker | None = None, *, error_mode: ErrorMode = ErrorMode.PEER) -> Endpoint:
+        """Accepts: makes the endpoint that talks to the client (``ucp_ep_create``).
+
+        Args:
+            worker: where the endpoint shall live; by default with the listener. It must be of the same context.
+            error_mode: see :class:`ErrorMode`; the client's must be the same.
+
+        Cancellation: checked before anything happens; the request then can still be answered.
+
+        Raises:
+            trio.ClosedResourceError: it was answered before, or the listener was closed.
+            OSError: the client went away meanwhile.
+        """
+        target = self._worker if worker is None else worker
+        if target.context is not self._worker.context:
+            raise ValueError("a connection can only be accepted on a worker of the listener's context")
+        target._engine.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        request = self._take()
+        self._core.unanswered.discard(request)
+        endpoint = target._accept(request, self.client_address, error_mode)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return endpoint
+
+    def reject(self) -> None:
+        """Refuses the client, whose first operation then fails (``ucp_listener_reject``)."""
+        self._core.reject(self._take())
+
+    def __del__(self) -> None:
+        if self._request is not None and self._core.handle is not None:
+            warnings.warn(f"unanswered {self!r}", ResourceWarning, source=self, stacklevel=2)
+            core, request = self._core, self._request
+            core.engine.call_soon(lambda: core.reject(request) if core.handle is not None else None)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.ConnectionRequest from {self.client_address}>"
+
+
+@attrs.define(eq=False, repr=False)
+class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
+    """A UCP listener. Open one with :meth:`Worker.open_listener`; iterate over it for connection requests."""
+
+    _worker: Worker
+    _core: ListenerCore
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The ``(host, port)`` that it is bound to."""
+        return self._core.address
+
+    @enable_ki_protection
+    async def accept_request(self) -> ConnectionRequest:
+        """Waits for the next connection request.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.ClosedResourceError: the listener was closed, perhaps meanwhile.
+        """
+        request = await self._core.next_request()
+        client = read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
+        return ConnectionRequest._create(self._worker, self._core, request, client)
+
+    def __aiter__(self) -> RawListener:
+        return self
+
+    async def __anext__(self) -> ConnectionRequest:
+        try:
+            return await self.accept_request()
+        except trio.ClosedResourceError:
+            raise StopAsyncIteration from None
+
+    @enable_ki_protection
+    async def aclose(self) -> None:
+        """Closes it; clients that wait are rejected (``ucp_listener_destroy``)."""
+        if self._core.engine.usable:
+            self._core.close()
+        await trio.lowlevel.checkpoint()
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.RawListener at {self.address}>"
+
+
+def check_port(port: int) -> int:
+    return check_integer(port, "the port", 0, 65535)
+
+
+def wrong_family(address: Resolved, engine: Engine) -> OSError:
+    """UCX would corrupt its heap: a context's TCP interfaces are of one address family."""
+    ours = "IPv6" if engine.context.family.name == "AF_INET6" else "IPv4"
+    wanted = "inet,inet6" if ours == "IPv6" else "inet6,inet"
+    return OSError(
+        errno.EAFNOSUPPORT,
+        f"this worker's TCP is {ours}, but {address} is not: open another worker with "
+        f"config={{'TCP_AF_PRIO': '{wanted}'}}",
+    )

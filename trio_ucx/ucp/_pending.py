@@ -1,0 +1,99 @@
+"""Things that finish once and that a task may wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import outcome
+import trio
+from outcome import Error, Outcome, Value
+
+RaiseCancel = Callable[[], Any]
+
+
+class Pending:
+    """Something that finishes once, with a value or an error; at most one task waits for it.
+
+    What happens when that task is cancelled is the subclass's to say, in :meth:`abandon`.
+    """
+
+    __slots__ = ("_raise_cancel", "_task", "notify", "outcome")
+
+    def __init__(self) -> None:
+        self.outcome: Outcome[Any] | None = None
+        #: Called with this object when it finishes (request groups use it).
+        self.notify: Callable[[Pending], None] | None = None
+        self._task: trio.lowlevel.Task | None = None
+        self._raise_cancel: RaiseCancel | None = None
+
+    def finish(self, result: Outcome[Any]) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = result
+        task, self._task = self._task, None
+        if task is not None:
+            trio.lowlevel.reschedule(task, result)
+        notify, self.notify = self.notify, None
+        if notify is not None:
+            notify(self)
+
+    def finish_cancelled(self) -> None:
+        """Finishes because somebody cancelled it: the waiting task gets Trio's Cancelled if that is who asked."""
+        if self._raise_cancel is not None:
+            self.finish(outcome.capture(self._raise_cancel))
+        else:
+            self.finish(Error(RequestCancelled()))
+
+    def abandon(self) -> bool:
+        """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
+
+        Returns:
+            True when nobody will hear of this any more; False when its completion is at hand and the waiting task
+            must take it.
+        """
+        raise NotImplementedError
+
+    async def wait(self) -> Any:
+        """Waits until it finishes; cancelling the wait abandons it. No schedule point if it has finished."""
+        if self.outcome is not None:
+            return self.outcome.unwrap()
+        self._task = trio.lowlevel.current_task()
+
+        def abort(raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
+            self._raise_cancel = raise_cancel
+            if self.abandon():
+                self._task = None
+                return trio.lowlevel.Abort.SUCCEEDED
+            return trio.lowlevel.Abort.FAILED
+
+        return await trio.lowlevel.wait_task_rescheduled(abort)
+
+    async def watch(self) -> Any:
+        """Waits until it finishes; cancelling the wait changes nothing about it."""
+        if self.outcome is None:
+            self._task = trio.lowlevel.current_task()
+
+            def abort(_: RaiseCancel) -> trio.lowlevel.Abort:
+                self._task = None
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            return await trio.lowlevel.wait_task_rescheduled(abort)
+        await trio.lowlevel.checkpoint()
+        return self.outcome.unwrap()
+
+
+class RequestCancelled(Exception):
+    """This request of a group was cancelled, by ``request.cancel()`` or because its group was."""
+
+
+class Signal(Pending):
+    """A Pending without an operation behind it: somebody calls :meth:`finish`."""
+
+    __slots__ = ()
+
+    def abandon(self) -> bool:
+        return True
+
+    def set(self) -> None:
+        self.finish(Value(None))

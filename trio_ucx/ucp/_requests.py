@@ -1,0 +1,205 @@
+"""Request groups: many operations in flight without a task for each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import trio
+from outcome import Error, Value
+from trio.lowlevel import enable_ki_protection
+
+from ._buffers import Buffer
+from ._endpoint import Endpoint
+from ._pending import Pending, RequestCancelled, Signal
+from ._tag import check_tag, post_receive, post_send
+from ._util import FULL, OpenedNotConstructed, check_integer
+
+if TYPE_CHECKING:
+    from ._worker import Worker
+
+
+class SupportsRequests(Protocol):
+    """What a group needs of a :class:`trio_ucx.Connection`: the layer above provides it."""
+
+    @property
+    def worker(self) -> Worker: ...
+    def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
+    def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending: ...
+
+
+@attrs.define(eq=False, repr=False)
+class Request(metaclass=OpenedNotConstructed):
+    """An operation of a :class:`RequestGroup`. ``await request`` for its result, or leave that to the group.
+
+    Cancelling the await leaves the request to the group.
+    """
+
+    _pending: Pending
+
+    @property
+    def done(self) -> bool:
+        """Whether it has completed, well or not."""
+        return self._pending.outcome is not None
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._wait().__await__()
+
+    @enable_ki_protection
+    async def _wait(self) -> Any:
+        if self._pending._task is not None:
+            raise trio.BusyResourceError("another task is waiting for this request already")
+        return await self._pending.watch()
+
+    def cancel(self) -> None:
+        """Asks UCX to cancel it (``ucp_request_cancel``).
+
+        It then ends with :exc:`RequestCancelled`, which the group does not count as an error; or normally, if it was
+        too late. What UCX cannot cancel is given up: its buffers stay pinned until UCX lets go of them.
+        """
+        cancel(self._pending)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.Request {self._pending.outcome or 'in flight'}>"
+
+
+def cancel(pending: Pending) -> None:
+    if pending.outcome is None:
+        pending._raise_cancel = pending._raise_cancel or _raise_request_cancelled
+        if pending.abandon():
+            pending._task, task = None, pending._task
+            pending._task = task
+            pending.finish(Error(RequestCancelled("this request was cancelled")))
+
+
+def _raise_request_cancelled() -> None:
+    raise RequestCancelled("this request was cancelled")
+
+
+@attrs.define(eq=False, repr=False)
+class RequestGroup(metaclass=OpenedNotConstructed):
+    """A nursery for requests: see :meth:`Worker.open_request_group`."""
+
+    _worker: Worker
+    _unfinished: set[Pending] = attrs.field(factory=set)
+    _errors: list[Exception] = attrs.field(factory=list)
+    _closed: bool = False
+    _failed: bool = False
+    _changed: Signal | None = None
+
+    def tag_send(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
+        """Posts :meth:`Endpoint.tag_send` at once."""
+        tag = check_tag(tag)
+        self._check(endpoint.worker)
+        endpoint._check()
+        return self._add(post_send(endpoint._core, data, tag))
+
+    def tag_send_sync(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
+        """Posts :meth:`Endpoint.tag_send_sync` at once."""
+        tag = check_tag(tag)
+        self._check(endpoint.worker)
+        endpoint._check()
+        return self._add(post_send(endpoint._core, data, tag, sync=True))
+
+    def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:
+        """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``."""
+        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        self._check(self._worker)
+        return self._add(post_receive(self._worker._engine, buffer, tag, mask))
+
+    def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
+        """:meth:`trio_ucx.Connection.send`, posted at once, or as soon as the peer's window has room."""
+        self._check(connection.worker)
+        return self._add(connection._submit_send(data, tag))
+
+    def receive_into(self, connection: SupportsRequests, buffer: Buffer, tag: int = 0) -> Request:
+        """:meth:`trio_ucx.Connection.receive_into`, queued at once; its result is the message's length."""
+        self._check(connection.worker)
+        return self._add(connection._submit_receive_into(buffer, tag))
+
+    def _check(self, worker: Worker) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("this request group is closed")
+        if worker is not self._worker:
+            raise ValueError("a request group takes operations of its own worker only")
+        worker._engine.check()
+
+    def _add(self, posted: Any) -> Request:
+        if not isinstance(posted, Pending):
+            done = Signal()
+            done.outcome = Value(posted)
+            return Request._create(done)
+        if posted.outcome is None:
+            self._unfinished.add(posted)
+            posted.notify = self._finished
+            self._worker._engine.watch_events()
+        else:
+            self._note(posted)
+        return Request._create(posted)
+
+    def _finished(self, pending: Pending) -> None:
+        self._unfinished.discard(pending)
+        self._note(pending)
+
+    def _note(self, pending: Pending) -> None:
+        result = pending.outcome
+        if isinstance(result, Error) and not isinstance(result.error, RequestCancelled):
+            assert isinstance(result.error, Exception)
+            self._errors.append(result.error)
+            self._failed = True
+        if self._changed is not None and (self._failed or not self._unfinished):
+            self._changed.set()
+
+    def _cancel_all(self) -> None:
+        for pending in list(self._unfinished):
+            cancel(pending)
+
+    async def _supervise(self) -> None:
+        """Returns when all is done; a failure cancels the rest and is raised."""
+        try:
+            while not self._failed and not (self._closed and not self._unfinished):
+                self._changed = Signal()
+                await self._changed.wait()
+        finally:
+            self._changed = None
+            self._cancel_all()
+        if self._failed:
+            raise _GroupFailed
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.RequestGroup, {len(self._unfinished)} in flight>"
+
+
+class _GroupFailed(Exception):
+    """Carries no information: the group's errors are in the group."""
+
+
+@asynccontextmanager
+async def open_group(worker: Worker) -> AsyncIterator[RequestGroup]:
+    group: RequestGroup = RequestGroup._create(worker)
+    failure: BaseExceptionGroup[BaseException] | None = None
+    try:
+        async with trio.open_nursery(strict_exception_groups=True) as nursery:
+            nursery.start_soon(_protected(group._supervise))
+            try:
+                yield group
+            finally:
+                group._closed = True
+                if group._changed is not None and not group._unfinished:
+                    group._changed.set()
+    except BaseExceptionGroup as errors:
+        _, rest = errors.split(_GroupFailed)
+        failure = rest
+    finally:
+        group._closed = True
+        group._cancel_all()
+    found: list[BaseException] = [*group._errors, *(failure.exceptions if failure is not None else ())]
+    if found:
+        raise BaseExceptionGroup("errors in a request group", found)
+
+
+def _protected(function: Callable[[], Any]) -> Callable[[], Any]:
+    protected: Callable[[], Any] = enable_ki_protection(function)
+    return protected

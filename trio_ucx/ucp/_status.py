@@ -1,0 +1,138 @@
+"""UCX's status codes, the one exception of our own, and the one table that maps the first to exceptions."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+
+import trio
+
+from .._native import ffi, lib
+
+
+class Status(enum.IntEnum):
+    """UCX's ``ucs_status_t``, without the ``UCS_`` and ``ERR_`` of the C names."""
+
+    OK = 0
+    INPROGRESS = 1
+    NO_MESSAGE = -1
+    NO_RESOURCE = -2
+    IO_ERROR = -3
+    NO_MEMORY = -4
+    INVALID_PARAM = -5
+    UNREACHABLE = -6
+    INVALID_ADDR = -7
+    NOT_IMPLEMENTED = -8
+    MESSAGE_TRUNCATED = -9
+    NO_PROGRESS = -10
+    BUFFER_TOO_SMALL = -11
+    NO_ELEM = -12
+    SOME_CONNECTS_FAILED = -13
+    NO_DEVICE = -14
+    BUSY = -15
+    CANCELED = -16
+    SHMEM_SEGMENT = -17
+    ALREADY_EXISTS = -18
+    OUT_OF_RANGE = -19
+    TIMED_OUT = -20
+    EXCEEDS_LIMIT = -21
+    UNSUPPORTED = -22
+    REJECTED = -23
+    NOT_CONNECTED = -24
+    CONNECTION_RESET = -25
+    FIRST_LINK_FAILURE = -40
+    LAST_LINK_FAILURE = -59
+    FIRST_ENDPOINT_FAILURE = -60
+    ENDPOINT_TIMEOUT = -80
+    LAST_ENDPOINT_FAILURE = -89
+    UNKNOWN = -100
+
+    @classmethod
+    def _missing_(cls, value: object) -> Status:
+        return cls.UNKNOWN
+
+
+class UCXError(Exception):
+    """UCX refused or failed something, and none of Trio's or Python's own exceptions says it better.
+
+    Attributes:
+        status: UCX's :class:`Status`.
+    """
+
+    status: Status
+
+    def __init__(self, status: int, doing: str) -> None:
+        self.status = Status(status)
+        self.doing = doing
+        text = ffi.string(lib.tu_status_text(status)).decode()
+        super().__init__(f"{doing}: {text} (UCX status {self.status.name}, {status})")
+
+    def __reduce__(self) -> tuple[type[UCXError], tuple[int, str]]:
+        return type(self), (int(self.status), self.doing)
+
+
+#: The connection is gone: BrokenResourceError. Everything that is not here, nor a Python exception below, stays a
+#: UCXError.
+_BROKEN = frozenset(
+    {
+        Status.IO_ERROR,
+        Status.UNREACHABLE,
+        Status.SOME_CONNECTS_FAILED,
+        Status.NO_DEVICE,
+        Status.CANCELED,  # we did not ask for it, or the asker is not told: the endpoint went away under the operation
+        Status.TIMED_OUT,
+        Status.REJECTED,
+        Status.NOT_CONNECTED,
+        Status.CONNECTION_RESET,
+        Status.FIRST_LINK_FAILURE,
+        Status.LAST_LINK_FAILURE,
+        Status.FIRST_ENDPOINT_FAILURE,
+        Status.ENDPOINT_TIMEOUT,
+        Status.LAST_ENDPOINT_FAILURE,
+    }
+)
+
+#: Setting up a connection or a listener: OSError with this errno.
+_ERRNO = {
+    Status.UNREACHABLE: errno.EHOSTUNREACH,
+    Status.INVALID_ADDR: errno.EADDRNOTAVAIL,
+    Status.NO_DEVICE: errno.ENODEV,
+    Status.BUSY: errno.EADDRINUSE,
+    Status.ALREADY_EXISTS: errno.EADDRINUSE,
+    Status.TIMED_OUT: errno.ETIMEDOUT,
+    Status.ENDPOINT_TIMEOUT: errno.ETIMEDOUT,
+    Status.REJECTED: errno.ECONNREFUSED,
+    Status.NOT_CONNECTED: errno.ECONNREFUSED,
+    Status.CONNECTION_RESET: errno.ECONNRESET,
+    Status.IO_ERROR: errno.EIO,
+    Status.NO_MEMORY: errno.ENOMEM,
+    Status.EXCEEDS_LIMIT: errno.EMFILE,
+}
+
+
+def error_from_status(status: int, doing: str) -> Exception:
+    """The exception for an operation that failed on something that had been working."""
+    native = UCXError(status, doing)
+    if native.status is Status.NO_MEMORY:
+        return MemoryError(str(native))
+    if native.status in _BROKEN:
+        return broken(str(native), native)
+    return native
+
+
+def broken(message: str, cause: BaseException | None) -> trio.BrokenResourceError:
+    error = trio.BrokenResourceError(message)
+    error.__cause__ = cause
+    return error
+
+
+def os_error_from_status(status: int, doing: str, hint: str = "") -> Exception:
+    """The exception for a connection or listener that could not be set up."""
+    native = UCXError(status, doing)
+    number = _ERRNO.get(native.status)
+    if number is None:
+        return native
+    error = OSError(number, f"{native}: {os.strerror(number)}{hint}")
+    error.__cause__ = native
+    return error

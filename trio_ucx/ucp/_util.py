@@ -1,0 +1,80 @@
+"""Small things that several modules need."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+#: The widest tag and mask.
+FULL = (1 << 64) - 1
+
+
+class OpenedNotConstructed(ABCMeta):
+    """For classes whose objects come from a function that opens them: calling the class is refused."""
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} has no public constructor: see its documentation for the function "
+            "that opens one"
+        )
+
+    def _create(cls: type[T], *args: Any, **kwargs: Any) -> T:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+def check_integer(value: object, name: str, low: int, high: int) -> int:
+    """``value`` as an int between ``low`` and ``high``, both included.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is out of range.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, not {number}")
+    return number
+
+
+def check_timeout(value: object, name: str) -> float:
+    """``value`` as a number of seconds, 0 or more; ``math.inf`` is no limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{name} must be 0 or more seconds, not {value}")
+    return float(value)
+
+
+class ConflictDetector:
+    """Refuses a second task in an operation that only one may be in."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._busy = False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        if self._busy:
+            raise trio.BusyResourceError(self._message)
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+
+def publish(namespace: dict[str, Any], module: str) -> None:
+    """Makes what a package exports say the package's name in tracebacks and reprs, not its private module's."""
+    for name in namespace["__all__"]:
+        thing = namespace[name]
+        if getattr(thing, "__module__", "").startswith(f"{module}._"):
+            thing.__module__ = module

@@ -1,0 +1,339 @@
+"""Workers: what makes progress, and where messages arrive."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, cast
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._address import SocketAddress, WorkerAddress, resolve, split_address
+from ._buffers import Buffer, Pinned
+from ._context import Config, Context
+from ._endpoint import Endpoint, ErrorMode
+from ._engine import EndpointCore, Engine, WorkerStatistics
+from ._listener import ListenerCore, RawListener, check_port, wrong_family
+from ._requests import RequestGroup, open_group
+from ._status import Status, UCXError, os_error_from_status
+from ._tag import TagMessage, check_tag, completed, pending_operation, post_message_receive, post_receive
+from ._util import FULL, OpenedNotConstructed, check_integer
+
+
+@attrs.define(eq=False, repr=False)
+class Worker(metaclass=OpenedNotConstructed):
+    """A UCP worker in a Trio run. Open one with :func:`open_worker`.
+
+    It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
+    endpoint. On a worker that has Connections, tags with bit 63 set belong to them.
+    """
+
+    _context: Context
+    _engine: Engine
+    _owns_context: bool
+    _address: WorkerAddress | None = None
+    #: The upper layer's state of this worker (handshakes); None until it has Connections.
+    _services: Any = None
+
+    @classmethod
+    def _open(cls, context: Context | None, config: Config | None) -> Worker:
+        if context is not None and config is not None:
+            raise ValueError("give config= to open_context, or to open_worker without a context")
+        owned = context is None
+        if context is None:
+            context = Context._open(config, _default_features())
+        elif not isinstance(context, Context):
+            raise TypeError(f"context must be a Context, not {type(context).__name__}")
+        try:
+            engine = Engine(context)
+        except BaseException:
+            if owned:
+                context._close()
+            raise
+        worker = cls._create(context, engine, owned)
+        if owned:
+            engine.on_closed = context._close
+        engine.start()
+        return worker
+
+    @property
+    def context(self) -> Context:
+        return self._context
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Where peers can reach it without a listener (``ucp_worker_query``)."""
+        if self._address is None:
+            self._engine.check()
+            size = ffi.new("size_t *", 4096)
+            while True:
+                out = ffi.new("char[]", size[0])
+                room = size[0]
+                status = lib.tu_worker_address(self._engine.handle, out, size)
+                if status != Status.OK:
+                    raise UCXError(status, "asking for the worker's address")
+                if size[0] <= room:
+                    break
+            self._address = WorkerAddress.from_ucx(bytes(ffi.buffer(out, size[0])))
+        return self._address
+
+    def statistics(self) -> WorkerStatistics:
+        return self._engine.statistics()
+
+    # ---- endpoints and listeners ----
+
+    @enable_ki_protection
+    async def open_endpoint(
+        self, address: SocketAddress | WorkerAddress, *, error_mode: ErrorMode = ErrorMode.PEER
+    ) -> Endpoint:
+        """Opens a raw UCP endpoint to any UCP peer (``ucp_ep_create``); no handshake.
+
+        It returns before the connection is up. A peer that cannot be reached is noticed by the first operation.
+
+        Args:
+            address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address.
+            error_mode: see :class:`ErrorMode`; the peer's must be the same.
+
+        Cancellation: checked first; while a host name is looked up.
+
+        Raises:
+            OSError: unknown host; not of the worker's address family; no transport reaches the peer.
+        """
+        self._engine.check()
+        if not isinstance(error_mode, ErrorMode):
+            raise TypeError(f"error_mode must be an ErrorMode, not {error_mode!r}")
+        if isinstance(address, WorkerAddress):
+            await trio.lowlevel.checkpoint()
+            core = self._connect_worker(address, error_mode)
+        else:
+            host, port = split_address(address)
+            await trio.lowlevel.checkpoint()
+            resolved = await resolve(host, port, family=self._context.family)
+            self._engine.check()
+            usable = [one for one in resolved if one.family == self._context.family]
+            if not usable:
+                raise wrong_family(resolved[0], self._engine)
+            core = self._connect_socket(usable[0], error_mode)
+        return Endpoint._create(self, core)
+
+    def _connect_worker(self, address: WorkerAddress, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
+        native = ffi.from_buffer("char[]", address.ucx)
+        return self._make_endpoint(
+            repr(address),
+            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, error_mode.value, out),
+        )
+
+    def _connect_socket(self, address: Any, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
+        if address.family != self._context.family:
+            raise wrong_family(address, self._engine)
+        return self._make_endpoint(
+            str(address),
+            lambda id, out: lib.tu_endpoint_connect(
+                self._engine.handle,
+                id,
+                int(address.family),
+                address.ip.encode(),
+                address.port,
+                address.scope,
+                error_mode.value,
+                out,
+            ),
+        )
+
+    def _accept_core(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> EndpointCore:
+        return self._make_endpoint(
+            f"{client[0]}:{client[1]}",
+            lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, error_mode.value, out),
+        )
+
+    def _accept(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> Endpoint:
+        endpoint = Endpoint._create(self, self._accept_core(request, client, error_mode))
+        endpoint._remote = client
+        return endpoint
+
+    def _make_endpoint(self, label: str, create: Any) -> EndpointCore:
+        engine = self._engine
+        engine.check()
+        id = engine.next_id()
+        out = ffi.new("tu_endpoint_t **")
+        status = create(id, out)
+        if status != Status.OK:
+            raise os_error_from_status(status, f"connecting to {label}", self._reach_hint(status))
+        core = EndpointCore(engine, id, out[0], label)
+        engine.settle()
+        return core
+
+    def _reach_hint(self, status: int) -> str:
+        if status != Status.UNREACHABLE:
+            return ""
+        transports = self._context.config.get("TLS", "all")
+        return (
+            f" (transports in use: {transports}; none of them reaches the peer with error handling. Socket addresses "
+            "need tcp or RDMA, as in TLS=tcp,sm,self; shared memory needs MM_ERROR_HANDLING=y)"
+        )
+
+    @enable_ki_protection
+    async def open_listener(self, host: str | None, port: int) -> RawListener:
+        """Opens a listener for raw UCP clients (``ucp_listener_create``).
+
+        Args:
+            host: a numeric address or a name; None is every interface of the worker's address family.
+            port: 0 chooses a free one; ``listener.address`` tells.
+
+        Raises:
+            OSError: the address is in use, or not ours.
+        """
+        self._engine.check()
+        port = check_port(port)
+        await trio.lowlevel.checkpoint()
+        if host is None:
+            host = "::" if self._context.family.name == "AF_INET6" else "0.0.0.0"
+        elif not isinstance(host, str):
+            raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
+        resolved = await resolve(host, port, family=self._context.family)
+        self._engine.check()
+        usable = [one for one in resolved if one.family == self._context.family]
+        if not usable:
+            raise wrong_family(resolved[0], self._engine)
+        return RawListener._create(self, ListenerCore(self._engine, usable[0]))
+
+    # ---- tag messages ----
+
+    @enable_ki_protection
+    async def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> tuple[int, int]:
+        """Receives one message of whatever sender (``ucp_tag_recv_nbx``).
+
+        Args:
+            buffer: a writable contiguous buffer, or a list of them.
+            tag: what the sender's tag must be,
+            mask: in the bits that are set here.
+
+        Returns:
+            ``(length, sender_tag)``; a message may be shorter than the buffer.
+
+        Cancellation: if no message had matched, nothing was consumed. A message whose transfer had begun is lost, and
+        the buffer stays pinned until UCX lets go of it. (A :class:`trio_ucx.Connection` loses nothing.)
+
+        Raises:
+            UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost.
+            TypeError, ValueError: not a writable contiguous buffer; tag or mask out of range.
+            trio.ClosedResourceError: the worker was closed.
+        """
+        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        self._engine.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return await self._received(post_receive(self._engine, buffer, tag, mask))
+
+    async def _received(self, posted: Any) -> tuple[int, int]:
+        if isinstance(posted, tuple):
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return posted
+        return cast(tuple[int, int], await completed(posted, self._engine))
+
+    def tag_probe(self, tag: int, mask: int = FULL, *, remove: bool = False) -> TagMessage | None:
+        """Looks for a message that has arrived, without waiting (``ucp_tag_probe_nb``).
+
+        Args:
+            tag, mask: as for :meth:`tag_receive`.
+            remove: take it off the queue, so that only :meth:`tag_receive_message` can receive it, and must.
+
+        Returns:
+            Its length and tag, or None.
+        """
+        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        self._engine.check()
+        self._engine.settle()
+        received = self._engine.received
+        handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
+        if handle == 0:
+            return None
+        return TagMessage._create(received.length, received.tag, self, handle if remove else None)
+
+    @enable_ki_protection
+    async def tag_receive_message(self, message: TagMessage, buffer: Buffer) -> tuple[int, int]:
+        """Receives a message that :meth:`tag_probe` removed from the queue (``ucp_tag_msg_recv_nbx``).
+
+        Returns, cancellation and errors are :meth:`tag_receive`'s; but as the message has matched already, only a
+        cancellation that comes before the call loses nothing.
+
+        Raises:
+            ValueError: the message was not removed by its probe, or received before.
+        """
+        if not isinstance(message, TagMessage):
+            raise TypeError(f"message must come from tag_probe, not be a {type(message).__name__}")
+        if message._handle is None:
+            raise ValueError("probe with remove=True for a message to receive; each can be received once")
+        if message._worker is not self:
+            raise ValueError("this message is at another worker")
+        self._engine.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        pins = Pinned(buffer, writable=True)
+        if pins.size < message.length:
+            size = pins.size
+            pins.release()
+            raise UCXError(
+                Status.MESSAGE_TRUNCATED, f"receiving a message of {message.length} bytes into a buffer of {size}"
+            )
+        handle, message._handle = message._handle, None
+        return await self._received(post_message_receive(self._engine, handle, pins))
+
+    @enable_ki_protection
+    async def flush(self) -> None:
+        """Waits until everything sent on all endpoints is out of this process (``ucp_worker_flush_nbx``).
+
+        As :meth:`Endpoint.flush`, it does not count rendezvous messages that their receivers have not asked for.
+        """
+        self._engine.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        verdict = lib.tu_worker_flush(self._engine.handle)
+        operation = pending_operation(self._engine, verdict, None, "flushing the worker")
+        if operation is None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await completed(operation, self._engine)
+
+    def open_request_group(self) -> AbstractAsyncContextManager[RequestGroup]:
+        """Opens a nursery for requests: many operations in flight without a task for each.
+
+        Leaving the block waits for all of them. If one fails, or the block is left by an exception or cancelled, the
+        others are cancelled; errors come as an ``ExceptionGroup``.
+        """
+        self._engine.check()
+        return open_group(self)
+
+    async def _aclose(self) -> None:
+        await self._engine.close_after_background()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._engine.handle is None else f"{len(self._engine.endpoints)} endpoints"
+        return f"<trio_ucx.ucp.Worker, {state}>"
+
+
+def _default_features() -> Any:
+    from ._context import DEFAULT_FEATURES
+
+    return DEFAULT_FEATURES
+
+
+@asynccontextmanager
+async def open_worker(*, context: Context | None = None, config: Config | None = None) -> AsyncIterator[Worker]:
+    """Opens a worker in the current Trio run (``ucp_worker_create``).
+
+    Leaving the block closes what is still open on it by force, after closes that go on in the background ended (each
+    has its own limit); that part is shielded from cancellation and bounded.
+
+    Args:
+        context: a context to share with other workers; by default the worker has its own.
+        config: for its own context, see :func:`open_context`.
+
+    Raises:
+        UCXError, ValueError: see :func:`open_context`.
+    """
+    worker = Worker._open(context, config)
+    try:
+        yield worker
+    finally:
+        await worker._aclose()
