@@ -1,0 +1,43 @@
+"""Structured-concurrency networking over UCX, for Trio: RDMA, shared memory and TCP messages with real cancellation.
+
+Layers, lowest first; imports point down only (``tests/test_layers.py``):
+
+    _native        the compiled module, and loading UCX
+    ucp            UCP in Trio idiom; any UCP peer can be talked to with it alone
+    here           two trio_ucx peers that shook hands:
+                     _wire, _flow, _lanes, _farewell    the rules, without I/O
+                     _peers                             noticing a dead process
+                     _link, _handshake                  one connection; how it comes about
+                     _connection, _listener             what the user holds
+                     _shared, _highlevel                opening and serving
+    _cli, testing  ``python -m trio_ucx``; helpers for tests
+"""
+
+from . import ucp as ucp
+from ._connection import Connection as Connection
+from ._connection import ConnectionStatistics as ConnectionStatistics
+from ._connection import Messages as Messages
+from ._highlevel import connect as connect
+from ._highlevel import open_ucx_listeners as open_ucx_listeners
+from ._highlevel import open_ucx_stream as open_ucx_stream
+from ._highlevel import serve_ucx as serve_ucx
+from ._listener import Listener as Listener
+from ._listener import ListenerStatistics as ListenerStatistics
+from ._version import __version__ as __version__
+from .ucp._util import publish as _publish
+
+__all__ = [
+    "Connection",
+    "ConnectionStatistics",
+    "Listener",
+    "ListenerStatistics",
+    "Messages",
+    "__version__",
+    "connect",
+    "open_ucx_listeners",
+    "open_ucx_stream",
+    "serve_ucx",
+    "ucp",
+]
+
+_publish(globals(), __name__)

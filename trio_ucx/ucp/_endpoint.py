@@ -14,7 +14,6 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._buffers import Buffer
 from ._engine import EndpointCore, Engine
-from ._pending import Signal
 from ._status import Status, UCXError, broken, error_from_status
 from ._tag import check_tag, completed, pending_operation, post_send
 from ._util import OpenedNotConstructed
@@ -98,17 +97,6 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
         raise error_from_status(status, "asking for an endpoint's transports")
     lines = ffi.string(text).decode().splitlines()
     return tuple(Transport(*line.split("/", 1)) for line in lines)
-
-
-async def wait_sends(core: EndpointCore) -> None:
-    """Waits until every operation of the endpoint that was not cancelled has completed, however."""
-    while True:
-        active = [operation for operation in core.pending if not operation.left_over]
-        if not active:
-            return
-        idle = Signal()
-        core.idle = idle
-        await idle.wait()
 
 
 async def flush(core: EndpointCore) -> None:
@@ -279,7 +267,7 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     late = False
     with trio.move_on_after(timeout) as scope:
         try:
-            await wait_sends(core)
+            await core.wait_until(core.sends_done)
             if core.handle is not None and core.unflushed:
                 await flush(core)
         except trio.BrokenResourceError:

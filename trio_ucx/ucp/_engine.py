@@ -122,7 +122,7 @@ class Operation(Pending):
             self.engine.left_over -= 1
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
-            self.endpoint.check_idle()
+            self.endpoint.changed()
         if self.pins is not None:
             self.pins.release()
         self.engine.counters["completed"] += 1
@@ -144,7 +144,7 @@ class Operation(Pending):
             self.engine.left_over += 1
             self._task = None
             if self.endpoint is not None:
-                self.endpoint.check_idle()
+                self.endpoint.changed()
 
 
 class ReceiveOperation(Operation):
@@ -159,7 +159,7 @@ class ReceiveOperation(Operation):
 class EndpointCore:
     """The engine's side of an endpoint: its handle, its operations, and what became of it."""
 
-    __slots__ = ("engine", "error", "handle", "id", "idle", "label", "on_failure", "pending", "unflushed")
+    __slots__ = ("engine", "error", "handle", "id", "label", "on_failure", "pending", "unflushed", "watchers")
 
     def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
         self.engine = engine
@@ -173,8 +173,8 @@ class EndpointCore:
         self.on_failure: Callable[[], None] | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
-        #: Set when no operation is left but those left over.
-        self.idle: Signal | None = None
+        #: Set, and forgotten, whenever something about its operations changes.
+        self.watchers: list[Signal] = []
         engine.endpoints[id] = self
         live_handles["endpoint"] += 1
 
@@ -191,10 +191,24 @@ class EndpointCore:
         if problem is not None:
             raise problem
 
-    def check_idle(self) -> None:
-        if self.idle is not None and all(operation.left_over for operation in self.pending):
-            idle, self.idle = self.idle, None
-            idle.set()
+    def changed(self) -> None:
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher.set()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on its operations. No checkpoint if it holds already."""
+        while not condition():
+            watcher = Signal()
+            self.watchers.append(watcher)
+            await watcher.wait()
+
+    def sends_done(self) -> bool:
+        """Whether no operation is under way but those left over."""
+        return all(operation.left_over for operation in self.pending)
+
+    def buffers_released(self) -> bool:
+        return not any(operation.left_over for operation in self.pending)
 
     def fail(self, error: UCXError) -> None:
         """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before."""

@@ -106,6 +106,11 @@ class ListenerCore:
             self._acceptors.popleft().finish(Error(trio.ClosedResourceError("this listener was closed")))
 
 
+def client_of(request: int) -> tuple[str, int]:
+    """Where a connection request comes from."""
+    return read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
+
+
 def _listen_hint(status: int) -> str:
     if status == Status.UNREACHABLE:
         return (
@@ -193,8 +198,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: the listener was closed, perhaps meanwhile.
         """
         request = await self._core.next_request()
-        client = read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
-        return ConnectionRequest._create(self._worker, self._core, request, client)
+        return ConnectionRequest._create(self._worker, self._core, request, client_of(request))
 
     def __aiter__(self) -> RawListener:
         return self

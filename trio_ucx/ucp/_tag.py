@@ -51,11 +51,16 @@ async def completed(operation: Pending, engine: Engine) -> Any:
 
 
 def pending_operation(
-    engine: Engine, verdict: int, pins: Pinned | None, doing: str, core: EndpointCore | None = None
+    engine: Engine,
+    verdict: int,
+    pins: Pinned | None,
+    doing: str,
+    core: EndpointCore | None = None,
+    kind: type[Operation] = Operation,
 ) -> Operation | None:
     """Takes a verdict that is not about a receive: None when the operation completed at once."""
     if verdict > 0:
-        operation = Operation(engine, verdict, pins, doing, core)
+        operation = kind(engine, verdict, pins, doing, core)
         engine.settle()
         return operation
     if pins is not None:
@@ -74,13 +79,15 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
     return post_pinned_send(core, pins, tag, sync=sync)
 
 
-def post_pinned_send(core: EndpointCore, pins: Pinned, tag: int, *, sync: bool = False) -> Operation | None:
+def post_pinned_send(
+    core: EndpointCore, pins: Pinned, tag: int, *, sync: bool = False, kind: type[Operation] = Operation
+) -> Operation | None:
     core.unflushed = True
     if pins.many is None and not sync:
         verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, tag)
     else:
         verdict = lib.tu_tag_send(core.handle, pins.native_list(), tag, sync)
-    return pending_operation(core.engine, verdict, pins, "sending a message", core)
+    return pending_operation(core.engine, verdict, pins, "sending a message", core, kind)
 
 
 def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:

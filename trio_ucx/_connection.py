@@ -1,0 +1,515 @@
+"""The Connection: messages and a byte stream between two trio_ucx peers."""
+
+from __future__ import annotations
+
+import warnings
+
+from typing import Any, cast
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from . import _wire as wire
+from ._lanes import State, Want
+from ._link import Link
+from .ucp import Endpoint, Worker
+from .ucp._buffers import Buffer, Pinned
+from .ucp._pending import Pending
+from .ucp._tag import completed
+from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer
+
+#: The byte stream travels in messages of at most this many bytes: small enough to be sent without waiting for the
+#: receiver, large enough that their number does not matter.
+STREAM_CHUNK = 60 * 1024
+
+#: The most mutable data that `send_nowait` copies.
+NOWAIT_COPY_LIMIT = 2**20
+
+
+@attrs.frozen
+class ConnectionStatistics:
+    """Figures about a :class:`Connection`.
+
+    Attributes:
+        messages_sent, bytes_sent: messages that left, chunks of the byte stream included, and their payload.
+        messages_received, bytes_received: messages that arrived, read or not, and their payload; of a message that
+            its sender keeps until it is received, the announcement counts.
+        held: what the messages cost that have arrived and were not read, in bytes of our window.
+        credit: what the peer lets us send, in bytes of its window; less than 0 after it let a message in beyond it.
+        queued_sends: sends that wait for credit.
+        left_over_operations: sends and transfers whose task was cancelled and whose buffers are not released yet.
+    """
+
+    messages_sent: int
+    bytes_sent: int
+    messages_received: int
+    bytes_received: int
+    held: int
+    credit: int
+    queued_sends: int
+    left_over_operations: int
+
+
+def check_tag(tag: int) -> int:
+    return check_integer(tag, "the tag", 0, wire.MAX_TAG)
+
+
+@attrs.define(eq=False, repr=False)
+class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
+    """Two trio_ucx peers that shook hands. Open one with :func:`connect`, or accept it from a :class:`Listener`.
+
+    It carries messages, each with a tag; each tag is an ordered lane of its own. Besides, it carries one byte stream,
+    which does not interfere with them; ``async for chunk in connection`` yields its chunks.
+
+    As an async context manager it closes gracefully when its block is left normally, and by force when by an exception.
+    """
+
+    _link: Link
+    _endpoint: Endpoint
+    _local: tuple[str, int] | None
+    _remote: tuple[str, int] | None
+    _rest: memoryview | None = None
+    _eof_sent: bool = False
+    _eof_received: bool = False
+    _sending: ConflictDetector = attrs.field(
+        factory=lambda: ConflictDetector("another task is sending on this connection's byte stream")
+    )
+    _receiving: ConflictDetector = attrs.field(
+        factory=lambda: ConflictDetector("another task is receiving on this connection's byte stream")
+    )
+
+    @classmethod
+    def _wrap(cls, link: Link) -> Connection:
+        endpoint = Endpoint._create(link.worker, link.core)
+        connection = cls._create(link, endpoint, endpoint.local_address, endpoint.remote_address)
+        name = repr(connection)
+        link.on_unclosed = lambda: warnings.warn(f"unclosed {name}", ResourceWarning, stacklevel=2)
+        return connection
+
+    # ---- what it is ----
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Its UCP endpoint, to ask about transports; closing it breaks the connection."""
+        return self._endpoint
+
+    @property
+    def worker(self) -> Worker:
+        return self._link.worker
+
+    @property
+    def local_address(self) -> tuple[str, int] | None:
+        """Our ``(host, port)``; None for a connection made by worker address."""
+        return self._local
+
+    @property
+    def remote_address(self) -> tuple[str, int] | None:
+        """The peer's ``(host, port)``; None for a connection made by worker address."""
+        return self._remote
+
+    def statistics(self) -> ConnectionStatistics:
+        link = self._link
+        left_over = sum(operation.left_over for operation in link.core.pending)
+        return ConnectionStatistics(
+            messages_sent=link.outbound.sent,
+            bytes_sent=link.bytes_sent,
+            messages_received=link.inbound.received,
+            bytes_received=link.bytes_received,
+            held=link.inbound.unread,
+            credit=link.outbound.credit,
+            queued_sends=len(link.outbound.queue),
+            left_over_operations=left_over + len(link._orphans),
+        )
+
+    # ---- messages ----
+
+    @enable_ki_protection
+    async def send(self, data: Buffer, tag: int = 0) -> None:
+        """Sends one message (``ucp_tag_send_nbx``).
+
+        Returns when ``data`` may be used again, which is not yet delivery. Waits while the peer holds a whole
+        ``window`` of unread messages, and, with a large message, until the peer receives it.
+
+        Args:
+            data: a contiguous buffer, or a list of them, which arrives as one message. Large ones are not copied.
+            tag: the lane, 0 to 2**31 - 1.
+
+        Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
+        pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
+
+        Raises:
+            trio.ClosedResourceError: this connection was closed.
+            trio.BrokenResourceError: the peer closed it, or is gone.
+            TypeError, ValueError: not a contiguous buffer; the tag is out of range.
+        """
+        tag = check_tag(tag)
+        self._link.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._submitted(self._link.submit(tag, data))
+
+    async def _submitted(self, pending: Pending | None) -> None:
+        if pending is None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await completed(pending, self._link.engine)
+
+    @enable_ki_protection
+    def send_nowait(self, data: Buffer, tag: int = 0) -> None:
+        """Sends one message without waiting.
+
+        ``bytes`` are kept by reference until UCX has taken them; mutable data are copied. An error that shows only
+        later breaks the connection.
+
+        Args:
+            data, tag: as for :meth:`send`; at most 1 MiB of mutable data.
+
+        Raises:
+            trio.WouldBlock: the peer's window is full, or others wait for it.
+            ValueError: more than 1 MiB of mutable data: use :meth:`send`, which does not copy.
+            trio.ClosedResourceError, trio.BrokenResourceError, TypeError: as for :meth:`send`.
+        """
+        tag = check_tag(tag)
+        self._link.check()
+        self._link.submit_nowait(tag, _immutable(data))
+
+    @enable_ki_protection
+    async def receive(self, tag: int = 0) -> bytes:
+        """Receives the next message of a lane.
+
+        Cancellation: nothing is lost. A message whose transfer had begun goes to the lane's next receive.
+
+        Raises:
+            trio.EndOfChannel: the peer has closed the connection and all its messages were received.
+            trio.BrokenResourceError: the peer is gone, and all that had arrived was received.
+            trio.ClosedResourceError: this connection was closed.
+            UCXError: MESSAGE_TRUNCATED: the message is longer than ``max_message_size``; it was dropped.
+            TypeError, ValueError: a wrong tag.
+        """
+        tag = check_tag(tag)
+        self._link.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return cast(bytes, await self._received(tag, Want.BYTES))
+
+    @enable_ki_protection
+    async def receive_into(self, buffer: Buffer, tag: int = 0) -> int:
+        """Receives the next message of a lane into a buffer; a large message directly, without a copy.
+
+        Args:
+            buffer: writable and contiguous, or a list of such buffers, filled in order.
+            tag: the lane.
+
+        Returns:
+            The message's length; the rest of the buffer is not changed.
+
+        Cancellation: nothing is lost. If a transfer into ``buffer`` had begun, it goes on, and ``buffer`` must not be
+        used until :meth:`wait_buffers_released` returns; the message goes to the lane's next receive.
+
+        Raises:
+            UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped. The message names both
+                lengths.
+            TypeError, ValueError: not a writable contiguous buffer; a wrong tag.
+            trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
+        """
+        tag = check_tag(tag)
+        self._link.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return cast(int, await self._received(tag, Want.INTO, Pinned(buffer, writable=True)))
+
+    @enable_ki_protection
+    def receive_nowait(self, tag: int = 0) -> bytes:
+        """Receives the next message of a lane if it is there already.
+
+        Raises:
+            trio.WouldBlock: it is not; or it is a large one, which only a waiting receive brings over.
+            Others: as for :meth:`receive`.
+        """
+        tag = check_tag(tag)
+        link = self._link
+        link.check()
+        lane = link.lanes.get(tag)
+        if lane is None or lane.ready_now() is None:
+            link.engine.settle()
+            lane = link.lanes.get(tag)
+        if lane is None or lane.ready_now() is None:
+            if lane is None or not lane.messages:
+                error = link.end_error()
+                if error is not None:
+                    raise error
+                link.looked(tag)
+            raise trio.WouldBlock
+        receive = link.receive(tag, Want.BYTES)
+        assert receive.outcome is not None
+        return cast(bytes, receive.outcome.unwrap())
+
+    @enable_ki_protection
+    async def wait_message(self, tag: int = 0) -> int:
+        """Waits until a lane has a message, which stays; returns its length.
+
+        Cancellation: nothing happens.
+
+        Raises:
+            trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
+        """
+        tag = check_tag(tag)
+        self._link.check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return cast(int, await self._received(tag, Want.LENGTH))
+
+    async def _received(self, tag: int, want: Want, pins: Pinned | None = None) -> Any:
+        return await completed(self._link.receive(tag, want, pins), self._link.engine)
+
+    def messages(self, tag: int = 0) -> Messages:
+        """The messages of a lane as an asynchronous iterator, which ends when the peer closes.
+
+        It can be used again after a timeout: nothing is lost.
+        """
+        return Messages._create(self, check_tag(tag))
+
+    @enable_ki_protection
+    async def wait_buffers_released(self) -> None:
+        """Waits until no buffer of a cancelled send or receive belongs to the library any more.
+
+        That can take until the peer receives a large message whose send was cancelled, or until the connection is
+        closed. Works on a closed connection, too.
+
+        Cancellation: nothing happens.
+        """
+        await trio.lowlevel.checkpoint()
+        await self._link.core.wait_until(self._link.buffers_released)
+
+    # What request groups need.
+
+    def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
+        tag = check_tag(tag)
+        self._link.check()
+        return self._link.submit(tag, data)
+
+    def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
+        tag = check_tag(tag)
+        self._link.check()
+        return self._link.receive(tag, Want.INTO, Pinned(buffer, writable=True))
+
+    # ---- the byte stream ----
+
+    def _check_stream(self) -> None:
+        self._link.check()
+        if self._eof_sent:
+            raise trio.ClosedResourceError("send_eof was called on this connection's byte stream")
+
+    @enable_ki_protection
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Sends bytes on the byte stream; see ``trio.abc.SendStream``.
+
+        Cancellation: a part of unknown length has been sent, and the stream can still be used. ``data`` may stay pinned
+        until :meth:`wait_buffers_released` returns.
+
+        Raises:
+            trio.BusyResourceError: another task is sending on it.
+            trio.ClosedResourceError: this connection was closed, or :meth:`send_eof` called.
+            trio.BrokenResourceError: the peer closed it, or is gone.
+        """
+        with self._sending.hold():
+            self._check_stream()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            with memoryview(data) as view, view.cast("B") as flat:
+                sent = False
+                for start in range(0, len(flat), STREAM_CHUNK):
+                    await self._submitted(self._link.submit(wire.STREAM, flat[start : start + STREAM_CHUNK]))
+                    sent = True
+            if not sent:
+                problem = self._link.send_problem()
+                if problem is not None:
+                    raise problem
+                await trio.lowlevel.checkpoint()
+
+    @enable_ki_protection
+    async def wait_send_all_might_not_block(self) -> None:
+        """Waits until the peer's window has room; see ``trio.abc.SendStream``.
+
+        Raises:
+            trio.BusyResourceError, trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send_all`.
+        """
+        with self._sending.hold():
+            self._check_stream()
+            await trio.lowlevel.checkpoint()
+            await self._link.wait_room(wire.STREAM)
+            self._check_stream()
+            problem = self._link.send_problem()
+            if problem is not None:
+                raise problem
+
+    @enable_ki_protection
+    async def send_eof(self) -> None:
+        """Ends our half of the byte stream; see ``trio.abc.HalfCloseableStream``. Messages can still be sent.
+
+        Cancellation: it may or may not have been sent; call again.
+        """
+        with self._sending.hold():
+            self._link.check()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._eof_sent:
+                await trio.lowlevel.checkpoint()
+                return
+            pending = self._link.submit(wire.STREAM, b"")
+            self._eof_sent = True
+            await self._submitted(pending)
+
+    @enable_ki_protection
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Receives bytes of the byte stream, b"" at its end; see ``trio.abc.ReceiveStream``.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.BusyResourceError: another task is receiving on it.
+            trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`receive`.
+        """
+        if max_bytes is not None:
+            max_bytes = check_integer(max_bytes, "max_bytes", 1, 1 << 62)
+        with self._receiving.hold():
+            self._link.check()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._rest is not None or self._eof_received:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            else:
+                try:
+                    chunk = await self._received(wire.STREAM, Want.BYTES)
+                except trio.EndOfChannel:
+                    chunk = b""
+                if not chunk:
+                    self._eof_received = True
+                elif max_bytes is None or len(chunk) <= max_bytes:
+                    return cast(bytes, chunk)
+                else:
+                    self._rest = memoryview(chunk)
+            if self._rest is None:
+                return b""
+            part = bytes(self._rest[:max_bytes])
+            self._rest = self._rest[len(part) :] if len(part) < len(self._rest) else None
+            return part
+
+    # ---- the end ----
+
+    def abort(self) -> None:
+        """Closes by force, at once. A plain function; closed already: no effect.
+
+        Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``.
+        """
+        self._endpoint._closing = True
+        if self._link.engine.usable:
+            self._link.abort()
+
+    @enable_ki_protection
+    async def aclose(self) -> None:
+        """Closes gracefully: everything that was sent, and not cancelled, is delivered to the peer's library first.
+
+        Takes at most ``close_timeout`` seconds. Other tasks' receives end with ``trio.ClosedResourceError``.
+
+        Cancellation: returns at once. The worker finishes the close in the background, within ``close_timeout``, as a
+        kernel does for a TCP socket. To close by force, use :meth:`abort`.
+
+        Raises:
+            trio.BrokenResourceError: what was sent may not have been delivered. It is closed nevertheless.
+        """
+        link = self._link
+        if link.closed or link.closing or not link.engine.usable:
+            self._endpoint._closing = True
+            await trio.lowlevel.checkpoint()
+            return
+        link.begin_close()
+        self._endpoint._closing = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            await link.close_gracefully()
+        except trio.Cancelled:
+            _close_in_background(link)
+            raise
+        except BaseException:
+            link.close_now()
+            raise
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    @enable_ki_protection
+    async def __aenter__(self) -> Connection:
+        return self
+
+    @enable_ki_protection
+    async def __aexit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
+        if exc_type is None:
+            await self.aclose()
+        else:
+            self.abort()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def __del__(self) -> None:
+        link = self._link
+        if not link.closed and not link.closing:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+            self._endpoint._closing = True
+            link.on_unclosed = None
+            link.engine.call_soon(link.abort)
+
+    def __repr__(self) -> str:
+        link = self._link
+        state = "closed" if link.closing else "broken" if link.core.error is not None else "open"
+        return f"<trio_ucx.Connection to {link.core.label}, {state}>"
+
+
+@attrs.define(eq=False, repr=False)
+class Messages(metaclass=OpenedNotConstructed):
+    """The messages of one lane: see :meth:`Connection.messages`."""
+
+    _connection: Connection
+    _tag: int
+
+    def __aiter__(self) -> Messages:
+        return self
+
+    @enable_ki_protection
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._connection.receive(self._tag)
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+
+    def __repr__(self) -> str:
+        return f"<messages with tag {self._tag} of {self._connection!r}>"
+
+
+def _close_in_background(link: Link) -> None:
+    async def run() -> None:
+        try:
+            await link.close_gracefully()
+        except trio.BrokenResourceError:
+            pass  # nobody is there to be told
+        finally:
+            link.close_now()
+
+    if not link.engine.spawn_background(run, f"trio_ucx closing {link.core.label}"):
+        link.close_now()
+
+
+def _immutable(data: Buffer) -> Buffer:
+    """The same bytes in objects that nobody will change."""
+    budget = NOWAIT_COPY_LIMIT
+
+    def copy(part: Any) -> bytes:
+        nonlocal budget
+        if isinstance(part, bytes):
+            return part
+        pins = Pinned(part)
+        try:
+            budget -= pins.size
+            if budget < 0:
+                raise ValueError(
+                    f"send_nowait copies at most {NOWAIT_COPY_LIMIT} bytes of mutable data: use send, which does not "
+                    "copy, or bytes"
+                )
+            return pins.copy(pins.size)
+        finally:
+            pins.release()
+
+    return [copy(part) for part in data] if isinstance(data, (list, tuple)) else copy(data)
+
+

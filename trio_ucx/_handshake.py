@@ -1,0 +1,233 @@
+"""Hellos: from two endpoints that are connected to a Connection on each side.
+
+A worker gets its :class:`Services` when it is first used for Connections. They own the worker's hello handler, the
+clients that wait for an answer, and the listeners. The client speaks first; hellos are active messages, because those,
+unlike tag messages, tell which endpoint they came from. Decisions are made in the engine's delivery, so that nothing
+that follows a hello can arrive before its connection exists.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+
+import trio
+from outcome import Error, Value
+
+from . import _wire as wire
+from ._link import Link, Options
+from ._native import lib, ucx
+from ._peers import this_process
+from ._version import __version__
+from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
+from .ucp._buffers import Pinned
+from .ucp._engine import CONNECTION_BIT, EndpointCore
+from .ucp._pending import Signal
+from .ucp._status import os_error_from_status
+from .ucp._tag import pending_operation
+
+SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
+
+#: Takes an OPEN that came by an endpoint, or (None) brings its own worker address.
+OnOpen = Callable[[EndpointCore | None, wire.Hello], None]
+
+
+class Services:
+    """A worker's handshakes."""
+
+    def __init__(self, worker: Worker) -> None:
+        features = worker.context.features
+        if not features & Feature.TAG or not features & Feature.AM:
+            raise ValueError(
+                f"Connections need a worker whose context has the features TAG and AM; this one has {features!r}"
+            )
+        self.worker = worker
+        self.engine = worker._engine
+        self.connecting: dict[int, Connecting] = {}
+        #: Endpoints, by id, whose client has yet to say hello.
+        self.greeting: dict[int, Callable[[bytes], None]] = {}
+        #: What takes the OPENs that come by worker address, by service.
+        self.services: dict[int, Callable[[wire.Hello], None]] = {}
+        status = lib.tu_worker_accept_hellos(self.engine.handle, wire.HELLO_AM_ID, wire.MAX_HELLO)
+        if status != Status.OK:
+            raise UCXError(status, "registering the hello handler")
+        lib.tu_worker_claim_messages(self.engine.handle, CONNECTION_BIT)
+        self.engine.on_hello = self._arrived
+
+    @classmethod
+    def of(cls, worker: Worker) -> Services:
+        if worker._services is None:
+            worker._services = cls(worker)
+        services: Services = worker._services
+        return services
+
+    def _arrived(self, endpoint_id: int, data: bytes) -> None:
+        """A hello came. Called by the engine's delivery; a stranger's nonsense must not raise."""
+        greet = self.greeting.pop(endpoint_id, None)
+        if greet is not None:
+            greet(data)
+            return
+        try:
+            hello = wire.decode_hello(data)
+        except wire.ProtocolError:
+            return
+        if isinstance(hello, wire.Refusal):
+            connecting = self.connecting.pop(hello.client_id, None)
+            if connecting is not None:
+                connecting.refused(hello.reason)
+        elif isinstance(hello, wire.UnknownVersion):
+            if hello.address:
+                self._refuse_stranger(hello.address, hello.client_id, wrong_version(hello.version))
+        elif hello.kind == wire.WELCOME:
+            connecting = self.connecting.pop(hello.client_id, None)
+            if connecting is not None:
+                connecting.welcomed(hello)
+        elif hello.address:
+            self._opened_by_address(hello)
+
+    def _opened_by_address(self, hello: wire.Hello) -> None:
+        if hello.service:
+            take = self.services.get(hello.service)
+            reason = "the listener that was meant is closed"
+        else:
+            take = next(iter(self.services.values())) if len(self.services) == 1 else None
+            reason = f"the worker has {len(self.services)} listeners: connect to a listener's worker_address"
+        if take is not None:
+            take(hello)
+        else:
+            self._refuse_stranger(hello.address, hello.client_id, reason)
+
+    def _refuse_stranger(self, address: bytes, client_id: int, reason: str) -> None:
+        try:
+            core = self.worker._connect_worker(WorkerAddress.from_ucx(address))
+        except (OSError, UCXError):
+            return
+        refuse(core, client_id, reason)
+
+
+def wrong_version(version: int) -> str:
+    return f"wire version {version} was asked for, this side speaks {wire.VERSION} ({SOFTWARE})"
+
+
+def refuse(core: EndpointCore, client_id: int, reason: str) -> None:
+    """Tells a client why not, then closes; in the background."""
+    engine = core.engine
+
+    async def run() -> None:
+        with trio.move_on_after(2):
+            await send_hello(core, wire.Refusal(client_id, reason).encode(), reply=False)
+            # The client closes when it has read why. Closing first might overtake the refusal.
+            await core.wait_until(lambda: core.handle is None)
+        core.close()
+
+    core.on_failure = core.changed
+    if not engine.spawn_background(run, f"trio_ucx refusing {core.label}"):
+        core.close()
+
+
+async def send_hello(core: EndpointCore, data: bytes, *, reply: bool) -> None:
+    core.check()
+    pins = Pinned(data)
+    verdict = lib.tu_endpoint_send_hello(core.handle, wire.HELLO_AM_ID, pins.address, pins.size, reply)
+    operation = pending_operation(core.engine, verdict, pins, "sending a hello", core)
+    if operation is not None:
+        core.engine.watch_events()
+        await operation.wait()
+
+
+class Connecting:
+    """A client that waits for its welcome."""
+
+    def __init__(self, services: Services, core: EndpointCore, options: Options, timeout: float) -> None:
+        self.services = services
+        self.core = core
+        self.options = options
+        self.timeout = timeout
+        self.id = wire.new_connection_id()
+        while self.id in services.engine.mailboxes or self.id in services.connecting:
+            self.id = wire.new_connection_id()
+        self.answer = Signal()
+        self.by_address = False
+        services.connecting[self.id] = self
+        core.on_failure = self._failed
+
+    def welcomed(self, hello: wire.Hello) -> None:
+        link = Link(self.services.worker, self.core, self.id, hello, self.options)
+        if self.by_address:
+            link.watch_process(hello.process)
+        self.answer.finish(Value(link))
+
+    def refused(self, reason: str) -> None:
+        error = ConnectionRefusedError(errno.ECONNREFUSED, f"{self.core.label} refused the connection: {reason}")
+        self.answer.finish(Error(error))
+
+    def _failed(self) -> None:
+        assert self.core.error is not None
+        status = self.core.error.status
+        hint = ""
+        if status == Status.REJECTED:
+            hint = " (the listener has too many waiting clients, or is closing)"
+        error = os_error_from_status(status, f"connecting to {self.core.label}", hint)
+        if not isinstance(error, OSError):
+            error = ConnectionError(str(error))
+        self.answer.finish(Error(error))
+
+    async def run(self, service: int, address: bytes) -> Link:
+        """Shakes hands; closes the endpoint if that fails."""
+        engine = self.services.engine
+        self.by_address = bool(address)
+        hello = wire.Hello(
+            kind=wire.OPEN,
+            client_id=self.id,
+            service=service,
+            window=self.options.window,
+            threshold=self.services.worker.context.rendezvous_threshold or 0,
+            process=this_process(),
+            software=SOFTWARE,
+            address=address,
+        )
+        link: Link | None = None
+        try:
+            with trio.move_on_after(self.timeout):
+                try:
+                    await send_hello(self.core, hello.encode(), reply=not address)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    pass  # the answer is, or will be, the reason
+                engine.watch_events()
+                link = await self.answer.wait()
+        finally:
+            self.services.connecting.pop(self.id, None)
+            if link is None:
+                if isinstance(self.answer.outcome, Value):
+                    self.answer.outcome.unwrap().abort()
+                self.core.close()
+        if link is None:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"no hello from {self.core.label} within {self.timeout} seconds: is it a trio_ucx listener, of a "
+                f"compatible UCX (this side is {SOFTWARE}), and does a network transport reach it?",
+            )
+        return link
+
+
+def welcome(services: Services, core: EndpointCore, hello: wire.Hello, options: Options) -> tuple[Link, bytes]:
+    """The server's side of an OPEN: its link, and the answer to be sent."""
+    my_id = wire.new_connection_id()
+    while my_id in services.engine.mailboxes:
+        my_id = wire.new_connection_id()
+    answer = wire.Hello(
+        kind=wire.WELCOME,
+        client_id=hello.client_id,
+        server_id=my_id,
+        window=options.window,
+        threshold=services.worker.context.rendezvous_threshold or 0,
+        process=this_process(),
+        software=SOFTWARE,
+    )
+    link = Link(services.worker, core, my_id, hello, options)
+    if hello.address:
+        link.watch_process(hello.process)
+    return link, answer.encode()
+
+

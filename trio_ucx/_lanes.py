@@ -1,0 +1,326 @@
+"""Lanes: messages that arrived, receives that wait, and who gets what. Pure: moving bytes is somebody else's.
+
+A lane pairs its messages with its receives in order: the first message goes to the first receive. Receives complete in
+order, too, so that a message is never overtaken when a receive is cancelled.
+
+A message is HELD while UCX has it, MOVING while UCX writes it to memory, READY when it is in memory. A small message is
+moved to memory of ours as soon as it arrives; a large one only when a receive is there for it, to that receive's buffer.
+If that receive is cancelled meanwhile, the transfer goes on; afterwards the message is copied out of the buffer, which
+is then its owner's again, and the next receive of the lane gets it, whichever that is.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from typing import Any, Protocol
+
+import outcome
+from outcome import Error, Value
+
+from .ucp import Status, UCXError
+from .ucp._buffers import Pinned
+from .ucp._pending import Pending
+
+
+class State(enum.Enum):
+    HELD = enum.auto()
+    MOVING = enum.auto()
+    READY = enum.auto()
+
+
+class Want(enum.Enum):
+    BYTES = enum.auto()
+    INTO = enum.auto()
+    LENGTH = enum.auto()  # wait_message: does not take the message
+
+
+class Message:
+    """A message of a lane."""
+
+    __slots__ = ("data", "handle", "lane", "length", "owner", "pins", "state")
+
+    def __init__(self, lane: Lane, handle: int, length: int) -> None:
+        self.lane = lane
+        self.handle = handle
+        self.length = length
+        self.state = State.HELD
+        #: Its bytes, once READY in memory of ours.
+        self.data: bytes | None = None
+        #: The user's buffer that it is written to or lies in.
+        self.pins: Pinned | None = None
+        #: Whose that buffer is; None when that receive was cancelled.
+        self.owner: Receive | None = None
+
+
+class Receive(Pending):
+    """A receive that waits, or is about to be completed."""
+
+    __slots__ = ("lane", "limit", "message", "pins", "want")
+
+    def __init__(self, lane: Lane, want: Want, pins: Pinned | None, limit: int) -> None:
+        super().__init__()
+        self.lane = lane
+        self.want = want
+        self.pins = pins
+        #: The longest message that it can take.
+        self.limit = limit
+        #: The message that is in, or being written to, its buffer.
+        self.message: Message | None = None
+
+    def abandon(self) -> bool:
+        self.lane.abandon(self)
+        return True
+
+
+class Mover(Protocol):
+    """Moves bytes, and keeps the books."""
+
+    def move(self, message: Message, pins: Pinned | None) -> None:
+        """Begins to write a HELD message to ``pins``, or to fresh memory.
+
+        Sets its state to READY if that is done at once, else to MOVING, and calls ``lane.moved`` later.
+        """
+
+    def consumed(self, message: Message) -> None:
+        """The message was taken by the user, or thrown away for being too long."""
+
+    def discard(self, message: Message) -> None:
+        """A HELD message is not wanted by anybody."""
+
+    def orphaned(self, message: Message, alone: bool) -> None:
+        """A user's buffer now belongs (``alone``), or no longer belongs, to the library."""
+
+
+#: Transfers of one lane that may go on at once.
+AHEAD = 8
+
+
+class Lane:
+    """One lane of a connection, in the receiving direction."""
+
+    __slots__ = ("_settling", "messages", "mover", "number", "receives")
+
+    def __init__(self, number: int, mover: Mover) -> None:
+        self.number = number
+        self.mover = mover
+        self.messages: collections.deque[Message] = collections.deque()
+        self.receives: collections.deque[Receive] = collections.deque()
+        self._settling = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.messages and not self.receives
+
+    def arrived(self, handle: int, length: int, *, move: bool) -> None:
+        """A message arrived. With ``move``, it goes to memory of ours at once if no receive is there for it."""
+        message = Message(self, handle, length)
+        self.messages.append(message)
+        self.settle()
+        if move and message.state is State.HELD and message in self.messages:
+            self.mover.move(message, None)
+            self.settle()
+
+    def wait(self, want: Want, pins: Pinned | None, limit: int) -> Receive:
+        receive = Receive(self, want, pins, limit)
+        self.receives.append(receive)
+        self.settle()
+        return receive
+
+    def ready_now(self) -> Message | None:
+        """The message that a receive could have without waiting."""
+        if self.messages and not self.receives and self.messages[0].state is State.READY:
+            return self.messages[0]
+        return None
+
+    def moved(self, message: Message, error: Exception | None) -> None:
+        """A MOVING message is READY, or will never be."""
+        if message.owner is None and message.pins is not None:
+            self.mover.orphaned(message, False)
+        if error is not None:
+            self.messages.remove(message)
+            owner = message.owner
+            self._detach(message)
+            if owner is not None:
+                self.receives.remove(owner)
+                self._finish(owner, Error(error))
+            elif self.receives and self.receives[0].want is not Want.LENGTH:
+                self._finish(self.receives.popleft(), Error(error))
+        else:
+            message.state = State.READY
+            if message.owner is None:
+                self._copy_out(message)
+        self.settle()
+
+    def abandon(self, receive: Receive) -> None:
+        """A receive was cancelled."""
+        self.receives.remove(receive)
+        message = receive.message
+        receive.message = None
+        if message is None:
+            if receive.pins is not None:
+                receive.pins.release()
+        else:
+            message.owner = None
+            if message.state is State.READY:
+                self._copy_out(message)
+            else:
+                self.mover.orphaned(message, True)
+        self.settle()
+
+    def _copy_out(self, message: Message) -> None:
+        """Gives a user's buffer back: from now on the message is in memory of ours."""
+        if message.pins is not None:
+            message.data = message.pins.copy(message.length)
+            self._detach(message)
+
+    def _detach(self, message: Message) -> None:
+        """Separates a message from a user's buffer. Its receive goes on holding it; without one it is released."""
+        owner, message.owner = message.owner, None
+        pins, message.pins = message.pins, None
+        if owner is not None:
+            owner.message = None
+        elif pins is not None:
+            pins.release()
+
+    def settle(self) -> None:
+        """Completes what can be completed, in order, and begins transfers for the receives that are next."""
+        if self._settling:
+            return
+        self._settling = True
+        try:
+            while self._complete_first():
+                pass
+            self._move_ahead()
+        finally:
+            self._settling = False
+
+    def _complete_first(self) -> bool:
+        if not self.messages or not self.receives:
+            return False
+        message, receive = self.messages[0], self.receives[0]
+        if receive.want is Want.LENGTH:
+            self.receives.popleft()
+            self._finish(receive, Value(message.length))
+            return True
+        if receive.message is not None and receive.message is not message:
+            # A cancellation shifted the pairs: another message lies in its buffer, or is on its way there.
+            if receive.message.state is not State.READY:
+                return False
+            self._copy_out(receive.message)
+        if message.length > receive.limit:
+            return self._too_long(message, receive)
+        if message.state is State.HELD:
+            self._move(message, receive)
+        if not self.messages or self.messages[0] is not message:
+            return True  # it could not be moved; its receive was told
+        if message.state is not State.READY:
+            return False
+        self.messages.popleft()
+        self.receives.popleft()
+        self._deliver(message, receive)
+        return True
+
+    def _too_long(self, message: Message, receive: Receive) -> bool:
+        if message.state is State.MOVING:
+            return False
+        self.messages.popleft()
+        self.receives.popleft()
+        if message.state is State.HELD:
+            self.mover.discard(message)
+        self._detach(message)
+        self.mover.consumed(message)
+        what = "the buffer has" if receive.want is Want.INTO else "max_message_size is"
+        self._finish(
+            receive,
+            Error(
+                UCXError(
+                    Status.MESSAGE_TRUNCATED,
+                    f"a message of {message.length} bytes is too long, {what} {receive.limit}; it was dropped",
+                )
+            ),
+        )
+        return True
+
+    def _move(self, message: Message, receive: Receive) -> None:
+        if receive.want is Want.INTO:
+            message.pins = receive.pins
+            message.owner = receive
+            receive.message = message
+            self.mover.move(message, receive.pins)
+        else:
+            self.mover.move(message, None)
+
+    def _move_ahead(self) -> None:
+        """Begins the transfers of receives that are not first, so that they overlap."""
+        if len(self.receives) < 2 or len(self.messages) < 2:
+            return
+        takers = [receive for receive in self.receives if receive.want is not Want.LENGTH][:AHEAD]
+        for message, receive in zip(list(self.messages), takers, strict=False):
+            if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
+                self._move(message, receive)
+
+    def _deliver(self, message: Message, receive: Receive) -> None:
+        result: Any
+        if receive.want is Want.BYTES:
+            if message.data is None:
+                self._copy_out(message)
+            result = message.data
+        else:
+            if message.owner is not receive:
+                self._copy_out(message)
+                assert receive.pins is not None and message.data is not None
+                receive.pins.fill(memoryview(message.data))
+            self._detach(message)
+            result = message.length
+        self.mover.consumed(message)
+        self._finish(receive, Value(result))
+
+    def _finish(self, receive: Receive, result: outcome.Outcome[Any]) -> None:
+        if receive.pins is not None:
+            receive.pins.release()
+        receive.finish(result)
+
+    def drop_held(self) -> None:
+        """The messages that their sender still has will not come any more."""
+        for message in [message for message in self.messages if message.state is State.HELD]:
+            self.messages.remove(message)
+            self.mover.discard(message)
+            self.mover.consumed(message)
+        self.settle()
+
+    @property
+    def moving(self) -> bool:
+        return any(message.state is State.MOVING for message in self.messages)
+
+    def fail_unserved(self, error: Exception) -> None:
+        """No message will arrive any more: the receives for which none is there are told."""
+        self.settle()
+        served = len(self.messages)
+        for receive in list(self.receives):
+            if receive.want is not Want.LENGTH:
+                served -= 1
+            if served < 0 or (receive.want is Want.LENGTH and served <= 0):
+                self.receives.remove(receive)
+                self._finish(receive, Error(error))
+
+    def give_up(self, receive: Receive, error: Exception) -> None:
+        """Ends a receive whatever its state; a transfer under way keeps its buffer until UCX lets go of it."""
+        self.receives.remove(receive)
+        message, receive.message = receive.message, None
+        if message is not None:
+            message.owner = None
+            if message.state is State.MOVING:
+                self.mover.orphaned(message, True)
+                receive.pins = None
+        self._finish(receive, Error(error))
+
+    def close(self, error: Exception) -> None:
+        """We closed: nobody gets anything any more."""
+        for receive in list(self.receives):
+            self.give_up(receive, error)
+        for message in [message for message in self.messages if message.state is not State.MOVING]:
+            self.messages.remove(message)
+            if message.state is State.HELD:
+                self.mover.discard(message)
+            self._detach(message)
