@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-
 from typing import Any, cast
 
 import attrs
@@ -11,7 +10,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from . import _wire as wire
-from ._lanes import State, Want
+from ._lanes import Want
 from ._link import Link
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
@@ -511,5 +510,3 @@ def _immutable(data: Buffer) -> Buffer:
             pins.release()
 
     return [copy(part) for part in data] if isinstance(data, (list, tuple)) else copy(data)
-
-

@@ -7,9 +7,9 @@ until it is received (rendezvous) costs only what UCX keeps of its announcement.
 
 *Lanes do not block each other.* All messages share the window, so a lane that nobody reads can use it up. A sender
 without credit says so (STALLED, once for each grant); a receiver that waits at an empty lane then lets in that lane's
-next message whatever the credit (ADMIT). The message is charged all the same: credit may go below zero. An ADMIT is void
-when a message of that lane was on its way: so there is never more than one admitted message of a lane that nobody has
-read.
+next message whatever the credit (ADMIT). The message is charged all the same: credit may go below zero. An ADMIT is
+void when a message of that lane was on its way: so there is never more than one admitted message of a lane that nobody
+has read.
 
 Senders wait in one queue, first come first served, so that a large message is not starved by small ones. An admitted
 lane may overtake.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-
 import trio
 from outcome import Error, Value
 
@@ -229,5 +228,3 @@ def welcome(services: Services, core: EndpointCore, hello: wire.Hello, options: 
     if hello.address:
         link.watch_process(hello.process)
     return link, answer.encode()
-
-

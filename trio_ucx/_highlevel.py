@@ -123,7 +123,8 @@ def connect(
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that gives a :class:`Connection`.
 
-    Leaving the block normally closes gracefully (:meth:`Connection.aclose`), by an exception or a cancellation by force.
+    Leaving the block normally closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a
+    cancellation closes by force.
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)``, or a listener's ``worker_address``.

@@ -4,9 +4,9 @@ A lane pairs its messages with its receives in order: the first message goes to 
 order, too, so that a message is never overtaken when a receive is cancelled.
 
 A message is HELD while UCX has it, MOVING while UCX writes it to memory, READY when it is in memory. A small message is
-moved to memory of ours as soon as it arrives; a large one only when a receive is there for it, to that receive's buffer.
-If that receive is cancelled meanwhile, the transfer goes on; afterwards the message is copied out of the buffer, which
-is then its owner's again, and the next receive of the lane gets it, whichever that is.
+moved to memory of ours as soon as it arrives; a large one only when a receive is there for it, to the buffer of that
+receive. If that receive is cancelled meanwhile, the transfer goes on; afterwards the message is copied out of the
+buffer, which is then its owner's again, and the next receive of the lane gets it, whichever that is.
 """
 
 from __future__ import annotations

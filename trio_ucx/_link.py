@@ -1,8 +1,8 @@
 """What is behind a Connection: messages in and out, credits, and the close. It outlives the Connection object.
 
-Everything here runs in plain functions, called by the engine while it delivers or by the user's task; only the graceful
-close waits. The rules are elsewhere: ``_lanes`` (who gets which message), ``_flow`` (who may send), ``_farewell`` (how it
-ends), ``_wire`` (the format).
+Everything here runs in plain functions, called by the engine while it delivers or by the user's task; only the
+graceful close waits. The rules are elsewhere: ``_lanes`` (who gets which message), ``_flow`` (who may send),
+``_farewell`` (how it ends), ``_wire`` (the format).
 
 The graceful close
 ==================
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -494,9 +494,14 @@ class Link:
         error = self.core.error
         self.close_now()
         if undelivered:
-            reason = str(error) if error is not None else (
-                "the peer closed the connection first" if self.farewell.peer is Peer.SAID_GOODBYE else
-                f"the peer did not acknowledge within close_timeout, {self.options.close_timeout} seconds"
+            reason = (
+                str(error)
+                if error is not None
+                else (
+                    "the peer closed the connection first"
+                    if self.farewell.peer is Peer.SAID_GOODBYE
+                    else f"the peer did not acknowledge within close_timeout, {self.options.close_timeout} seconds"
+                )
             )
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
 

@@ -1,7 +1,7 @@
 """The wire format between two trio_ucx peers: hellos, tags, control frames. Pure; described in ``docs/wire.md``.
 
-A connection begins with hellos, which are active messages: OPEN from the client, WELCOME or REFUSE from the server. Each
-side chooses the id under which *it* wants to be written to. From then on everything is a tag message with the tag
+A connection begins with hellos, which are active messages: OPEN from the client, WELCOME or REFUSE from the server.
+Each side chooses the id under which *it* wants to be written to. From then on everything is a tag message with the tag
 ``id << 32 | lane``. Lanes below 2**31 are the user's tags; of those above, two are in use:
 
     CONTROL   small frames: credits, goodbyes

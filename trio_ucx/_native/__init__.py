@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NewType
@@ -82,7 +83,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
         if not system:
             _preload_wheel()
         try:
-            from . import _ucx
+            _ucx = importlib.import_module(f"{__name__}._ucx")
         except ImportError as error:
             if isinstance(error, ModuleNotFoundError):
                 raise ImportError(

@@ -45,7 +45,7 @@ class WorkerAddress:
         if len(trailer) == _TRAILER.size and body:
             magic, service, checksum = _TRAILER.unpack(trailer)
             if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, service)  # type: ignore[attr-defined]
+                self.__attrs_init__(body, service)
                 return
         raise ValueError(
             f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
@@ -64,7 +64,7 @@ class WorkerAddress:
         UCX does not check them: a damaged blob crashes the process.
         """
         address = cls.__new__(cls)
-        address.__attrs_init__(bytes(blob), service)  # type: ignore[attr-defined]
+        address.__attrs_init__(bytes(blob), service)
         return address
 
     def __bytes__(self) -> bytes:

@@ -1,0 +1,49 @@
+"""What every test checks: nothing native is left, no event was missed, nothing is in flight at a worker's end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from trio_ucx import ucp
+from trio_ucx.ucp import _engine
+
+from .helpers import TRANSPORTS
+
+_closed: list[_engine.WorkerStatistics] = []
+_finish_close = _engine.Engine._finish_close
+
+
+def _recording_finish_close(engine: _engine.Engine) -> None:
+    _finish_close(engine)
+    assert engine.statistics_at_close is not None
+    _closed.append(engine.statistics_at_close)
+
+
+_engine.Engine._finish_close = _recording_finish_close  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    _closed.clear()
+    yield
+    gc.collect()
+    assert {kind: count for kind, count in _engine.live_handles.items() if count} == {}
+    for statistics in _closed:
+        assert statistics.missed_events == 0, "an event was missed"
+        assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transports(request: pytest.FixtureRequest) -> str:
+    """Which transports the test runs over."""
+    value: str = request.param
+    return value
+
+
+@pytest.fixture
+async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
+    async with ucp.open_worker(config={"TLS": transports}) as worker:
+        yield worker

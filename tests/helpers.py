@@ -1,0 +1,176 @@
+"""Peers in processes of their own, pairs in this one, and data that cannot be mistaken."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import trio_ucx
+from trio_ucx import ucp
+
+#: By value of UCX_TLS. Shared memory alone has no connections by socket address.
+TRANSPORTS = ["tcp", "tcp,sm,self"]
+ROOT = Path(__file__).parent.parent
+
+#: How late a cancelled operation may return: 100 ms, and the noise of a small virtual machine.
+PROMPT = 0.1 + 0.4
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """Bytes that differ everywhere and by seed."""
+    block = random.Random(seed).randbytes(min(size, 65521))
+    return (block * (size // len(block) + 1))[:size] if size else b""
+
+
+def assert_lanes(connection: trio_ucx.Connection | ucp.Endpoint, transports: str) -> None:
+    endpoint = connection.endpoint if isinstance(connection, trio_ucx.Connection) else connection
+    names = {transport.name for transport in endpoint.transports}
+    if transports == "tcp":
+        assert names == {"tcp"}
+    else:
+        assert names & {"sysv", "posix"}, names
+
+
+class Peer:
+    """A function of ``tests/peers.py`` in a process of its own; they talk in lines of JSON."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self._buffer = b""
+
+    async def hear(self, timeout: float = 20) -> Any:
+        """The next thing that it says."""
+        assert self.process.stdout is not None
+        with trio.fail_after(timeout):
+            while b"\n" not in self._buffer:
+                chunk = await self.process.stdout.receive_some()
+                if not chunk:
+                    raise EOFError(f"the peer ended, exit status {await self.process.wait()}")
+                self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    async def tell(self, thing: Any = None) -> None:
+        assert self.process.stdin is not None
+        await self.process.stdin.send_all(json.dumps(thing).encode() + b"\n")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def stop(self) -> None:
+        """Freezes it, and waits until it is."""
+        self.signal(signal.SIGSTOP)
+        with trio.fail_after(5):
+            while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                await trio.sleep(0.001)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    async def ended(self, timeout: float = 20) -> int:
+        with trio.fail_after(timeout):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def open_peer(role: str, *args: Any, transports: str | None = None, **environment: str) -> AsyncIterator[Peer]:
+    """Starts ``role`` of ``tests/peers.py``; ends it with the block, by force if need be. It must exit with 0."""
+    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    if transports is not None:
+        env["UCX_TLS"] = transports
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-W", "error", "-m", "tests.peers", role, json.dumps(args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        cwd=ROOT,
+    )
+    peer = Peer(process)
+    clean = False
+    try:
+        yield peer
+        clean = True
+    finally:
+        with trio.CancelScope(shield=True):
+            assert process.stdin is not None and process.stdout is not None
+            await process.stdin.aclose()
+            if process.returncode is None and clean:
+                with trio.move_on_after(15):
+                    await process.wait()
+            if process.returncode is None:
+                clean = False
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                await process.wait()
+            await process.stdout.aclose()
+    assert clean, "the peer did not end"
+    assert process.returncode in (0, -signal.SIGKILL), f"the peer failed, exit status {process.returncode}"
+
+
+@asynccontextmanager
+async def open_pair(
+    worker: ucp.Worker, server_worker: ucp.Worker | None = None, *, by_address: bool = False, **options: Any
+) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection]]:
+    """Two ends of one connection in this process: (client, server). Aborts what the test does not close."""
+    async with AsyncExitStack() as stack:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server_worker or worker, **options)
+        stack.push_async_callback(listener.aclose)
+        client = None
+        try:
+            if by_address:
+                opening = trio_ucx.connect(listener.worker_address, worker=worker, **options)
+                client = await opening.__aenter__()
+            else:
+                client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker, **options)
+            server = await listener.accept()
+        except BaseException:
+            if client is not None:
+                client.abort()
+            raise
+        stack.callback(client.abort)
+        stack.callback(server.abort)
+        yield client, server
+
+
+@asynccontextmanager
+async def open_raw_pair(
+    worker: ucp.Worker, server_worker: ucp.Worker | None = None
+) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Endpoint]]:
+    """The same one layer below: (client, server) endpoints."""
+    async with await (server_worker or worker).open_listener("127.0.0.1", 0) as listener:
+        client = await worker.open_endpoint(listener.address)
+        try:
+            server = await (await listener.accept_request()).accept()
+            try:
+                yield client, server
+            finally:
+                server.abort()
+        finally:
+            client.abort()
+
+
+class Stopwatch:
+    """Asserts that a block was left promptly."""
+
+    def __init__(self, limit: float = PROMPT) -> None:
+        self.limit = limit
+
+    def __enter__(self) -> Stopwatch:
+        self.start = trio.current_time()
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        self.seconds = trio.current_time() - self.start
+        if exc_type is None:
+            assert self.seconds < self.limit, f"took {self.seconds:.3f} s"
