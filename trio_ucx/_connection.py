@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 import attrs
@@ -14,6 +13,7 @@ from ._lanes import Want
 from ._link import Link
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
+from .ucp._engine import warn_resource
 from .ucp._pending import Pending
 from .ucp._tag import completed
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer
@@ -83,7 +83,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         endpoint = Endpoint._create(link.worker, link.core)
         connection = cls._create(link, endpoint, endpoint.local_address, endpoint.remote_address)
         name = repr(connection)
-        link.on_unclosed = lambda: warnings.warn(f"unclosed {name}", ResourceWarning, stacklevel=2)
+        link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
 
     # ---- what it is ----
@@ -444,7 +444,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def __del__(self) -> None:
         link = self._link
         if not link.closed and not link.closing:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+            warn_resource(f"unclosed {self!r}", self)
             self._endpoint._closing = True
             link.on_unclosed = None
             link.engine.call_soon(link.abort)

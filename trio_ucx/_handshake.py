@@ -138,11 +138,10 @@ async def send_hello(core: EndpointCore, data: bytes, *, reply: bool) -> None:
 class Connecting:
     """A client that waits for its welcome."""
 
-    def __init__(self, services: Services, core: EndpointCore, options: Options, timeout: float) -> None:
+    def __init__(self, services: Services, core: EndpointCore, options: Options) -> None:
         self.services = services
         self.core = core
         self.options = options
-        self.timeout = timeout
         self.id = wire.new_connection_id()
         while self.id in services.engine.mailboxes or self.id in services.connecting:
             self.id = wire.new_connection_id()
@@ -172,8 +171,12 @@ class Connecting:
             error = ConnectionError(str(error))
         self.answer.finish(Error(error))
 
-    async def run(self, service: int, address: bytes) -> Link:
-        """Shakes hands; closes the endpoint if that fails."""
+    async def run(self, timeout: float, *, service: int = 0, address: bytes = b"") -> Link:
+        """Shakes hands, within ``timeout`` seconds; closes the endpoint if that fails.
+
+        Args:
+            service, address: the listener that is meant, and our worker address, for a connection by worker address.
+        """
         engine = self.services.engine
         self.by_address = bool(address)
         hello = wire.Hello(
@@ -188,7 +191,7 @@ class Connecting:
         )
         link: Link | None = None
         try:
-            with trio.move_on_after(self.timeout):
+            with trio.move_on_after(timeout):
                 try:
                     await send_hello(self.core, hello.encode(), reply=not address)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -204,7 +207,7 @@ class Connecting:
         if link is None:
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"no hello from {self.core.label} within {self.timeout} seconds: is it a trio_ucx listener, of a "
+                f"no hello from {self.core.label} within {timeout:.3g} seconds: is it a trio_ucx listener, of a "
                 f"compatible UCX (this side is {SOFTWARE}), and does a network transport reach it?",
             )
         return link

@@ -50,44 +50,46 @@ def check_worker(worker: Worker | None) -> Worker | None:
 
 
 async def _open(address: Address, worker: Worker | None, connect_timeout: float, options: Options) -> Connection:
-    with trio.move_on_after(connect_timeout):
-        if isinstance(address, WorkerAddress):
-            target = worker or shared_worker()
-            await trio.lowlevel.checkpoint()
-            core = target._connect_worker(address)
-            connecting = Connecting(Services.of(target), core, options, connect_timeout)
-            return Connection._wrap(await connecting.run(address.service, target.address.ucx))
-        return await _open_by_name(*split_address(address), worker, connect_timeout, options)
-    raise TimeoutError(errno.ETIMEDOUT, f"no answer from {address!r} within {connect_timeout} seconds")
+    await trio.lowlevel.checkpoint()
+    if isinstance(address, WorkerAddress):
+        target = worker or shared_worker()
+        core = target._connect_worker(address)
+        connecting = Connecting(Services.of(target), core, options)
+        link = await connecting.run(connect_timeout, service=address.service, address=target.address.ucx)
+        return Connection._wrap(link)
+    return await _open_by_name(*split_address(address), worker, connect_timeout, options)
 
 
 async def _open_by_name(
     host: str, port: int, worker: Worker | None, connect_timeout: float, options: Options
 ) -> Connection:
-    """Tries the addresses of a host name one after the other."""
-    await trio.lowlevel.checkpoint()
+    """Tries the addresses of a host name one after the other; each gets its share of the time that is left."""
     deadline = trio.current_time() + connect_timeout
-    addresses = await resolve(host, port)
+    addresses: list[Resolved] | None = None
+    with trio.move_on_at(deadline):
+        addresses = await resolve(host, port)
+    if addresses is None:
+        raise TimeoutError(errno.ETIMEDOUT, f"looking up {host!r} took longer than {connect_timeout} seconds")
     errors: list[Exception] = []
     for number, address in enumerate(addresses):
-        left = (deadline - trio.current_time()) / (len(addresses) - number)
         target = worker or shared_worker(address.family)
         if address.family != target.context.family:
             errors.append(wrong_family(address, target._engine))
             continue
         try:
             core = target._connect_socket(address)
-            connecting = Connecting(Services.of(target), core, options, left)
-            return Connection._wrap(await connecting.run(0, b""))
+            timeout = max(0.0, deadline - trio.current_time()) / (len(addresses) - number)
+            return Connection._wrap(await Connecting(Services.of(target), core, options).run(timeout))
         except OSError as error:
             errors.append(error)
     if len(errors) == 1:
         raise errors[0]
-    first = errors[0] if errors else None
-    number = getattr(first, "errno", None) or errno.EHOSTUNREACH
-    raise OSError(number, f"all attempts to connect to {host} port {port} failed") from ExceptionGroup(
-        "the attempts", errors
-    )
+    if errors and all(isinstance(error, TimeoutError) for error in errors):
+        raise errors[-1]
+    raise OSError(
+        getattr(errors[0], "errno", None) or errno.EHOSTUNREACH if errors else errno.EHOSTUNREACH,
+        f"all attempts to connect to {host} port {port} failed: " + "; ".join(map(str, errors)),
+    ) from ExceptionGroup("the attempts", errors or [OSError(f"{host} has no address")])
 
 
 class _Connect:

@@ -108,10 +108,12 @@ class SendOperation(Operation):
 class MoveOperation(Operation):
     """A message on its way into memory. The lane owns the buffer, which may be needed longer than the operation."""
 
+    receives = True
+
     __slots__ = ("data", "held", "link", "message")
 
     def __init__(self, link: Link, id: int, message: Message, held: Pinned) -> None:
-        super().__init__(link.engine, id, None, "receiving a message")
+        super().__init__(link.engine, id, None, f"receiving {message.length} bytes from {link.core.label}")
         self.link = link
         self.message = message
         self.held = held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
 from ._buffers import Buffer
-from ._engine import EndpointCore, Engine
+from ._engine import EndpointCore, Engine, Operation, warn_resource
 from ._status import Status, UCXError, broken, error_from_status
 from ._tag import check_tag, completed, pending_operation, post_send
 from ._util import OpenedNotConstructed
@@ -99,8 +98,12 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
     return tuple(Transport(*line.split("/", 1)) for line in lines)
 
 
+def post_flush(core: EndpointCore) -> Operation | None:
+    return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+
+
 async def flush(core: EndpointCore) -> None:
-    operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+    operation = post_flush(core)
     if operation is None:
         await trio.lowlevel.cancel_shielded_checkpoint()
     else:
@@ -298,5 +301,5 @@ def close_in_background(engine: Engine, core: EndpointCore, function: Any) -> No
 def dropped(core: EndpointCore, message: str, source: object) -> None:
     """Something was garbage collected that should have been closed: say so, and close it where it lives."""
     engine = core.engine
-    warnings.warn(message, ResourceWarning, source=source, stacklevel=3)
+    warn_resource(message, source)
     engine.call_soon(core.close)

@@ -36,13 +36,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import trio
 from outcome import Error, Value
 
-from .._native import ffi, lib
+from .._native import ffi, lib, ucx
 from ._buffers import Pinned
 from ._context import Context
 from ._pending import Pending, Signal
@@ -61,6 +61,10 @@ _ROUNDS = 8
 SAFETY_NET_INTERVAL = 1.0
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
+#: The same when only receives are left and no endpoint is, so that nothing can complete them.
+STUCK_TIMEOUT = 0.05
+#: From this version on, a worker can be destroyed while receives are pending.
+STUCK_RECEIVES_ARE_HARMLESS = (1, 14)
 _MAX_BACKOFF = 0.005
 
 _forks = 0
@@ -79,6 +83,9 @@ live_handles: collections.Counter[str] = collections.Counter()
 
 class Operation(Pending):
     """A UCX operation in flight. Owns its buffers until UCX has completed it."""
+
+    #: Whether it writes to memory of ours (rather than reads from it, or neither).
+    receives: ClassVar[bool] = False
 
     __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
 
@@ -149,6 +156,8 @@ class Operation(Pending):
 
 class ReceiveOperation(Operation):
     """Its value is ``(length, sender_tag)``."""
+
+    receives = True
 
     __slots__ = ()
 
@@ -585,7 +594,7 @@ class Engine:
         """Takes a message off UCX's hands and throws it away."""
         verdict = lib.tu_message_receive_one(self.handle, message, ffi.NULL, 0, self.received)
         if verdict > 0:
-            Operation(self, verdict, None, "discarding a message").leave_over()
+            ReceiveOperation(self, verdict, None, "discarding a message").leave_over()
 
     # ---- closing ----
 
@@ -636,21 +645,22 @@ class Engine:
 
     def _drain(self) -> Iterator[None]:
         """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
-        deadline = time.monotonic() + DRAIN_TIMEOUT
+        start = time.monotonic()
         self.turn(arm=False)
-        while self.in_flight and time.monotonic() < deadline:
+        while self.in_flight and time.monotonic() < start + (STUCK_TIMEOUT if self._only_receives() else DRAIN_TIMEOUT):
             yield
             time.sleep(0.0002)
             self.turn(arm=False)
         # Then what nobody asked for. (Messages of Connections are taken by every turn.)
-        while time.monotonic() < deadline:
-            message = lib.tu_tag_probe(self.handle, 0, 0, 1, self.received)
-            if message == 0:
-                break
+        while message := lib.tu_tag_probe(self.handle, 0, 0, 1, self.received):
             self.discard_message(message)
-        while self.in_flight and time.monotonic() < deadline:
-            yield
-            self.turn(arm=False)
+            if time.monotonic() > start + DRAIN_TIMEOUT:
+                break
+        yield
+        self.turn(arm=False)
+
+    def _only_receives(self) -> bool:
+        return not self.endpoints and all(operation.receives for operation in self.in_flight.values())
 
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
@@ -663,21 +673,23 @@ class Engine:
         if self._stop is not None:
             with _ignoring_late_run():
                 self._stop.cancel()
-        self.context.engines.discard(self)
-        if self.in_flight:
-            warnings.warn(
-                f"a UCX worker was left alone: {len(self.in_flight)} operation(s) did not end: "
-                + ", ".join(sorted({operation.doing for operation in self.in_flight.values()})),
-                ResourceWarning,
-                stacklevel=2,
-            )
-            _abandoned.append((handle, dict(self.in_flight)))  # UCX may still touch those buffers: keep them for ever
-        else:
-            lib.tu_worker_destroy(handle)
         live_handles["worker"] -= 1
         self.left_over = 0
-        if self.on_closed is not None:
-            self.on_closed()
+        stuck = sorted({operation.doing for operation in self.in_flight.values()})
+        if not stuck or (self._only_receives() and ucx.version >= STUCK_RECEIVES_ARE_HARMLESS):
+            # A receive whose sender died in the middle of a message never completes. Nothing writes to its buffer once
+            # the worker is gone.
+            lib.tu_worker_destroy(handle)
+            for operation in self.in_flight.values():
+                if operation.pins is not None:
+                    operation.pins.release()
+            self.in_flight.clear()
+            self.context.engines.discard(self)
+            if self.on_closed is not None:
+                self.on_closed()
+        else:
+            _abandoned.append((self, handle))  # UCX may still touch those buffers: keep them for ever
+            warn_resource(f"a UCX worker was left alone, {len(self.in_flight)} operation(s) did not end: {stuck}")
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:
@@ -698,6 +710,22 @@ class Engine:
             messages=self.counters["messages"],
             background_closes=len(self.background),
         )
+
+
+def warn_resource(message: str, source: object = None) -> None:
+    """Warns where raising would do harm: a warning that is an error is reported as destructors' errors are."""
+    try:
+        warnings.warn(message, ResourceWarning, source=source, stacklevel=3)
+    except ResourceWarning as error:
+        _raise_in_destructor(error)
+
+
+def _raise_in_destructor(error: Exception) -> None:
+    class Raiser:
+        def __del__(self) -> None:
+            raise error
+
+    Raiser()
 
 
 _abandoned: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._address import Resolved
 from ._endpoint import Endpoint, ErrorMode, read_sockaddr
-from ._engine import Engine, live_handles
+from ._engine import Engine, live_handles, warn_resource
 from ._pending import Signal
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer
@@ -168,7 +167,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         if self._request is not None and self._core.handle is not None:
-            warnings.warn(f"unanswered {self!r}", ResourceWarning, source=self, stacklevel=2)
+            warn_resource(f"unanswered {self!r}", self)
             core, request = self._core, self._request
             core.engine.call_soon(lambda: core.reject(request) if core.handle is not None else None)
 

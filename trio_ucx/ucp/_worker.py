@@ -14,7 +14,7 @@ from .._native import ffi, lib
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._buffers import Buffer, Pinned
 from ._context import Config, Context
-from ._endpoint import Endpoint, ErrorMode
+from ._endpoint import Endpoint, ErrorMode, post_flush
 from ._engine import EndpointCore, Engine, WorkerStatistics
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
 from ._requests import RequestGroup, open_group
@@ -282,18 +282,27 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def flush(self) -> None:
-        """Waits until everything sent on all endpoints is out of this process (``ucp_worker_flush_nbx``).
+        """Waits until everything sent on all endpoints is out of this process.
 
-        As :meth:`Endpoint.flush`, it does not count rendezvous messages that their receivers have not asked for.
+        ``ucp_ep_flush_nbx`` for each endpoint, then ``ucp_worker_flush_nbx``, which over shared memory does not wait for
+        sends that the peer's queue has no room for. As :meth:`Endpoint.flush`, it does not count rendezvous messages
+        that their receivers have not asked for.
+
+        Cancellation: nothing happens to the messages.
+
+        Raises:
+            trio.BrokenResourceError: a peer was lost meanwhile.
+            trio.ClosedResourceError: the worker, or an endpoint, was closed meanwhile.
         """
-        self._engine.check()
+        engine = self._engine
+        engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        verdict = lib.tu_worker_flush(self._engine.handle)
-        operation = pending_operation(self._engine, verdict, None, "flushing the worker")
-        if operation is None:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await completed(operation, self._engine)
+        flushes = [post_flush(core) for core in list(engine.endpoints.values()) if core.handle is not None]
+        flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
+        for operation in flushes:
+            if operation is not None:
+                await completed(operation, engine)
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
     def open_request_group(self) -> AbstractAsyncContextManager[RequestGroup]:
         """Opens a nursery for requests: many operations in flight without a task for each.

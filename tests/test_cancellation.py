@@ -1,0 +1,363 @@
+"""Cancelling anything returns promptly, loses no message, and frees no memory that UCX may still touch."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+import trio
+import trio.testing
+
+import trio_ucx
+from trio_ucx import ucp
+
+from .helpers import PROMPT, Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
+
+BIG = 2**26
+
+
+async def cancelled_promptly(function, *args: object, after: float = 0.05) -> None:  # type: ignore[no-untyped-def]
+    """Cancels an operation that would not end; it must return at once, by Cancelled."""
+    with trio.move_on_after(after) as scope:
+        await function(*args)
+    late = trio.current_time() - scope.deadline
+    assert scope.cancelled_caught
+    assert late < PROMPT, f"returned {late:.3f} s late"
+
+
+def assert_pinned(buffer: bytearray) -> None:
+    with pytest.raises(BufferError):
+        buffer.append(0)
+
+
+def assert_free(buffer: bytearray) -> None:
+    buffer.append(0)
+    buffer.pop()
+
+
+# ---- raw tag messages ----
+
+
+async def test_pending_raw_receive_consumes_nothing(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        buffer = bytearray(10)
+        await cancelled_promptly(worker.tag_receive, buffer, 1)
+        assert_free(buffer)
+        await client.tag_send(b"later", 1)
+        assert await worker.tag_receive(buffer, 1) == (5, 1)
+        assert buffer[:5] == b"later"
+        assert worker.statistics().left_over_operations == 0
+
+
+async def test_raw_send_that_nobody_receives(worker: ucp.Worker, transports: str) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        for send in (client.tag_send, client.tag_send_sync):
+            buffer = bytearray(pattern(BIG, 1))
+            await cancelled_promptly(send, buffer, 2)
+            assert_pinned(buffer)
+            assert client.statistics().left_over_operations == worker.statistics().left_over_operations == 1
+            target = bytearray(BIG)
+            with trio.fail_after(10):
+                assert await worker.tag_receive(target, 2) == (BIG, 2)
+                assert target == buffer
+                while worker.statistics().left_over_operations:
+                    await trio.sleep(0.001)
+            assert_free(buffer)
+        assert_lanes(client, transports)
+
+
+async def test_raw_receive_cancelled_in_the_middle_keeps_its_buffer(worker: ucp.Worker, transports: str) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        target = bytearray(BIG)
+        source = pattern(BIG)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.tag_send, source, 1)
+            with trio.CancelScope() as scope:
+
+                async def cancel_soon() -> None:
+                    await trio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                nursery.start_soon(cancel_soon)
+                await worker.tag_receive(target, 1)
+        assert worker.statistics().left_over_operations in (0, 1)
+        with trio.fail_after(10):
+            while worker.statistics().left_over_operations:
+                await trio.sleep(0.001)
+        assert_free(target)
+
+
+async def test_flush_and_close_of_raw_endpoint_against_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("raw_listener", transports=transports) as peer:
+        address, _ = await peer.hear()
+        endpoint = await worker.open_endpoint(tuple(address))
+        await endpoint.tag_send(b"x", 1)
+        assert await peer.hear() == "accepted"
+        await peer.stop()
+        try:
+            async with trio.open_nursery() as nursery:
+
+                async def fill() -> None:
+                    for number in range(20_000):
+                        await endpoint.tag_send(bytes(8000), number)
+
+                with trio.move_on_after(0.5) as scope:
+                    await fill()
+                assert scope.cancelled_caught, "the peer's queues never filled"
+                await cancelled_promptly(endpoint.flush)
+                await cancelled_promptly(worker.flush)
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    with Stopwatch():
+                        await endpoint.aclose()
+                assert scope.cancelled_caught
+                assert worker.statistics().background_closes == 1
+                nursery.cancel_scope.cancel()
+        finally:
+            peer.resume()
+        with trio.fail_after(15):
+            while worker.statistics().background_closes:
+                await trio.sleep(0.01)
+        assert not endpoint.alive
+
+
+# ---- connections ----
+
+
+async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        buffer = bytearray(100)
+        for receive in (
+            lambda: server.receive(1),
+            lambda: server.receive_into(buffer, 1),
+            lambda: server.wait_message(1),
+            lambda: server.receive_some(),
+            lambda: server.messages(1).__anext__(),
+        ):
+            await cancelled_promptly(receive)
+            assert_free(buffer)
+        for size in (5, 100_000):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, pattern(size, 1), 1)
+                assert await server.receive(1) == pattern(size, 1)
+        assert server.statistics().left_over_operations == 0
+
+
+@pytest.mark.parametrize("way", ["receive", "receive_into", "same_buffer", "mixed"])
+async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker, transports: str, way: str) -> None:
+    """50 random moments of 64 MiB transfers: each message arrives once, whole, in order."""
+    chance = random.Random(way)
+    count = 50
+    cancelled = 0
+    same = bytearray(BIG)
+    async with open_peer("numbered", count, BIG, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+            for number in range(count):
+                expected = pattern(BIG, number)
+                got: bytes | bytearray | None = None
+                while got is None:
+                    into = {"receive": False, "mixed": chance.random() < 0.5}.get(way, True)
+                    buffer = same if way == "same_buffer" else bytearray(BIG) if into else None
+                    delay = chance.choice([0, 0.001, 0.003, 0.008, 0.02, 0.05])
+                    with trio.move_on_after(delay) as scope:
+                        if buffer is None:
+                            got = await connection.receive(1)
+                        else:
+                            assert await connection.receive_into(buffer, 1) == BIG
+                            got = buffer
+                    if got is None:
+                        assert trio.current_time() - scope.deadline < PROMPT + 0.2
+                        cancelled += 1
+                        if buffer is not None and way != "same_buffer":
+                            with trio.fail_after(10):
+                                await connection.wait_buffers_released()
+                            assert_free(buffer)
+                assert got == expected, f"message {number} is torn, lost or doubled"
+            with pytest.raises(trio.EndOfChannel):
+                await connection.receive(1)
+            assert connection.statistics().left_over_operations == 0
+    assert cancelled > 10
+
+
+async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("numbered", 1, BIG, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+            assert await connection.wait_message(1) == BIG
+            buffer = bytearray(BIG)
+            stopped = transports == "tcp"  # over shared memory we read the peer's memory ourselves, in one call
+            if stopped:
+                await peer.stop()
+            try:
+                with trio.move_on_after(0.02) as scope:
+                    await connection.receive_into(buffer, 1)
+                if stopped:
+                    assert scope.cancelled_caught
+                    assert_pinned(buffer)
+                    assert connection.statistics().left_over_operations == 1
+                    with trio.move_on_after(0.05) as scope:
+                        await connection.wait_buffers_released()
+                    assert scope.cancelled_caught
+            finally:
+                peer.resume()
+            if scope.cancelled_caught:
+                with trio.fail_after(10):
+                    await connection.wait_buffers_released()
+                assert_free(buffer)
+                assert connection.statistics().left_over_operations == 0
+                buffer[:] = bytes(BIG)  # ours again: it must not matter to the message
+                assert await connection.receive(1) == pattern(BIG, 0)
+
+
+async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) -> None:
+    async with open_pair(worker) as (client, server):
+        buffer = bytearray(pattern(BIG, 3))
+        await cancelled_promptly(client.send, buffer, 1)
+        assert_pinned(buffer)
+        assert client.statistics().left_over_operations == 1
+        await cancelled_promptly(client.wait_buffers_released)
+        with trio.fail_after(10):
+            assert await server.receive(1) == buffer  # it may be delivered, and if so, whole
+            await client.wait_buffers_released()
+        assert_free(buffer)
+        assert client.statistics().left_over_operations == 0
+        assert_lanes(client, transports)
+
+
+async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        buffer = bytearray(BIG)
+        await cancelled_promptly(client.send, buffer, 1)
+        await client.send(b"after", 2)
+        with Stopwatch(2):
+            await client.aclose()
+            await client.wait_buffers_released()
+        assert_free(buffer)
+        assert await server.receive(2) == b"after"
+        with pytest.raises(trio.EndOfChannel):
+            await server.receive(1)
+
+
+async def test_send_that_waits_for_credit(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server):
+        sent = 0
+        with trio.move_on_after(0.05):
+            while True:
+                await client.send(bytes(1000), 1)
+                sent += 1
+        assert 0 < sent < 8
+        buffer = bytearray(1000)
+        await cancelled_promptly(client.send, buffer, 1)
+        assert_free(buffer)
+        with pytest.raises(trio.WouldBlock):
+            client.send_nowait(bytes(1000), 1)
+        for _ in range(sent):
+            assert await server.receive(1) == bytes(1000)
+        await client.send(b"next", 1)
+        assert await server.receive(1) == b"next"
+
+
+async def test_connect_where_nobody_answers(worker: ucp.Worker) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as mute:
+        address = mute.getsockname()
+        await cancelled_promptly(lambda: trio_ucx.connect(address, worker=worker).__aenter__())
+        with Stopwatch(0.2 + PROMPT), pytest.raises(TimeoutError, match="no hello"):
+            await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=0.2)
+    with Stopwatch(0.3 + PROMPT), pytest.raises(OSError):
+        await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=0.3)
+
+
+async def test_connect_to_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("silent", transports=transports) as peer:
+        address, blob = await peer.hear()
+        await peer.stop()
+        try:
+            for target in (tuple(address), ucp.WorkerAddress(bytes.fromhex(blob))):
+                await cancelled_promptly(lambda target=target: trio_ucx.connect(target, worker=worker).__aenter__())
+        finally:
+            peer.resume()
+
+
+async def test_connect_to_a_peer_that_says_no_hello(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("deaf", transports=transports) as peer:
+        address, _ = await peer.hear()
+        with Stopwatch(0.3 + PROMPT), pytest.raises(TimeoutError, match="trio_ucx listener"):
+            await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=0.3)
+
+
+async def test_accept(worker: ucp.Worker) -> None:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with listener, await worker.open_listener("127.0.0.1", 0) as raw:
+        await cancelled_promptly(listener.accept)
+        await cancelled_promptly(raw.accept_request)
+        async with trio_ucx.connect(listener.address, worker=worker) as client:
+            server = await listener.accept()
+            await client.send(b"x")
+            assert await server.receive() == b"x"
+        await server.aclose()
+
+
+async def test_close_against_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("silent", 2**30, transports=transports) as peer:
+        address, _ = await peer.hear()
+        connections = [await trio_ucx.open_ucx_stream(*address, worker=worker, close_timeout=0.5) for _ in range(3)]
+        for connection in connections:
+            await connection.send(b"x")
+        await peer.stop()
+        try:
+            with Stopwatch(0.5 + PROMPT), pytest.raises(trio.BrokenResourceError, match="close_timeout"):
+                await connections[0].aclose()
+            await cancelled_promptly(connections[1].aclose)
+            await cancelled_promptly(connections[2].send_all, bytes(2**27), after=0.2)
+            with Stopwatch():
+                connections[2].abort()
+        finally:
+            peer.resume()
+        with trio.fail_after(5):
+            while worker.statistics().background_closes:
+                await trio.sleep(0.01)
+
+
+async def test_cancelled_send_all_leaves_a_prefix(worker: ucp.Worker) -> None:
+    data = pattern(2**24)
+    async with open_pair(worker) as (client, server):
+        for delay in (0, 0.001, 0.005, 0.02):
+            got = bytearray()
+
+            async def read(got: bytearray) -> None:
+                async for chunk in server:
+                    got.extend(chunk)
+                    if got.endswith(b"--end--"):
+                        return
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, got)
+                with trio.move_on_after(delay):
+                    await client.send_all(data)
+                await client.send_all(b"--end--")
+            assert data.startswith(got[: -len(b"--end--")])
+
+
+async def test_request_in_a_group(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        buffers = [bytearray(10), bytearray(10)]
+        async with worker.open_request_group() as group:
+            requests = [group.tag_receive(buffer, tag) for tag, buffer in enumerate(buffers)]
+            await cancelled_promptly(lambda: requests[0]._wait())
+            assert not requests[0].done
+            requests[1].cancel()
+            assert requests[1].done
+            with pytest.raises(ucp.RequestCancelled):
+                await requests[1]
+            assert_free(buffers[1])
+            assert_pinned(buffers[0])
+            await client.tag_send(b"a", 0)
+            assert await requests[0] == (1, 0)
+        with trio.move_on_after(0.05) as scope:
+            async with worker.open_request_group() as group:
+                group.tag_receive(buffers[0], 0)
+        assert scope.cancelled_caught
+        assert_free(buffers[0])
+        assert worker.statistics().operations_in_flight == 0
