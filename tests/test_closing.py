@@ -1,0 +1,279 @@
+"""FLUSH delivers, FORCE does not wait, a cancelled close goes on, and what is dropped leaves nothing but a warning."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import trio
+import trio.testing
+
+import trio_ucx
+from trio_ucx import ucp
+
+from .helpers import Stopwatch, open_pair, open_peer, open_raw_pair, pattern
+
+PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
+
+
+async def send_plan(connection: trio_ucx.Connection) -> None:
+    """Posts everything at once; the large ones wait for the peer."""
+    for tag, size, seed in PLAN:
+        connection.send_nowait(pattern(size, seed), tag)
+
+
+async def test_flush_delivers_what_was_posted(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("sink", PLAN, transports=transports) as peer:
+        address, blob = await peer.hear()
+        for target in (tuple(address), ucp.WorkerAddress(bytes.fromhex(blob))):
+            async with trio_ucx.connect(target, worker=worker) as connection:
+                await send_plan(connection)
+            assert await peer.hear() == "complete"
+
+
+async def test_flush_waits_for_a_receiver_that_comes_late(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        async with trio.open_nursery() as nursery:
+            client.send_nowait(pattern(2**20), 1)
+            nursery.start_soon(client.aclose)
+            await trio.sleep(0.2)
+            assert await server.receive(1) == pattern(2**20)
+        with pytest.raises(trio.EndOfChannel):
+            await server.receive(1)
+
+
+async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        for number in range(5):
+            await client.send(bytes([number]), number % 2)
+        await client.send_all(b"stream")
+        await client.aclose()
+        assert [await server.receive(0) for _ in range(3)] == [b"\0", b"\2", b"\4"]
+        assert await server.receive_some() == b"stream"
+        assert await server.receive_some() == b""
+        assert await server.receive_some() == b""
+        assert [message async for message in server.messages(1)] == [b"\1", b"\3"]
+        for receive in (server.receive, server.wait_message):
+            with pytest.raises(trio.EndOfChannel):
+                await receive(0)
+        with pytest.raises(trio.EndOfChannel):
+            server.receive_nowait(0)
+        with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
+            await server.send(b"x")
+        with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
+            server.send_nowait(b"x")
+        with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
+            await server.send_all(b"x")
+        await server.aclose()
+
+
+async def test_both_close_at_once(worker: ucp.Worker) -> None:
+    for _ in range(20):
+        async with open_pair(worker) as (client, server):
+            await client.send(b"a")
+            await server.send(b"b")
+            assert (await client.receive(), await server.receive()) == (b"b", b"a")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.aclose)
+                nursery.start_soon(server.aclose)
+
+
+async def test_close_ends_waiting_tasks(worker: ucp.Worker) -> None:
+    async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(trio.ClosedResourceError):
+            await function()
+
+    for force in (False, True):
+        async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+            for function in (client.receive, client.wait_message, client.receive_some):
+                nursery.start_soon(expect_closed, function)
+            await trio.testing.wait_all_tasks_blocked()
+            if force:
+                client.abort()
+            else:
+                await client.aclose()
+            for function in (client.receive, lambda: client.send(b"x"), lambda: client.send_all(b"x")):
+                await expect_closed(function)
+            await client.aclose()
+            client.abort()
+            del server
+
+
+async def test_undelivered_data_is_an_error(worker: ucp.Worker) -> None:
+    async with open_pair(worker, close_timeout=0.3) as (client, server):
+        client.send_nowait(bytes(2**20), 1)
+        with Stopwatch(0.8), pytest.raises(trio.BrokenResourceError, match="may not have been delivered"):
+            await client.aclose()
+        with pytest.raises(trio.BrokenResourceError):
+            await server.receive(1)
+
+
+async def test_peer_that_closed_before_our_data_arrived(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        await client.aclose()
+        with pytest.raises(trio.BrokenResourceError):
+            while True:
+                await server.send(b"too late")
+        await server.aclose()
+
+
+async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, transports: str) -> None:
+    for by_address in (False, True):
+        async with open_pair(worker, by_address=by_address) as (client, server):
+            for number in range(10):
+                client.send_nowait(bytes(2**20), number)
+            with Stopwatch(0.05):
+                client.abort()
+            with trio.fail_after(2), pytest.raises(trio.BrokenResourceError) as caught:
+                await server.receive(99)
+            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            with pytest.raises(trio.BrokenResourceError):
+                await server.receive(99)
+
+
+async def test_leaving_connect_by_an_exception_forces(worker: ucp.Worker, transports: str) -> None:
+    class Mine(Exception):
+        pass
+
+    async with open_peer("silent", transports=transports) as peer:
+        address, _ = await peer.hear()
+        with Stopwatch(0.7), pytest.raises(Mine):
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                connection.send_nowait(bytes(2**24))
+                raise Mine
+        with Stopwatch(0.7):
+            with trio.move_on_after(0.1) as scope:
+                async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                    connection.send_nowait(bytes(2**24))
+                    await trio.sleep_forever()
+            assert scope.cancelled_caught
+        assert worker.statistics().background_closes == 0
+
+
+async def test_cancelled_close_goes_on_in_the_background(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("sink", PLAN, transports=transports) as peer:
+        address, _ = await peer.hear()
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        await send_plan(connection)
+        with Stopwatch():
+            await trio.aclose_forcefully(connection)
+        assert worker.statistics().background_closes == 1
+        assert await peer.hear() == "complete"
+
+
+async def test_handlers_of_serve_listeners_deliver(worker: ucp.Worker) -> None:
+    async def handler(connection: trio_ucx.Connection) -> None:
+        await send_plan(connection)
+
+    listeners = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, handler, listeners)
+        async with trio_ucx.connect(listeners[0].address, worker=worker) as client:
+            for tag, size, seed in PLAN:
+                assert await client.receive(tag) == pattern(size, seed)
+        nursery.cancel_scope.cancel()
+
+
+async def test_cancelled_close_delivers_at_the_end_of_the_run(transports: str) -> None:
+    """A whole run that ends with a close in the background."""
+    async with open_peer("sink", PLAN, transports=transports) as peer:
+        address, _ = await peer.hear()
+
+        async def program() -> None:
+            connection = await trio_ucx.open_ucx_stream(*address)
+            await send_plan(connection)
+            await trio.aclose_forcefully(connection)
+
+        await trio.to_thread.run_sync(trio.run, program)
+        assert await peer.hear() == "complete"
+
+
+async def test_end_of_the_run_closes_what_was_not(transports: str) -> None:
+    async with open_peer("silent", transports=transports) as peer:
+        address, _ = await peer.hear()
+        kept = []
+
+        async def program() -> None:
+            kept.append(await trio_ucx.open_ucx_stream(*address))
+            kept.append(await trio_ucx.open_ucx_listeners(0))
+
+        def run() -> None:
+            with pytest.warns(ResourceWarning, match="unclosed"):
+                trio.run(program)
+
+        await trio.to_thread.run_sync(run)
+        assert "closed" in repr(kept[0])
+
+
+async def test_dropped_objects_leave_a_warning_only(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        endpoints = worker.statistics().endpoints
+        dropped = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+        other = await listener.accept()
+        with pytest.warns(ResourceWarning, match="unclosed .*Connection"):
+            del dropped
+            gc.collect()
+        with trio.fail_after(2), pytest.raises(trio.BrokenResourceError):
+            await other.receive()
+        other.abort()
+        await listener.aclose()
+        raw = await worker.open_endpoint(worker.address)
+        with pytest.warns(ResourceWarning, match="unclosed .*Endpoint"):
+            del raw
+            gc.collect()
+        await trio.sleep(0.05)
+        assert worker.statistics().endpoints == endpoints
+        await client.send(b"still works")
+        assert await server.receive() == b"still works"
+
+
+async def test_raw_close_modes(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        await client.tag_send(b"x", 1)
+        await client.aclose()
+        assert not client.alive
+        with pytest.raises(trio.ClosedResourceError):
+            await client.tag_send(b"x", 1)
+        with pytest.raises(trio.ClosedResourceError):
+            await client.flush()
+        await client.aclose()
+        assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
+    async with open_raw_pair(worker) as (client, _):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.tag_send, pattern(2**20), 2)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(client.aclose)  # waits for the send
+            buffer = bytearray(2**20)
+            assert await worker.tag_receive(buffer, 2) == (2**20, 2)
+            assert buffer == pattern(2**20)
+    async with open_raw_pair(worker) as (client, server):
+
+        async def broken_off() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await client.tag_send(bytes(2**20), 3)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(broken_off)
+            await trio.testing.wait_all_tasks_blocked()
+            with Stopwatch(0.05):
+                await client.aclose(ucp.CloseMode.FORCE)
+        with trio.fail_after(2):
+            while server.alive:
+                await trio.sleep(0.001)
+
+
+async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:
+    with ucp.open_context({"TLS": "tcp"}) as context:
+        async with ucp.open_worker(context=context) as one, ucp.open_worker(context=context) as two:
+            async with await one.open_listener("127.0.0.1", 0) as listener:
+                async with await worker.open_endpoint(listener.address) as client:
+                    request = await listener.accept_request()
+                    assert request.client_address == client.local_address
+                    with pytest.raises(ValueError, match="context"):
+                        await request.accept(worker)
+                    async with await request.accept(two) as server:  # on another worker than the listener's
+                        await server.tag_send(b"from two", 1)
+                        assert await worker.tag_receive(bytearray(8), 1) == (8, 1)
+                        await client.tag_send(b"to two", 2)
+                        assert await two.tag_receive(bytearray(8), 2) == (6, 2)

@@ -1,0 +1,147 @@
+"""A peer that is killed: everybody who waits is told in time, and what had arrived can still be read."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import trio
+import trio.testing
+
+import trio_ucx
+from trio_ucx import ucp
+
+from .helpers import assert_lanes, open_peer, pattern
+
+SOON = 2.0
+
+
+@pytest.mark.parametrize("by", ["socket_address", "worker_address"])
+async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, by: str) -> None:
+    async with open_peer("sender_then_wait", [[1, 100, 1], [1, 5000, 2]], transports=transports) as peer:
+        address, blob = await peer.hear()
+        target = tuple(address) if by == "socket_address" else ucp.WorkerAddress(bytes.fromhex(blob))
+        async with trio.open_nursery() as nursery:
+            connection = await trio_ucx.connect(target, worker=worker).__aenter__()
+            try:
+                assert await peer.hear() == "sent"
+                assert_lanes(connection, transports)
+                await connection.wait_message(1)
+                told: list[float] = []
+
+                async def expect_broken(function, *args: object) -> None:  # type: ignore[no-untyped-def]
+                    with pytest.raises(trio.BrokenResourceError) as caught:
+                        await function(*args)
+                    assert isinstance(caught.value.__cause__, ucp.UCXError)
+                    told.append(trio.current_time())
+
+                async def send_for_ever() -> None:
+                    while True:
+                        await connection.send(bytes(1000), 7)
+
+                async def group() -> None:
+                    with pytest.raises(ExceptionGroup) as caught:
+                        async with worker.open_request_group() as requests:
+                            requests.send(connection, bytes(2**26), 9)
+                            requests.receive_into(connection, bytearray(10), 9)
+                    assert caught.group_contains(trio.BrokenResourceError)
+                    told.append(trio.current_time())
+
+                waiting = [
+                    (connection.receive, 2),
+                    (connection.receive_into, bytearray(10), 3),
+                    (connection.wait_message, 4),
+                    (connection.receive_some,),
+                    (connection.send, bytearray(2**26), 5),  # a rendezvous that is not asked for
+                    (send_for_ever,),
+                ]
+                for function, *args in waiting:
+                    nursery.start_soon(expect_broken, function, *args)
+                nursery.start_soon(group)
+                await trio.sleep(0.2)
+                assert not told
+                peer.signal(signal.SIGKILL)
+                killed = trio.current_time()
+                with trio.fail_after(SOON + 1):
+                    while len(told) <= len(waiting):
+                        await trio.sleep(0.01)
+                assert max(told) - killed < SOON
+                assert await connection.receive(1) == pattern(100, 1)
+                assert connection.receive_nowait(1) == pattern(5000, 2)
+                for function in (connection.receive, connection.wait_message):
+                    with pytest.raises(trio.BrokenResourceError):
+                        await function(1)
+                with pytest.raises(trio.BrokenResourceError):
+                    connection.send_nowait(b"x")
+                with trio.fail_after(1):
+                    await connection.wait_buffers_released()
+                await connection.aclose() if connection.statistics().messages_sent == 0 else connection.abort()
+            finally:
+                connection.abort()
+
+
+async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("raw_listener", transports=transports) as peer:
+        address, _ = await peer.hear()
+        endpoint = await worker.open_endpoint(tuple(address))
+        await endpoint.tag_send(b"x", 1)
+        assert await peer.hear() == "accepted"
+
+        async def expect_broken() -> None:
+            with pytest.raises(trio.BrokenResourceError):
+                await endpoint.tag_send(bytearray(2**26), 2)
+
+        with trio.fail_after(SOON):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(expect_broken)
+                await trio.testing.wait_all_tasks_blocked()
+                peer.signal(signal.SIGKILL)
+        assert not endpoint.alive
+        with pytest.raises(trio.BrokenResourceError):
+            await endpoint.flush()
+        await endpoint.aclose()
+
+
+@pytest.mark.parametrize("by", ["socket_address", "worker_address"])
+async def test_killed_in_the_middle_of_transfers(worker: ucp.Worker, transports: str, by: str) -> None:
+    """At ten moments; the server is another process, so that both directions are cut."""
+    for moment in range(10):
+        async with open_peer("numbered", 1000, 2**20 if moment % 2 else 50_000, transports=transports) as peer:
+            address, blob = await peer.hear()
+            target = tuple(address) if by == "socket_address" else ucp.WorkerAddress(bytes.fromhex(blob))
+            connection = await trio_ucx.connect(target, worker=worker).__aenter__()
+            try:
+                number = 0
+                with trio.fail_after(SOON + 2), pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)):
+                    async with trio.open_nursery() as nursery:
+
+                        async def kill() -> None:
+                            await trio.sleep(0.01 + moment * 0.004)
+                            peer.signal(signal.SIGKILL)
+
+                        nursery.start_soon(kill)
+                        try:
+                            while True:
+                                data = await connection.receive(1)
+                                assert data == pattern(len(data), number)
+                                number += 1
+                        except (trio.BrokenResourceError, trio.EndOfChannel) as error:
+                            failure = error
+                    raise failure
+            finally:
+                connection.abort()
+
+
+async def test_other_connections_are_not_affected(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("echo", [0], transports=transports) as good:
+        good_address, _ = await good.hear()
+        async with trio_ucx.connect(tuple(good_address), worker=worker) as healthy:
+            async with open_peer("silent", transports=transports) as bad:
+                bad_address, _ = await bad.hear()
+                connection = await trio_ucx.open_ucx_stream(*bad_address, worker=worker)
+                bad.signal(signal.SIGKILL)
+                with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+                    await connection.receive()
+                await connection.aclose()
+            await healthy.send(b"well?")
+            assert await healthy.receive() == b"well?"
