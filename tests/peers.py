@@ -177,8 +177,62 @@ async def deaf() -> None:
     await raw_listener()
 
 
+@role
+async def busy(address: list[Any], transports: str) -> None:
+    """A program that never rests, to be interrupted: it must end with KeyboardInterrupt, and leave nothing."""
+    ready = False
+    async with ucp.open_worker(config={"TLS": transports}) as worker:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        async with listener:
+            while True:
+                async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                    for number in range(20):
+                        async with trio.open_nursery() as nursery:
+                            nursery.start_soon(connection.send, pattern(3000 * number, number), 1)
+                            nursery.start_soon(connection.send_all, pattern(100 * number))
+                            if await connection.receive(1) != pattern(3000 * number, number):
+                                raise AssertionError("wrong data")
+                            nursery.start_soon(connection.receive_some)
+                            with trio.move_on_after(0.001):
+                                await connection.receive(0)
+                            connection.send_nowait(b"x", 0)
+                            await connection.receive(0)
+                            with trio.move_on_after(0):
+                                await connection.send(bytes(100_000), 2)
+                            nursery.cancel_scope.cancel()
+                    if not ready:
+                        ready = True
+                        say("ready")
+
+
+def interrupted() -> None:
+    """Runs ``busy`` as a program of its own would be run, and reports how it ended."""
+    import gc
+    import warnings
+
+    from trio_ucx.ucp import _engine
+
+    arguments = json.loads(sys.argv[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # an interrupt between two lines of the user's can drop things
+        try:
+            trio.run(lambda: busy(*arguments))
+        except KeyboardInterrupt:
+            ended = "KeyboardInterrupt"
+        except BaseExceptionGroup as group:
+            rest = group.split(KeyboardInterrupt)[1]
+            ended = "KeyboardInterrupt" if rest is None else repr(rest)
+        else:
+            ended = "returned"
+        gc.collect()
+    say([ended, {kind: count for kind, count in _engine.live_handles.items() if count}])
+
+
 def main() -> None:
     name, arguments = sys.argv[1:]
+    if name == "busy":
+        interrupted()
+        return
     trio.run(lambda: ROLES[name](*json.loads(arguments)))
 
 
