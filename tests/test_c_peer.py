@@ -87,7 +87,7 @@ async def running(command: list[str | Path], transports: str) -> AsyncIterator[P
                 await process.wait()
 
 
-@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (100_000, 3), (2**24, 2)])
+@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (65_535, 2), (100_000, 3), (2**24, 2)])
 async def test_c_program_as_client(
     executable: Path, worker: ucp.Worker, transports: str, size: int, iterations: int
 ) -> None:
@@ -115,7 +115,7 @@ async def test_c_program_as_client(
                     endpoint.abort()
 
 
-@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (100_000, 3), (2**24, 2)])
+@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (65_535, 2), (100_000, 3), (2**24, 2)])
 async def test_c_program_as_server(
     executable: Path, worker: ucp.Worker, transports: str, size: int, iterations: int
 ) -> None:

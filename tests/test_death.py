@@ -11,7 +11,7 @@ import trio.testing
 import trio_ucx
 from trio_ucx import ucp
 
-from .helpers import assert_lanes, open_peer, pattern
+from .helpers import Peer, assert_lanes, open_peer, pattern
 
 SOON = 2.0
 
@@ -115,11 +115,11 @@ async def test_killed_in_the_middle_of_transfers(worker: ucp.Worker, transports:
                 with trio.fail_after(SOON + 2), pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)):
                     async with trio.open_nursery() as nursery:
 
-                        async def kill() -> None:
-                            await trio.sleep(0.01 + moment * 0.004)
+                        async def kill(peer: Peer, delay: float) -> None:
+                            await trio.sleep(delay)
                             peer.signal(signal.SIGKILL)
 
-                        nursery.start_soon(kill)
+                        nursery.start_soon(kill, peer, 0.01 + moment * 0.004)
                         try:
                             while True:
                                 data = await connection.receive(1)

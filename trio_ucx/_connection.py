@@ -497,7 +497,7 @@ def _immutable(data: Buffer) -> Buffer:
         nonlocal budget
         if isinstance(part, bytes):
             return part
-        pins = Pinned(part)
+        pins = Pinned([part])
         try:
             budget -= pins.size
             if budget < 0:

@@ -163,7 +163,7 @@ class Connecting:
     def _failed(self) -> None:
         assert self.core.error is not None
         status = self.core.error.status
-        hint = ""
+        hint = self.services.worker.context.reach_hint(status)
         if status == Status.REJECTED:
             hint = " (the listener has too many waiting clients, or is closing)"
         error = os_error_from_status(status, f"connecting to {self.core.label}", hint)
@@ -208,7 +208,8 @@ class Connecting:
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"no hello from {self.core.label} within {timeout:.3g} seconds: is it a trio_ucx listener, of a "
-                f"compatible UCX (this side is {SOFTWARE}), and does a network transport reach it?",
+                f"compatible UCX (this side is {SOFTWARE})?"
+                + self.services.worker.context.reach_hint(Status.UNREACHABLE),
             )
         return link
 

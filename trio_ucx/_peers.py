@@ -79,11 +79,13 @@ class Watch:
         return watch
 
     async def _wait(self) -> None:
+        if self._fd < 0:
+            return
         try:
             await trio.lowlevel.wait_readable(self._fd)
-        except (trio.ClosedResourceError, OSError, ValueError):
+        except trio.ClosedResourceError:
             return
-        if self._fd >= 0 and self._engine.usable:
+        if self._engine.usable:
             self._died()
 
     def close(self) -> None:

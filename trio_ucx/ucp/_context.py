@@ -127,6 +127,16 @@ class Context(metaclass=OpenedNotConstructed):
         """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
         return _take_text(lib.tu_context_info_text(self.native()))
 
+    def reach_hint(self, status: int) -> str:
+        """What to do when nothing reaches a peer; "" for other errors."""
+        if status not in (Status.UNREACHABLE, Status.NOT_CONNECTED):
+            return ""
+        transports = _effective("TLS", self.config) or "all"
+        return (
+            f" (transports in use: {transports}. Socket addresses need tcp or RDMA among them, as in TLS=tcp,sm,self; "
+            "shared memory needs MM_ERROR_HANDLING=y on both sides)"
+        )
+
     def _close(self) -> None:
         if self._handle is None:
             return

@@ -448,7 +448,7 @@ class Engine:
         for id, status in failures:
             core = self.endpoints.get(id)
             if core is not None:
-                core.fail(UCXError(status, f"talking to {core.label}"))
+                core.fail(UCXError(status, f"talking to {core.label}{self.context.reach_hint(status)}"))
 
     def settle(self) -> None:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
@@ -532,12 +532,10 @@ class Engine:
             lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
 
     async def _safety_net(self) -> None:
-        while True:
+        while self.handle is not None:
             try:
                 await trio.lowlevel.wait_readable(self._net_timer)
             except trio.ClosedResourceError:
-                return
-            if self.handle is None:
                 return
             if not self.in_flight and not self.mailboxes:
                 self._net_running = False

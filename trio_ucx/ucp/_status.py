@@ -104,7 +104,7 @@ _ERRNO = {
     Status.ENDPOINT_TIMEOUT: errno.ETIMEDOUT,
     Status.REJECTED: errno.ECONNREFUSED,
     Status.NOT_CONNECTED: errno.ECONNREFUSED,
-    Status.CONNECTION_RESET: errno.ECONNRESET,
+    Status.CONNECTION_RESET: errno.ECONNREFUSED,  # nobody listens there, or it went away before the hello
     Status.IO_ERROR: errno.EIO,
     Status.NO_MEMORY: errno.ENOMEM,
     Status.EXCEEDS_LIMIT: errno.EMFILE,

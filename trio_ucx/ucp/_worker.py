@@ -161,19 +161,10 @@ class Worker(metaclass=OpenedNotConstructed):
         out = ffi.new("tu_endpoint_t **")
         status = create(id, out)
         if status != Status.OK:
-            raise os_error_from_status(status, f"connecting to {label}", self._reach_hint(status))
+            raise os_error_from_status(status, f"connecting to {label}", self._context.reach_hint(status))
         core = EndpointCore(engine, id, out[0], label)
         engine.settle()
         return core
-
-    def _reach_hint(self, status: int) -> str:
-        if status != Status.UNREACHABLE:
-            return ""
-        transports = self._context.config.get("TLS", "all")
-        return (
-            f" (transports in use: {transports}; none of them reaches the peer with error handling. Socket addresses "
-            "need tcp or RDMA, as in TLS=tcp,sm,self; shared memory needs MM_ERROR_HANDLING=y)"
-        )
 
     @enable_ki_protection
     async def open_listener(self, host: str | None, port: int) -> RawListener:
@@ -284,9 +275,9 @@ class Worker(metaclass=OpenedNotConstructed):
     async def flush(self) -> None:
         """Waits until everything sent on all endpoints is out of this process.
 
-        ``ucp_ep_flush_nbx`` for each endpoint, then ``ucp_worker_flush_nbx``, which over shared memory does not wait for
-        sends that the peer's queue has no room for. As :meth:`Endpoint.flush`, it does not count rendezvous messages
-        that their receivers have not asked for.
+        ``ucp_ep_flush_nbx`` for each endpoint, then ``ucp_worker_flush_nbx``, which by itself does not wait for sends
+        that have no room in the peer's shared-memory queue. As :meth:`Endpoint.flush`, it does not count rendezvous
+        messages that their receivers have not asked for.
 
         Cancellation: nothing happens to the messages.
 

@@ -1,0 +1,394 @@
+"""Every argument check: a clear exception, and no damage; the connection still works afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+import trio_ucx
+from trio_ucx import ucp
+
+from .helpers import open_pair, open_raw_pair, pattern
+
+READ_ONLY = np.zeros(10, dtype=np.uint8)
+READ_ONLY.flags.writeable = False
+
+BAD_DATA = [
+    ("text", TypeError, "cannot send a str"),
+    (None, TypeError, "cannot send a NoneType"),
+    (17, TypeError, "cannot send a int"),
+    (object(), TypeError, "must be a buffer"),
+    (np.zeros((4, 4))[:, 1], ValueError, "non-contiguous"),
+    (memoryview(b"abcdef")[::2], ValueError, "non-contiguous"),
+    (np.zeros((4, 4), order="F"), ValueError, "non-contiguous"),
+    ([b"good", "bad"], TypeError, "cannot send a str"),
+    ([[b"nested"]], TypeError, "cannot send a list"),
+]
+BAD_BUFFERS = [
+    (b"bytes", TypeError, "read-only bytes"),
+    (memoryview(b"bytes"), TypeError, "read-only memoryview"),
+    (READ_ONLY, (TypeError, ValueError), "read-only"),
+    ("text", TypeError, "cannot receive into a str"),
+    (None, TypeError, "cannot receive into a NoneType"),
+    (np.zeros(10)[::2], ValueError, "non-contiguous"),
+    ([bytearray(3), b"bytes"], TypeError, "read-only"),
+]
+BAD_TAGS = [
+    (-1, ValueError, "between 0 and"),
+    (2**31, ValueError, "between 0 and 2147483647"),
+    (1.0, TypeError, "must be an integer, not float"),
+    ("1", TypeError, "must be an integer, not str"),
+    (None, TypeError, "must be an integer"),
+]
+BAD_RAW_TAGS = [(2**64, ValueError, "between 0 and"), *[case for case in BAD_TAGS if case[0] != 2**31]]
+
+
+async def refuses(function: Callable[[], Any], kind: Any, match: str) -> None:
+    with trio.fail_after(2), pytest.raises(kind, match=match or None):
+        result = function()
+        if isinstance(result, Awaitable):
+            await result
+
+
+async def works(client: trio_ucx.Connection, server: trio_ucx.Connection) -> None:
+    with trio.fail_after(5):
+        for size in (3, 100_000):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, pattern(size), 5)
+                assert await server.receive(5) == pattern(size)
+    assert client.statistics().left_over_operations == server.statistics().left_over_operations == 0
+
+
+async def test_connection(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        for data, kind, match in BAD_DATA:
+            for send in (client.send, client.send_nowait):
+                await refuses(lambda send=send, data=data: send(data), kind, match)
+            with pytest.raises(kind, match=match):
+                async with worker.open_request_group() as group:
+                    try:
+                        group.send(client, data)
+                    except Exception as error:
+                        failure = error
+                raise failure
+        for data in ("text", None, 17):
+            await refuses(lambda data=data: client.send_all(data), TypeError, "")
+        for buffer, kind, match in BAD_BUFFERS:
+            await refuses(lambda buffer=buffer: server.receive_into(buffer), kind, match)
+        buffer = bytearray(10)
+        for tag, kind, match in BAD_TAGS:
+            for function in (
+                lambda tag=tag: client.send(b"x", tag),
+                lambda tag=tag: client.send_nowait(b"x", tag),
+                lambda tag=tag: server.receive(tag),
+                lambda tag=tag: server.receive_nowait(tag),
+                lambda tag=tag: server.receive_into(buffer, tag),
+                lambda tag=tag: server.wait_message(tag),
+                lambda tag=tag: server.messages(tag),
+            ):
+                await refuses(function, kind, match)
+        for count, kind in ((0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError)):
+            await refuses(lambda count=count: server.receive_some(count), kind, "max_bytes")
+        buffer.append(1)  # nothing is pinned
+        await works(client, server)
+        assert client.statistics().messages_received == 0
+
+
+async def test_message_longer_than_the_buffer(worker: ucp.Worker) -> None:
+    async with open_pair(worker, max_message_size=200_000) as (client, server):
+        for size in (1000, 100_000):
+            for early in (False, True):
+                buffer = bytearray(size - 1)
+
+                async def receive(buffer: bytearray, size: int) -> None:
+                    await refuses(
+                        lambda: server.receive_into(buffer, 1), ucp.UCXError, f"{size} bytes .* {size - 1}; it was"
+                    )
+
+                async with trio.open_nursery() as nursery:
+                    if early:
+                        nursery.start_soon(receive, buffer, size)
+                        await trio.sleep(0.02)
+                    client.send_nowait(pattern(size), 1)
+                    client.send_nowait(b"other lane", 2)
+                    client.send_nowait(pattern(size, 1), 1)
+                    if not early:
+                        await receive(buffer, size)
+                assert await server.receive(1) == pattern(size, 1)
+                assert await server.receive(2) == b"other lane"
+                buffer.append(0)
+        client.send_nowait(bytes(200_001), 1)
+        client.send_nowait(bytes(200_000), 1)
+        await refuses(lambda: server.receive(1), ucp.UCXError, "200001 bytes .* max_message_size is 200000")
+        assert await server.receive(1) == bytes(200_000)
+        await works(client, server)
+
+
+async def test_closed_objects(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        await works(client, server)
+        client.abort()
+        for function in (
+            lambda: client.send(b"x"),
+            lambda: client.send_nowait(b"x"),
+            client.receive,
+            client.receive_nowait,
+            lambda: client.receive_into(bytearray(1)),
+            client.wait_message,
+            lambda: client.messages().__anext__(),
+            lambda: client.send_all(b"x"),
+            client.send_eof,
+            client.wait_send_all_might_not_block,
+            client.receive_some,
+        ):
+            await refuses(function, trio.ClosedResourceError, "closed")
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    raw = await worker.open_listener("127.0.0.1", 0)
+    await listener.aclose()
+    await raw.aclose()
+    await refuses(listener.accept, trio.ClosedResourceError, "listener was closed")
+    await refuses(raw.accept_request, trio.ClosedResourceError, "listener was closed")
+    assert [request async for request in raw] == []
+    async with ucp.open_worker(config={"TLS": "tcp"}) as other:
+        address = other.address
+    for function in (
+        lambda: other.tag_receive(bytearray(1), 1),
+        lambda: other.tag_probe(1),
+        other.flush,
+        lambda: other.open_endpoint(address),
+        lambda: other.open_listener(None, 0),
+        other.open_request_group,
+        lambda: trio_ucx.connect(address, worker=other),
+        lambda: trio_ucx.open_ucx_listeners(0, worker=other),
+    ):
+        await refuses(function, trio.ClosedResourceError, "worker was closed")
+    assert "closed" in repr(other)
+
+
+async def test_raw_operations(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, server):
+        for data, kind, match in BAD_DATA:
+            await refuses(lambda data=data: client.tag_send(data, 1), kind, match)
+            await refuses(lambda data=data: client.tag_send_sync(data, 1), kind, match)
+        for buffer, kind, match in BAD_BUFFERS:
+            await refuses(lambda buffer=buffer: worker.tag_receive(buffer, 1), kind, match)
+        buffer = bytearray(10)
+        for tag, kind, match in BAD_RAW_TAGS:
+            await refuses(lambda tag=tag: client.tag_send(b"x", tag), kind, match)
+            await refuses(lambda tag=tag: worker.tag_receive(buffer, tag), kind, match)
+            await refuses(lambda tag=tag: worker.tag_receive(buffer, 0, tag), kind, match)
+            await refuses(lambda tag=tag: worker.tag_probe(tag), kind, match)
+        await client.tag_send(bytes(20), 1)
+        with trio.fail_after(2):
+            while worker.tag_probe(1) is None:
+                await trio.sleep(0.001)
+        probed = worker.tag_probe(1)
+        assert probed is not None and (probed.length, probed.sender_tag) == (20, 1)
+        await refuses(lambda: worker.tag_receive_message(probed, buffer), ValueError, "remove=True")
+        await refuses(lambda: worker.tag_receive_message(None, buffer), TypeError, "tag_probe")
+        removed = worker.tag_probe(1, remove=True)
+        assert removed is not None and worker.tag_probe(1) is None
+        await refuses(lambda: worker.tag_receive_message(removed, buffer), ucp.UCXError, "20 bytes .* of 10")
+        assert await worker.tag_receive_message(removed, bytearray(20)) == (20, 1)
+        await refuses(lambda: worker.tag_receive_message(removed, bytearray(20)), ValueError, "once")
+        await client.tag_send(bytes(20), 2)
+        await refuses(lambda: worker.tag_receive(buffer, 2), ucp.UCXError, "longer than the buffer of 10")
+        await refuses(lambda: client.aclose("FLUSH"), TypeError, "CloseMode")
+        await client.tag_send(b"works", 3)
+        assert await worker.tag_receive(buffer, 3) == (5, 3)
+        assert server.alive
+
+
+async def test_addresses(worker: ucp.Worker) -> None:
+    for address, kind, match in (
+        ("localhost", ValueError, "host:port"),
+        ("host:", ValueError, "host:port"),
+        (":1", ValueError, "host:port"),
+        ("host:http", ValueError, "host:port"),
+        ("::1:80", ValueError, "brackets"),
+        ("host:65536", ValueError, "between 0 and 65535"),
+        (("host", -1), ValueError, "between 0 and 65535"),
+        (("host", "80"), TypeError, "port must be an integer"),
+        ((b"host", 80), TypeError, "host must be a str"),
+        (("host",), ValueError, "pair"),
+        (80, TypeError, "address is"),
+        (None, TypeError, "address is"),
+    ):
+        await refuses(lambda address=address: trio_ucx.connect(address, worker=worker), kind, match)
+        await refuses(lambda address=address: worker.open_endpoint(address), kind, match)
+    good = bytes(worker.address)
+    assert ucp.WorkerAddress(good) == worker.address == ucp.WorkerAddress.from_bytes(bytearray(good))
+    assert hash(ucp.WorkerAddress(good)) == hash(worker.address)
+    for bad in (b"", b"garbage", good[:-1], good + b"x", good[:5] + bytes([good[5] ^ 1]) + good[6:], bytes(200)):
+        await refuses(lambda bad=bad: ucp.WorkerAddress(bad), ValueError, "no worker address")
+    await refuses(lambda: ucp.WorkerAddress("text"), TypeError, "made from bytes")
+    await refuses(lambda: trio_ucx.open_ucx_stream("::1", 80, worker=worker), OSError, "TCP is IPv4")
+    await refuses(lambda: worker.open_endpoint(("::1", 80)), OSError, "inet6,inet")
+    await refuses(lambda: worker.open_listener("::1", 0), OSError, "inet6,inet")
+    await refuses(lambda: trio_ucx.open_ucx_stream("no.such.host.invalid", 80, worker=worker), OSError, "")
+
+
+async def test_listening(worker: ucp.Worker) -> None:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with listener:
+        for open_one in (
+            lambda: trio_ucx.open_ucx_listeners(listener.address[1], host="127.0.0.1", worker=worker),
+            lambda: worker.open_listener(*listener.address),
+        ):
+            with pytest.raises(OSError) as caught:
+                await open_one()
+            assert caught.value.errno in (98, 99), caught.value
+    await refuses(lambda: worker.open_listener("192.0.2.1", 0), OSError, "listening at 192.0.2.1")
+    await refuses(lambda: worker.open_listener(b"127.0.0.1", 0), TypeError, "host")
+    for port in (-1, 65536):
+        await refuses(lambda port=port: trio_ucx.open_ucx_listeners(port), ValueError, "port")
+    await refuses(lambda: trio_ucx.open_ucx_listeners("80"), TypeError, "port")
+    await refuses(lambda: trio_ucx.open_ucx_listeners(0, backlog=0), ValueError, "backlog")
+
+
+async def test_options(worker: ucp.Worker) -> None:
+    for options, kind in (
+        ({"window": 0}, ValueError),
+        ({"window": -5}, ValueError),
+        ({"window": 1e6}, TypeError),
+        ({"close_timeout": -1}, ValueError),
+        ({"close_timeout": "1"}, TypeError),
+        ({"connect_timeout": -1}, ValueError),
+        ({"connect_timeout": float("nan")}, ValueError),
+        ({"connect_timeout": None}, TypeError),
+        ({"max_message_size": -1}, ValueError),
+        ({"worker": "worker"}, TypeError),
+    ):
+        name = next(iter(options))
+        given: dict[str, Any] = {"worker": worker, **options}
+        await refuses(lambda given=given: trio_ucx.connect("127.0.0.1:1", **given), kind, name)
+        await refuses(lambda given=given: trio_ucx.open_ucx_stream("127.0.0.1", 1, **given), kind, name)
+        await refuses(lambda given=given: trio_ucx.open_ucx_listeners(0, **given), kind, name)
+
+
+async def test_classes_are_not_called() -> None:
+    for name in ("Worker", "Endpoint", "Context", "RawListener", "ConnectionRequest", "RequestGroup", "Request"):
+        await refuses(getattr(ucp, name), TypeError, "no public constructor")
+    for name in ("Connection", "Listener", "Messages"):
+        await refuses(getattr(trio_ucx, name), TypeError, "no public constructor")
+
+
+async def test_another_thread(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        failures: list[BaseException] = []
+
+        async def misuse() -> None:
+            for function in (
+                lambda: client.send(b"x"),
+                client.receive,
+                lambda: client.send_nowait(b"x"),
+                lambda: worker.tag_receive(bytearray(1), 1),
+                lambda: worker.tag_probe(1),
+                lambda: trio_ucx.connect("127.0.0.1:1", worker=worker),
+            ):
+                try:
+                    result = function()
+                    if isinstance(result, Awaitable):
+                        await result
+                except RuntimeError as error:
+                    failures.append(error)
+            client.abort()  # has no effect either
+            await client.aclose()
+
+        await trio.to_thread.run_sync(trio.run, misuse)
+        assert len(failures) == 6
+        assert all("another thread" in str(failure) for failure in failures)
+        assert threading.get_ident()
+        # aclose from the wrong thread must not have closed it
+        await works(client, server)
+
+
+async def test_forked_child(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        await works(client, server)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            verdict = b"not run"
+            try:
+                caught = []
+                for function in (
+                    lambda: client.send_nowait(b"x"),
+                    client.receive_nowait,
+                    lambda: worker.tag_probe(1),
+                    worker.open_request_group,
+                ):
+                    try:
+                        function()
+                    except RuntimeError as error:
+                        caught.append("fork" in str(error))
+                client.abort()
+                client.__del__()
+                del client, server
+                verdict = b"good" if caught == [True] * 4 else repr(caught).encode()
+            except BaseException:
+                verdict = traceback.format_exc().encode()
+            finally:
+                os.write(write, verdict)
+                os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        with open(read, "rb") as pipe:
+            assert pipe.read() == b"good"
+        await works(client, server)
+
+
+async def test_context_options() -> None:
+    before = dict(os.environ)
+    for config, kind, match in (
+        ({"NO_SUCH_OPTION": 1}, ValueError, "does not know an option 'NO_SUCH_OPTION'"),
+        ({"RNDV_THRESHOLD": "1k"}, ValueError, "did you mean RNDV_THRESH"),
+        ({"UCX_TLS": "tcp"}, ValueError, "without their prefix: 'TLS'"),
+        ({"RNDV_THRESH": "many"}, ValueError, "cannot take 'many'"),
+        ({"TLS": None}, TypeError, "value of UCX option TLS"),
+        ({7: "x"}, TypeError, "must be a str"),
+        ("TLS=tcp", TypeError, "mapping"),
+        ({"TLS": "tc\0p"}, ValueError, "null"),
+    ):
+        with pytest.raises(kind, match=match), ucp.open_context(config):
+            pass
+    with pytest.raises(ucp.UCXError, match="nonsense"), ucp.open_context({"TLS": "nonsense"}):
+        pass
+    with ucp.open_context({"TLS": "tcp", "MM_ERROR_HANDLING": False}) as context:
+        assert context.config["MM_ERROR_HANDLING"] == "n"
+        with pytest.raises(ValueError, match="open_context"):
+            async with ucp.open_worker(context=context, config={"TLS": "tcp"}):
+                pass
+    with pytest.raises(RuntimeError, match="closed"):
+        context.config_text()
+    with ucp.open_context({"TLS": "tcp"}, features=ucp.Feature.TAG) as context:
+        async with ucp.open_worker(context=context) as worker:
+            with pytest.raises(ValueError, match="features TAG and AM"):
+                await trio_ucx.open_ucx_listeners(0, worker=worker)
+    with pytest.raises(TypeError, match="Context"):
+        async with ucp.open_worker(context="context"):  # type: ignore[arg-type]
+            pass
+    assert dict(os.environ) == before
+
+
+async def test_shared_memory_alone_reaches_no_socket_address() -> None:
+    async with ucp.open_worker(config={"TLS": "tcp,sm,self"}) as worker:
+        async with await worker.open_listener("127.0.0.1", 0) as listener:
+            async with ucp.open_worker(config={"TLS": "sm,self"}) as other:
+                with pytest.raises(OSError, match="TLS=tcp,sm,self"):
+                    await trio_ucx.open_ucx_stream(*listener.address, worker=other, connect_timeout=1)
+
+
+async def test_connect_to_a_port_where_nobody_listens(worker: ucp.Worker) -> None:
+    async with await worker.open_listener("127.0.0.1", 0) as listener:
+        address = listener.address
+    with pytest.raises(OSError) as caught:
+        await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=2)
+    assert isinstance(caught.value, (ConnectionRefusedError, TimeoutError))
