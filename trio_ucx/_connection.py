@@ -313,8 +313,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             with memoryview(data) as view, view.cast("B") as flat:
                 sent = False
-                for start in range(0, len(flat), STREAM_CHUNK):
-                    await self._submitted(self._link.submit(wire.STREAM, flat[start : start + STREAM_CHUNK]))
+                size = min(STREAM_CHUNK, self._link.outbound.window // 4)
+                for start in range(0, len(flat), size):
+                    await self._submitted(self._link.submit(wire.STREAM, flat[start : start + size]))
                     sent = True
             if not sent:
                 problem = self._link.send_problem()

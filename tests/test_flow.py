@@ -1,0 +1,254 @@
+"""Backpressure: the rules by themselves, then over real connections."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+import trio.testing
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._flow import ANNOUNCEMENT, MESSAGE_OVERHEAD, Inbound, Outbound, cost
+from trio_ucx._wire import ProtocolError
+
+from .helpers import open_pair, open_peer, pattern
+
+
+@attrs.define(eq=False)
+class Ticket:
+    lane: int
+    size: int
+
+
+def test_costs() -> None:
+    assert cost(0, 0) == MESSAGE_OVERHEAD
+    assert cost(65535, 65536) == 65535 + MESSAGE_OVERHEAD
+    assert cost(65536, 65536) == cost(2**40, 65536) == ANNOUNCEMENT
+    assert cost(2**20, 0) == 2**20 + MESSAGE_OVERHEAD
+
+
+def test_credit_runs_out_and_comes_back() -> None:
+    out, into = Outbound(4096, 0), Inbound(4096, 0)
+    sent = 0
+    while out.take(1, 256):
+        into.arrived(1, 256)
+        sent += 1
+    assert sent == 8 and out.credit == 0
+    ticket = Ticket(1, 256)
+    out.enqueue(ticket)
+    assert out.must_tell() and not out.must_tell()
+    assert into.peer_stalled() == 0
+    granted = into.consumed(256) or into.looked(1)[0]
+    assert granted == 512
+    out.grant(granted, into.received)
+    assert out.ready() == [ticket] and out.credit == 0
+
+
+def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
+    out = Outbound(4096, 0)
+    assert out.take(1, 3000)
+    large, small, other = Ticket(1, 3000), Ticket(1, 1), Ticket(2, 1)
+    for ticket in (large, small, other):
+        assert not out.take(ticket.lane, ticket.size)
+        out.enqueue(ticket)
+    out.grant(3256, 1)
+    assert out.ready() == [large, small, other]
+
+
+def test_admitted_lane_overtakes() -> None:
+    out, into = Outbound(4096, 0), Inbound(4096, 0)
+    assert out.take(1, 3840)
+    into.arrived(1, 3840)
+    blocked, wanted, second = Ticket(1, 100), Ticket(2, 9000), Ticket(2, 1)
+    for ticket in (blocked, wanted, second):
+        out.enqueue(ticket)
+    assert out.must_tell() and into.peer_stalled() == 0
+    assert into.looked(2) == (0, True)
+    assert into.looked(2) == (0, False)
+    out.admit(2, into.received)
+    assert out.ready() == [wanted] and out.credit < 0
+    into.arrived(2, 9000)
+    with pytest.raises(ProtocolError, match="ignores its credit"):
+        into.arrived(2, 1)
+
+
+def test_admission_is_void_when_a_message_is_on_its_way() -> None:
+    out = Outbound(4096, 0)
+    assert out.take(2, 3840)
+    out.admit(2, 0)
+    assert not out.take(2, 100)
+    out.admit(2, 1)
+    assert out.take(2, 100)
+
+
+def test_nonsense_from_the_peer() -> None:
+    out = Outbound(4096, 0)
+    with pytest.raises(ProtocolError, match="granted more"):
+        out.grant(1, 0)
+    with pytest.raises(ProtocolError, match="not sent"):
+        out.admit(1, 1)
+    with pytest.raises(ProtocolError, match="too many lanes"):
+        for lane in range(2**17):
+            out.admit(lane, 0)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs_deliver_everything_within_the_window(seed: int) -> None:
+    """Two halves joined by queues, with messages and frames at random speeds; nothing stalls for ever."""
+    chance = random.Random(seed)
+    window = chance.choice([4096, 10_000])
+    out, into = Outbound(window, 0), Inbound(window, 0)
+    to_send = [Ticket(chance.randrange(4), chance.choice([0, 10, 1000, 3000, 12_000])) for _ in range(60)]
+    expected = {lane: [t.size for t in to_send if t.lane == lane] for lane in range(4)}
+    got: dict[int, list[int]] = {lane: [] for lane in range(4)}
+    wire: list[Ticket] = []
+    unread: dict[int, list[int]] = {lane: [] for lane in range(4)}
+    back: list[tuple[str, int, int]] = []
+    stalls = 0
+
+    def grant(amount: int) -> None:
+        if amount:
+            back.append(("grant", amount, into.received))
+
+    for _ in range(20_000):
+        action = chance.randrange(5)
+        if action == 0 and to_send:
+            ticket = to_send.pop(0)
+            if out.take(ticket.lane, ticket.size):
+                wire.append(ticket)
+            else:
+                out.enqueue(ticket)
+                stalls += out.must_tell()
+        elif action == 1 and wire:
+            ticket = wire.pop(0)
+            into.arrived(ticket.lane, ticket.size)
+            unread[ticket.lane].append(ticket.size)
+        elif action == 2 and back:
+            kind, value, received = back.pop(0)
+            out.grant(value, received) if kind == "grant" else out.admit(value, received)
+            wire.extend(out.ready())  # type: ignore[arg-type]
+            if out.queue:
+                stalls += out.must_tell()
+        elif action == 3 and stalls:
+            stalls -= 1
+            grant(into.peer_stalled())
+        elif action == 4:
+            lane = chance.choice([0, 0, 0, 1, 2, 3])
+            if len(got[lane]) < len(expected[lane]):
+                if unread[lane]:
+                    got[lane].append(unread[lane].pop(0))
+                    grant(into.consumed(got[lane][-1]))
+                else:
+                    amount, admit = into.looked(lane)
+                    grant(amount)
+                    if admit:
+                        back.append(("admit", lane, into.received))
+        admitted = sum(size for sizes in unread.values() for size in sizes[-1:])
+        assert sum(map(sum, unread.values())) <= window + admitted
+        if got == expected:
+            break
+    assert got == expected
+
+
+# ---- over real connections ----
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("size", [8, 4096, 2**24])
+async def test_silent_receiver_holds_its_window(worker: ucp.Worker, transports: str, size: int) -> None:
+    window = 2**20
+    async with open_peer("numbered", max(20, 2**23 // max(size, 400)), size, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with trio_ucx.connect(tuple(address), worker=worker, window=window) as connection:
+            await connection.wait_message(1)
+            before = resident()
+            await trio.sleep(1)
+            grown = resident() - before
+            statistics = connection.statistics()
+            assert statistics.held <= window
+            assert grown < window * 1.5 + 2**21
+            count = 0
+            async for message in connection.messages(1):
+                assert message == pattern(size, count)
+                count += 1
+            assert count == max(20, 2**23 // max(size, 400))
+
+
+async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=16384) as (client, server), trio.open_nursery() as nursery:
+
+        async def flood() -> None:
+            for number in range(1000):
+                await client.send(pattern(1000, number), 1)
+
+        nursery.start_soon(flood)
+        await trio.sleep(0.1)
+        assert client.statistics().queued_sends == 1
+        for number in range(20):
+            nursery.start_soon(client.send, pattern(2000, number), 2)
+            nursery.start_soon(client.send_all, bytes([number]) * 3000)
+            with trio.fail_after(2):
+                assert await server.receive(2) == pattern(2000, number)
+                got = b""
+                while len(got) < 3000:
+                    got += await server.receive_some()
+                assert got == bytes([number]) * 3000
+        assert server.statistics().held <= 16384
+        with trio.fail_after(10):
+            for number in range(1000):
+                assert await server.receive(1) == pattern(1000, number)
+
+
+async def test_polling_a_lane_with_receive_nowait_lets_messages_in(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+
+        async def flood() -> None:
+            with trio.move_on_after(0.2):
+                while True:
+                    await client.send(bytes(1000), 1)
+            await client.send(b"here", 2)
+
+        nursery.start_soon(flood)
+        with trio.fail_after(3):
+            while True:
+                try:
+                    assert server.receive_nowait(2) == b"here"
+                    break
+                except trio.WouldBlock:
+                    await trio.sleep(0.005)
+
+
+async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
+        for size in (4096, 60_000, 200_000):
+            nursery.start_soon(client.send, pattern(size), 1)
+            with trio.fail_after(2):
+                assert await server.receive(1) == pattern(size)
+
+
+async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+        await client.wait_send_all_might_not_block()
+        with trio.move_on_after(0.1):
+            await client.send_all(bytes(100_000))
+        done = trio.Event()
+
+        async def wait() -> None:
+            await client.wait_send_all_might_not_block()
+            done.set()
+
+        nursery.start_soon(wait)
+        await trio.sleep(0.05)
+        assert not done.is_set()
+        while not done.is_set():
+            with trio.fail_after(2):
+                await server.receive_some()
+            await trio.sleep(0.001)

@@ -1,0 +1,100 @@
+"""An idle worker costs nothing, and no event is missed."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+import trio
+import trio.testing
+
+import trio_ucx
+from trio_ucx import ucp
+
+from .helpers import open_pair, open_peer, pattern
+
+
+@pytest.mark.parametrize("keepalive", ["20s", "inf"])
+async def test_idle_connections_use_no_cpu(transports: str, keepalive: str) -> None:
+    config = {"TLS": transports, "KEEPALIVE_INTERVAL": keepalive}
+    async with ucp.open_worker(config=config) as worker, open_pair(worker) as (client, server):
+        await client.send(b"x")
+        assert await server.receive() == b"x"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.receive)
+            nursery.start_soon(client.receive_some)
+            with trio.fail_after(2):
+                await trio.testing.wait_all_tasks_blocked()
+            before = os.times()
+            await trio.sleep(2)
+            after = os.times()
+            used = (after.user - before.user) + (after.system - before.system)
+            assert used <= 0.03, f"{used} s of CPU in 2 s"
+            nursery.cancel_scope.cancel()
+        assert worker.statistics().missed_events == 0
+        assert worker.statistics().backoffs < 20
+
+
+async def test_wait_all_tasks_blocked_returns(worker: ucp.Worker) -> None:
+    async with open_pair(worker):
+        with trio.fail_after(2):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+async def test_no_keepalive_no_missed_event(transports: str) -> None:
+    """Posting to an armed worker, again and again, with nothing else that could wake it."""
+    config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
+    async with open_peer("echo", [1], transports=transports, UCX_KEEPALIVE_INTERVAL="inf") as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config=config) as worker:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                for size in (8, 5000, 65536, 2**20):
+                    for number in range(100 if size < 2**20 else 20):
+                        await trio.testing.wait_all_tasks_blocked()
+                        connection.send_nowait(pattern(size, number), 1)
+                        with trio.fail_after(0.9):  # less than the safety net's second
+                            assert await connection.receive(1) == pattern(size, number)
+            assert worker.statistics().missed_events == 0
+
+
+async def test_thousand_sends_to_an_armed_worker(worker: ucp.Worker, transports: str) -> None:
+    async with open_pair(worker) as (client, server):
+        for number in range(1000):
+            client.send_nowait(number.to_bytes(8, "little"), 3)
+        with trio.fail_after(0.9):
+            for number in range(1000):
+                assert await server.receive(3) == number.to_bytes(8, "little")
+
+
+async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.testing.MockClock) -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker, open_pair(worker) as (client, server):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.receive)
+            start = time.monotonic()
+            mock_clock.autojump_threshold = 0
+            await trio.sleep(100 * 3600)
+            mock_clock.autojump_threshold = math.inf
+            assert time.monotonic() - start < 5
+            assert worker.statistics().wakeups < 50
+            await client.send(b"x")
+        assert worker.statistics().missed_events == 0
+
+
+async def test_busy_peer_is_backed_off_from(worker: ucp.Worker, transports: str) -> None:
+    """A stopped peer's queue over shared memory keeps the worker BUSY: no spinning."""
+    async with open_peer("silent", 2**30, transports=transports) as peer:
+        address, _ = await peer.hear()
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        await connection.send(b"x")
+        await peer.stop()
+        try:
+            with trio.move_on_after(0.5):
+                await connection.send_all(bytes(2**28))
+            before = time.process_time()
+            await trio.sleep(1)
+            assert time.process_time() - before < 0.25
+        finally:
+            peer.resume()
+            connection.abort()
