@@ -13,10 +13,9 @@ from ._lanes import Want
 from ._link import Link
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
-from .ucp._engine import warn_resource
 from .ucp._pending import Pending
 from .ucp._tag import completed
-from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer
+from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 #: The byte stream travels in messages of at most this many bytes: small enough to be sent without waiting for the
 #: receiver, large enough that their number does not matter.
@@ -95,6 +94,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def worker(self) -> Worker:
+        """The worker that it lives on."""
         return self._link.worker
 
     @property
@@ -108,6 +108,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._remote
 
     def statistics(self) -> ConnectionStatistics:
+        """What it has carried, holds and may send."""
         link = self._link
         left_over = sum(operation.left_over for operation in link.core.pending)
         return ConnectionStatistics(

@@ -21,7 +21,8 @@ from ._peers import this_process
 from ._version import __version__
 from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
 from .ucp._buffers import Pinned
-from .ucp._engine import CONNECTION_BIT, EndpointCore
+from .ucp._engine import CONNECTION_BIT
+from .ucp._operations import EndpointCore
 from .ucp._pending import Signal
 from .ucp._status import os_error_from_status
 from .ucp._tag import pending_operation

@@ -33,7 +33,7 @@ from ._native import ffi, lib
 from ._peers import Watch
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Buffer, Pinned, new_bytes
-from .ucp._engine import EndpointCore, Operation, live_handles
+from .ucp._operations import EndpointCore, Operation, live_handles
 from .ucp._pending import Pending, Signal
 from .ucp._status import broken, error_from_status
 from .ucp._tag import post_pinned_send

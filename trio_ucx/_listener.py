@@ -16,8 +16,8 @@ from ._handshake import Services, refuse, send_hello, welcome, wrong_version
 from ._link import Link, Options
 from .ucp import ErrorMode, UCXError, Worker, WorkerAddress
 from .ucp._address import Resolved
-from .ucp._engine import EndpointCore
 from .ucp._listener import ListenerCore, client_of
+from .ucp._operations import EndpointCore
 from .ucp._pending import Signal
 from .ucp._util import OpenedNotConstructed
 
@@ -197,9 +197,11 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
     @property
     def worker(self) -> Worker:
+        """The worker that it and its connections live on."""
         return self._reception.worker
 
     def statistics(self) -> ListenerStatistics:
+        """How many clients are where."""
         reception = self._reception
         return ListenerStatistics(
             len(reception.handshaking), len(reception.ready), reception.accepted, reception.refused

@@ -14,7 +14,8 @@ from pathlib import Path
 import trio
 
 from ._wire import Process
-from .ucp._engine import Engine, live_handles
+from .ucp._engine import Engine
+from .ucp._operations import live_handles
 
 
 @cache

@@ -4,7 +4,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
     _util, _pending, _buffers, _status, _address      no engine
     _context                                          configuration
-    _engine                                           completions, operations, the progress task: read its docstring
+    _operations, _engine                              what is in flight; the progress task: read their docstrings
     _tag, _endpoint, _listener, _requests             one file per capability
     _worker                                           puts them together
 """

@@ -114,18 +114,18 @@ class Context(metaclass=OpenedNotConstructed):
         _live_contexts.add(context)
         return context
 
-    def native(self) -> Any:
+    def _native(self) -> Any:
         if self._handle is None:
             raise RuntimeError("this context was closed")
         return self._handle
 
     def config_text(self) -> str:
         """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
-        return _take_text(lib.tu_context_config_text(self.native()))
+        return _take_text(lib.tu_context_config_text(self._native()))
 
     def info_text(self) -> str:
         """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
-        return _take_text(lib.tu_context_info_text(self.native()))
+        return _take_text(lib.tu_context_info_text(self._native()))
 
     def reach_hint(self, status: int) -> str:
         """What to do when nothing reaches a peer; "" for other errors."""

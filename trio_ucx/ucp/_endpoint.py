@@ -12,10 +12,11 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
 from ._buffers import Buffer
-from ._engine import EndpointCore, Engine, Operation, warn_resource
+from ._engine import Engine
+from ._operations import EndpointCore, Operation
 from ._status import Status, UCXError, broken, error_from_status
 from ._tag import check_tag, completed, pending_operation, post_send
-from ._util import OpenedNotConstructed
+from ._util import OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
     from ._worker import Worker
@@ -126,6 +127,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @property
     def worker(self) -> Worker:
+        """The worker that it lives on."""
         return self._worker
 
     @property
@@ -156,6 +158,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         return query_transports(self._core)
 
     def statistics(self) -> EndpointStatistics:
+        """What it has in flight."""
         pending = self._core.pending
         return EndpointStatistics(len(pending), sum(operation.left_over for operation in pending))
 

@@ -14,10 +14,11 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._address import Resolved
 from ._endpoint import Endpoint, ErrorMode, read_sockaddr
-from ._engine import Engine, live_handles, warn_resource
+from ._engine import Engine
+from ._operations import live_handles
 from ._pending import Signal
 from ._status import Status, os_error_from_status
-from ._util import OpenedNotConstructed, check_integer
+from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
     from ._worker import Worker

@@ -9,7 +9,8 @@ import trio
 
 from .._native import lib
 from ._buffers import Buffer, Pinned
-from ._engine import EndpointCore, Engine, Operation, ReceiveOperation
+from ._engine import Engine
+from ._operations import EndpointCore, Operation, ReceiveOperation
 from ._pending import Pending
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,3 +79,19 @@ def publish(namespace: dict[str, Any], module: str) -> None:
         thing = namespace[name]
         if getattr(thing, "__module__", "").startswith(f"{module}._"):
             thing.__module__ = module
+
+
+def warn_resource(message: str, source: object = None) -> None:
+    """Warns where raising would do harm: a warning that is an error is reported as destructors' errors are."""
+    try:
+        warnings.warn(message, ResourceWarning, source=source, stacklevel=3)
+    except ResourceWarning as error:
+        _raise_in_destructor(error)
+
+
+def _raise_in_destructor(error: Exception) -> None:
+    class Raiser:
+        def __del__(self) -> None:
+            raise error
+
+    Raiser()

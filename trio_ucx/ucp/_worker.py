@@ -15,8 +15,9 @@ from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._buffers import Buffer, Pinned
 from ._context import Config, Context
 from ._endpoint import Endpoint, ErrorMode, post_flush
-from ._engine import EndpointCore, Engine, WorkerStatistics
+from ._engine import Engine, WorkerStatistics
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
+from ._operations import EndpointCore
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, os_error_from_status
 from ._tag import TagMessage, check_tag, completed, pending_operation, post_message_receive, post_receive
@@ -61,6 +62,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @property
     def context(self) -> Context:
+        """The context that it was opened in."""
         return self._context
 
     @property
@@ -81,6 +83,7 @@ class Worker(metaclass=OpenedNotConstructed):
         return self._address
 
     def statistics(self) -> WorkerStatistics:
+        """What it has in flight, and how it has been moving; after its close, as of then."""
         return self._engine.statistics()
 
     # ---- endpoints and listeners ----

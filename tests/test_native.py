@@ -1,0 +1,107 @@
+"""Loading UCX: which one, whether it fits, and what it does to the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from trio_ucx import _native
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "compiled", "fits"),
+    [
+        ((1, 22, 0), (1, 22), True),
+        ((1, 22, 0), (1, 13), True),
+        ((1, 13, 1), (1, 13), True),
+        ((1, 13, 1), (1, 22), False),
+        ((1, 12, 0), (1, 12), False),
+        ((2, 0, 0), (1, 22), False),
+    ],
+)
+def test_a_ucx_that_does_not_fit_is_refused(
+    version: tuple[int, int, int], compiled: tuple[int, int], fits: bool
+) -> None:
+    library = attrs.evolve(_native.ucx, version=version, compiled_version=compiled, file="/some/libucp.so.0")
+    if fits:
+        _native.check_versions(library)
+    else:
+        with pytest.raises(ImportError) as caught:
+            _native.check_versions(library)
+        for word in ("/some/libucp.so.0", ".".join(map(str, version)), ".".join(map(str, compiled))):
+            assert word in str(caught.value)
+
+
+def test_the_library_is_the_one_that_it_says() -> None:
+    code = (
+        "import json, trio_ucx._native as n; maps = open('/proc/self/maps').read();"
+        "print(json.dumps([n.ucx.file, sorted({l.split()[-1] for l in maps.splitlines() if 'libucp' in l})]))"
+    )
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+    file, mapped = json.loads(result.stdout)
+    assert [os.path.realpath(path) for path in mapped] == [os.path.realpath(file)]
+
+
+def test_import_leaves_signals_and_the_environment_alone() -> None:
+    code = """
+import os
+def state():
+    status = open("/proc/self/status").read()
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt", "SigIgn"))]
+    return [mask % 2**31 for mask in masks], dict(os.environ)  # without those that the C library itself uses
+before = state()
+import trio_ucx._native
+after = state()
+assert before == after, (before, after)
+from trio_ucx import ucp
+with ucp.open_context({"TLS": "tcp"}):
+    pass
+assert state() == before, (before, state())
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def test_the_other_library_is_refused_or_works() -> None:
+    """Asked for a UCX that it was not built for, the import works if that one fits, and else says what to do."""
+    other = "0" if _native.ucx.system else "1"
+    result = run("import trio_ucx._native as n; print(n.ucx.system, n.ucx.file)", TRIO_UCX_SYSTEM_UCX=other)
+    if result.returncode == 0:
+        assert result.stdout.startswith("True" if other == "1" else "False")
+        assert not other == "1" or "libucx" not in result.stdout.split()[1]
+    else:
+        assert "ImportError" in result.stderr
+        assert "UCX" in result.stderr.splitlines()[-1]
+
+
+def test_types_describe_every_function() -> None:
+    """``_types.Lib`` and ``cdef.h`` name the same functions."""
+    from trio_ucx._native import _types
+
+    typed = {name for name in vars(_types.Lib) if name.startswith("tu_")}
+    compiled = {name for name in dir(_native.lib) if name.startswith("tu_")}
+    assert typed == compiled
+
+
+def test_sources_are_in_the_package() -> None:
+    folder = Path(_native.__file__).parent
+    assert {"cdef.h", "native.h", "worker.c"} <= {path.name for path in folder.iterdir()}

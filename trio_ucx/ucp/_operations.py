@@ -1,0 +1,216 @@
+"""Operations in flight, and the endpoints that they belong to: what the engine keeps its books about.
+
+An :class:`Operation` owns its buffers until UCX has completed it, whatever became of the task that posted it. UCX can
+cancel only a tag receive that has not matched; any other operation whose task is cancelled is *left over*.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import trio
+from outcome import Error, Value
+
+from .._native import lib
+from ._buffers import Pinned
+from ._pending import Pending, Signal
+from ._status import Status, UCXError, broken, error_from_status
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: Native handles alive in this process, by kind. After everything is closed, all zero.
+live_handles: collections.Counter[str] = collections.Counter()
+
+
+class Operation(Pending):
+    """A UCX operation in flight. Owns its buffers until UCX has completed it."""
+
+    #: Whether it writes to memory of ours (rather than reads from it, or neither).
+    receives: ClassVar[bool] = False
+
+    __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
+
+    def __init__(
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: EndpointCore | None = None
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.id = id
+        self.pins = pins
+        self.doing = doing
+        self.endpoint = endpoint
+        self.left_over = False
+        engine.in_flight[id] = self
+        if endpoint is not None:
+            endpoint.pending.add(self)
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        """UCX is done with it. Called once, by the engine."""
+        self.release()
+        if status == Status.OK:
+            self.finish(Value(self.result(length, tag)))
+        elif status == Status.CANCELED and self._raise_cancel is not None:
+            self.finish_cancelled()
+        else:
+            self.finish(Error(self.error(status)))
+
+    def result(self, length: int, tag: int) -> Any:
+        return None
+
+    def error(self, status: int) -> Exception:
+        if self.endpoint is not None:
+            problem = self.endpoint.problem()
+            if problem is not None:
+                return problem
+        return error_from_status(status, self.doing)
+
+    def release(self) -> None:
+        if self.left_over:
+            self.left_over = False
+            self.engine.left_over -= 1
+        if self.endpoint is not None:
+            self.endpoint.pending.discard(self)
+            self.endpoint.changed()
+        if self.pins is not None:
+            self.pins.release()
+        self.engine.counters["completed"] += 1
+
+    def abandon(self) -> bool:
+        engine = self.engine
+        if self.id not in engine.in_flight:
+            return True  # its outcome came from elsewhere, and the operation itself is over
+        if lib.tu_operation_cancel(engine.handle, self.id):
+            engine.settle()  # its record is in the ring, or in a delivery that is under way: that one decides
+            return False
+        self.leave_over()
+        return True
+
+    def leave_over(self) -> None:
+        """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
+        if not self.left_over and self.id in self.engine.in_flight:
+            self.left_over = True
+            self.engine.left_over += 1
+            self._task = None
+            if self.endpoint is not None:
+                self.endpoint.changed()
+
+
+class ReceiveOperation(Operation):
+    """Its value is ``(length, sender_tag)``."""
+
+    receives = True
+
+    __slots__ = ()
+
+    def result(self, length: int, tag: int) -> tuple[int, int]:
+        return length, tag
+
+
+class EndpointCore:
+    """The engine's side of an endpoint: its handle, its operations, and what became of it."""
+
+    __slots__ = ("engine", "error", "handle", "id", "label", "on_failure", "pending", "unflushed", "watchers")
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
+        self.engine = engine
+        self.id = id
+        self.handle: Any = handle  # None once closed
+        self.label = label
+        #: The UCXError it failed with, if it did.
+        self.error: UCXError | None = None
+        self.pending: set[Operation] = set()
+        #: Called once, when it fails (not when it is closed).
+        self.on_failure: Callable[[], None] | None = None
+        #: Whether something was sent since the last flush.
+        self.unflushed = False
+        #: Set, and forgotten, whenever something about its operations changes.
+        self.watchers: list[Signal] = []
+        engine.endpoints[id] = self
+        live_handles["endpoint"] += 1
+
+    def problem(self) -> Exception | None:
+        """The exception for using it now, if it cannot be used."""
+        if self.error is not None:
+            return broken(f"the connection to {self.label} broke: {self.error}", self.error)
+        if self.handle is None:
+            return trio.ClosedResourceError("this endpoint was closed")
+        return None
+
+    def check(self) -> None:
+        problem = self.problem()
+        if problem is not None:
+            raise problem
+
+    def changed(self) -> None:
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher.set()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on its operations. No checkpoint if it holds already."""
+        while not condition():
+            watcher = Signal()
+            self.watchers.append(watcher)
+            await watcher.wait()
+
+    def sends_done(self) -> bool:
+        """Whether no operation is under way but those left over."""
+        return all(operation.left_over for operation in self.pending)
+
+    def buffers_released(self) -> bool:
+        return not any(operation.left_over for operation in self.pending)
+
+    def fail(self, error: UCXError) -> None:
+        """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before."""
+        if self.handle is None or self.error is not None:
+            return
+        self.error = error
+        self._force_close()
+        callback, self.on_failure = self.on_failure, None
+        if callback is not None:
+            callback()
+
+    def close(self) -> None:
+        """Closes by force, at once. Waiters get ClosedResourceError."""
+        self.on_failure = None
+        if self.handle is not None:
+            self._force_close()
+
+    def _force_close(self) -> None:
+        handle, self.handle = self.handle, None
+        engine = self.engine
+        for operation in list(self.pending):
+            if operation.outcome is None and not operation.left_over:
+                problem = self.problem()
+                assert problem is not None
+                operation.finish(Error(problem))
+                operation.leave_over()
+        verdict = lib.tu_endpoint_close(handle)
+        if verdict > 0:
+            CloseOperation(engine, verdict, self, handle)
+        else:
+            self.closed(handle)
+        engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def closed(self, handle: Any) -> None:
+        """UCX has closed it."""
+        lib.tu_endpoint_free(handle)
+        self.engine.endpoints.pop(self.id, None)
+        live_handles["endpoint"] -= 1
+
+
+class CloseOperation(Operation):
+    __slots__ = ("core", "native")
+
+    def __init__(self, engine: Engine, id: int, core: EndpointCore, native: Any) -> None:
+        super().__init__(engine, id, None, "closing an endpoint")
+        self.core = core
+        self.native = native
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self.release()
+        self.core.closed(self.native)
+        self.finish(Value(None))
