@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import traceback
@@ -232,7 +233,7 @@ async def test_addresses(worker: ucp.Worker) -> None:
     await refuses(lambda: trio_ucx.open_ucx_stream("::1", 80, worker=worker), OSError, "TCP is IPv4")
     await refuses(lambda: worker.open_endpoint(("::1", 80)), OSError, "inet6,inet")
     await refuses(lambda: worker.open_listener("::1", 0), OSError, "inet6,inet")
-    await refuses(lambda: trio_ucx.open_ucx_stream("no.such.host.invalid", 80, worker=worker), OSError, "")
+    await refuses(lambda: trio_ucx.open_ucx_stream("no.such.host.invalid", 80, worker=worker), OSError, "no.such.host")
 
 
 async def test_listening(worker: ucp.Worker) -> None:
@@ -244,8 +245,10 @@ async def test_listening(worker: ucp.Worker) -> None:
         ):
             with pytest.raises(OSError) as caught:
                 await open_one()
-            assert caught.value.errno in (98, 99), caught.value
-    await refuses(lambda: worker.open_listener("192.0.2.1", 0), OSError, "listening at 192.0.2.1")
+            assert caught.value.errno == errno.EADDRINUSE
+    with pytest.raises(OSError, match="listening at 192.0.2.1") as caught:
+        await worker.open_listener("192.0.2.1", 0)
+    assert caught.value.errno == errno.EADDRNOTAVAIL
     await refuses(lambda: worker.open_listener(b"127.0.0.1", 0), TypeError, "host")
     for port in (-1, 65536):
         await refuses(lambda port=port: trio_ucx.open_ucx_listeners(port), ValueError, "port")

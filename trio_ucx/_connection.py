@@ -235,12 +235,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if lane is None or not lane.messages:
                 error = link.end_error()
                 if error is not None:
+                    link.told = link.told or isinstance(error, trio.BrokenResourceError)
                     raise error
                 link.looked(tag)
             raise trio.WouldBlock
         receive = link.receive(tag, Want.BYTES)
-        assert receive.outcome is not None
-        return cast(bytes, receive.outcome.unwrap())
+        return cast(bytes, receive.result())
 
     @enable_ki_protection
     async def wait_message(self, tag: int = 0) -> int:
@@ -319,9 +319,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                     await self._submitted(self._link.submit(wire.STREAM, flat[start : start + size]))
                     sent = True
             if not sent:
-                problem = self._link.send_problem()
-                if problem is not None:
-                    raise problem
+                self._link.check_sendable()
                 await trio.lowlevel.checkpoint()
 
     @enable_ki_protection
@@ -336,9 +334,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint()
             await self._link.wait_room(wire.STREAM)
             self._check_stream()
-            problem = self._link.send_problem()
-            if problem is not None:
-                raise problem
+            self._link.check_sendable()
 
     @enable_ki_protection
     async def send_eof(self) -> None:
@@ -411,7 +407,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         kernel does for a TCP socket. To close by force, use :meth:`abort`.
 
         Raises:
-            trio.BrokenResourceError: what was sent may not have been delivered. It is closed nevertheless.
+            trio.BrokenResourceError: what was sent may not have been delivered, and no operation has said yet that the
+                connection is broken. It is closed nevertheless.
         """
         link = self._link
         if link.closed or link.closing or not link.engine.usable:

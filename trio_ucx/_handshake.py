@@ -115,9 +115,10 @@ def refuse(core: EndpointCore, client_id: int, reason: str) -> None:
     engine = core.engine
 
     async def run() -> None:
-        with trio.move_on_after(2):
+        with trio.move_on_after(0.5):
             await send_hello(core, wire.Refusal(client_id, reason).encode(), reply=False)
-            # The client closes when it has read why. Closing first might overtake the refusal.
+            # The client closes when it has read why. Closing first might overtake the refusal. (By worker address the
+            # client's close is not seen.)
             await core.wait_until(lambda: core.handle is None)
         core.close()
 
@@ -203,7 +204,7 @@ class Connecting:
             self.services.connecting.pop(self.id, None)
             if link is None:
                 if isinstance(self.answer.outcome, Value):
-                    self.answer.outcome.unwrap().abort()
+                    self.answer.result().abort()
                 self.core.close()
         if link is None:
             raise TimeoutError(

@@ -293,9 +293,10 @@ class Lane:
     def moving(self) -> bool:
         return any(message.state is State.MOVING for message in self.messages)
 
-    def fail_unserved(self, error: Exception) -> None:
-        """No message will arrive any more: the receives for which none is there are told."""
+    def fail_unserved(self, error: Exception) -> bool:
+        """No message will arrive any more: the receives for which none is there are told. Whether there were any."""
         self.settle()
+        before = len(self.receives)
         served = len(self.messages)
         for receive in list(self.receives):
             if receive.want is not Want.LENGTH:
@@ -303,6 +304,7 @@ class Lane:
             if served < 0 or (receive.want is Want.LENGTH and served <= 0):
                 self.receives.remove(receive)
                 self._finish(receive, Error(error))
+        return len(self.receives) < before
 
     def give_up(self, receive: Receive, error: Exception) -> None:
         """Ends a receive whatever its state; a transfer under way keeps its buffer until UCX lets go of it."""

@@ -81,6 +81,7 @@ class QueuedSend(Pending):
 
     def fail(self, error: Exception) -> None:
         self.pins.release()
+        self.link.told = True
         self.finish(Error(error))
 
     def abandon(self) -> bool:
@@ -99,6 +100,10 @@ class SendOperation(Operation):
 
     __slots__ = ("link",)
     link: Link
+
+    def error(self, status: int) -> Exception:
+        self.link.told = self.link.told or self._task is not None
+        return super().error(status)
 
     def abandon(self) -> bool:
         self.link.abandon_send(self)
@@ -144,6 +149,8 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.cancelled_sends = 0
+        #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
+        self.told = False
         self._orphans: set[Message] = set()
         self._room: list[Signal] = []
         self._ending: Signal | None = None
@@ -176,11 +183,16 @@ class Link:
             return broken("the peer closed the connection", self.core.error)
         return self.core.problem()
 
-    def submit(self, lane: int, data: Buffer) -> Pending | None:
-        """Sends now or as soon as there is credit; None when UCX has taken it already."""
+    def check_sendable(self) -> None:
+        """Raises the reason why nothing can be sent, if there is one."""
         problem = self.send_problem()
         if problem is not None:
+            self.told = True
             raise problem
+
+    def submit(self, lane: int, data: Buffer) -> Pending | None:
+        """Sends now or as soon as there is credit; None when UCX has taken it already."""
+        self.check_sendable()
         pins = Pinned(data)
         if self.outbound.take(lane, pins.size):
             return self.post(lane, pins)
@@ -195,9 +207,7 @@ class Link:
         Raises:
             trio.WouldBlock: there is no credit.
         """
-        problem = self.send_problem()
-        if problem is not None:
-            raise problem
+        self.check_sendable()
         pins = Pinned(data)
         if not self.outbound.take(lane, pins.size):
             pins.release()
@@ -425,8 +435,8 @@ class Link:
 
     def _end_unserved(self, lane: Lane) -> None:
         error = self.end_error()
-        if error is not None:
-            lane.fail_unserved(error)
+        if error is not None and lane.fail_unserved(error) and isinstance(error, trio.BrokenResourceError):
+            self.told = True
 
     def _end(self) -> None:
         """The peer said goodbye or was lost."""
@@ -492,10 +502,10 @@ class Link:
                     await self._ending.wait()
             # Our acknowledgement of the peer's goodbye, perhaps.
             await self.core.wait_until(lambda: self.core.sends_done() or self.core.handle is None)
-        undelivered = self.farewell.undelivered(self.outbound.sent, self.cancelled_sends) or self.outbound.queue
+        undelivered = bool(self.outbound.queue) or self.farewell.undelivered(self.outbound.sent, self.cancelled_sends)
         error = self.core.error
         self.close_now()
-        if undelivered:
+        if undelivered and not self.told:
             reason = (
                 str(error)
                 if error is not None

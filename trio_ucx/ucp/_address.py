@@ -135,7 +135,10 @@ async def resolve(host: str, port: int, family: int = 0) -> list[Resolved]:
     else:
         found = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
         return [Resolved(found, str(ip), port, socket.if_nametoindex(zone) if zone else 0)]
-    answers = await trio.socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    try:
+        answers = await trio.socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise socket.gaierror(error.errno, f"{error.strerror}: {host!r}") from None
     resolved = []
     for kind, _, _, _, address in answers:
         if kind in (socket.AF_INET, socket.AF_INET6):

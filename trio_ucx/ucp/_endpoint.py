@@ -96,7 +96,9 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
     if status != Status.OK:
         raise error_from_status(status, "asking for an endpoint's transports")
     lines = ffi.string(text).decode().splitlines()
-    return tuple(Transport(*line.split("/", 1)) for line in lines)
+    lanes = (Transport(*line.split("/", 1)) for line in lines)
+    # The one without a device is the connection manager, which carries no data.
+    return tuple(lane for lane in lanes if lane.device)
 
 
 def post_flush(core: EndpointCore) -> Operation | None:
@@ -238,7 +240,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Cancellation: returns at once; the worker goes on with the FLUSH in the background, for at most 10 seconds.
 
         Raises:
-            trio.BrokenResourceError: with FLUSH, the peer was lost before everything was out.
+            trio.BrokenResourceError: with FLUSH, the peer was lost, or closed its end, before everything was known to
+                be out. (UCX cannot tell whether it had arrived; a :class:`trio_ucx.Connection` can.)
         """
         check_mode(mode)
         if self._closing or self._core.handle is None or not self._core.engine.usable:

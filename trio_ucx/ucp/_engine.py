@@ -65,7 +65,7 @@ DRAIN_TIMEOUT = 2.0
 STUCK_TIMEOUT = 0.05
 #: From this version on, a worker can be destroyed while receives are pending.
 STUCK_RECEIVES_ARE_HARMLESS = (1, 14)
-_MAX_BACKOFF = 0.005
+_MAX_BACKOFF = 0.002
 
 _forks = 0
 
@@ -149,6 +149,7 @@ class Engine:
         self.broken: BaseException | None = None
         self._failures: list[tuple[int, int]] = []
         self._delivering = False
+        self._turns = 0
         self._parked = False
         self._closing = False
         self._next_id = 0
@@ -205,6 +206,7 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
+        self._turns += 1
         try:
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
@@ -276,6 +278,7 @@ class Engine:
             callback, core.on_failure = core.on_failure, None
             if core.error is None:
                 core.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
+                core.error.__cause__ = error
             if callback is not None:
                 callback()
 
@@ -322,7 +325,9 @@ class Engine:
                 delay = min(max(delay * 2, 0.0001), _MAX_BACKOFF)
                 self.counters["backoffs"] += 1
                 lib.tu_timer_set(self._backoff_timer, int(delay * 1e9), 0)
-                await trio.lowlevel.wait_readable(self._backoff_fd)
+                # An event may end the sleep; but one that is there already, and could not be armed away, may not.
+                early = not lib.tu_readable(self.efd)
+                await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
 
     async def _park(self, fd: int) -> None:
         self._parked = True
@@ -338,6 +343,7 @@ class Engine:
             lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
 
     async def _safety_net(self) -> None:
+        turns = 0
         while self.handle is not None:
             try:
                 await trio.lowlevel.wait_readable(self._net_timer)
@@ -348,11 +354,14 @@ class Engine:
                 lib.tu_timer_set(self._net_timer, 0, 0)
                 continue
             lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
-            if self._parked and not lib.tu_readable(self.efd):
+            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
+            # what is found now may have come just now.
+            if self._parked and turns == self._turns and not lib.tu_readable(self.efd):
                 before = self.counters["messages"], self.counters["completed"]
                 self.settle()
                 if before != (self.counters["messages"], self.counters["completed"]):
                     self.counters["missed_events"] += 1
+            turns = self._turns
 
     def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
         """Runs an async function that outlives its caller. False when the run is too far gone for that."""

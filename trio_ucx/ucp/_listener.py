@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class ListenerCore:
             engine.handle, self.id, int(address.family), address.ip.encode(), address.port, address.scope, out
         )
         if status != Status.OK:
-            raise os_error_from_status(status, f"listening at {address}", _listen_hint(status))
+            raise _listen_error(status, address)
         self.handle: Any = out[0]
         bound = read_sockaddr(lambda *out: lib.tu_listener_sockaddr(self.handle, *out))
         self.address: tuple[str, int] = bound or (address.ip, address.port)
@@ -109,6 +110,20 @@ class ListenerCore:
 def client_of(request: int) -> tuple[str, int]:
     """Where a connection request comes from."""
     return read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
+
+
+def _listen_error(status: int, address: Resolved) -> Exception:
+    """UCX hardly says why; the kernel does, when it is asked to bind a plain socket there."""
+    error = os_error_from_status(status, f"listening at {address}", _listen_hint(status))
+    try:
+        with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+            where = (address.ip, address.port, 0, address.scope) if address.scope else (address.ip, address.port)
+            probe.bind(where)
+    except OSError as reason:
+        found = OSError(reason.errno, f"listening at {address}: {reason.strerror}")
+        found.__cause__ = error.__cause__ or error
+        return found
+    return error
 
 
 def _listen_hint(status: int) -> str:

@@ -51,13 +51,13 @@ class Operation(Pending):
         """UCX is done with it. Called once, by the engine."""
         self.release()
         if status == Status.OK:
-            self.finish(Value(self.result(length, tag)))
+            self.finish(Value(self.value(length, tag)))
         elif status == Status.CANCELED and self._raise_cancel is not None:
             self.finish_cancelled()
         else:
             self.finish(Error(self.error(status)))
 
-    def result(self, length: int, tag: int) -> Any:
+    def value(self, length: int, tag: int) -> Any:
         return None
 
     def error(self, status: int) -> Exception:
@@ -105,7 +105,7 @@ class ReceiveOperation(Operation):
 
     __slots__ = ()
 
-    def result(self, length: int, tag: int) -> tuple[int, int]:
+    def value(self, length: int, tag: int) -> tuple[int, int]:
         return length, tag
 
 

@@ -33,17 +33,15 @@ class Pending:
         self.outcome = result
         task, self._task = self._task, None
         if task is not None:
-            trio.lowlevel.reschedule(task, result)
+            trio.lowlevel.reschedule(task, Value(None))
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
 
     def finish_cancelled(self) -> None:
-        """Finishes because somebody cancelled it: the waiting task gets Trio's Cancelled if that is who asked."""
-        if self._raise_cancel is not None:
-            self.finish(outcome.capture(self._raise_cancel))
-        else:
-            self.finish(Error(RequestCancelled()))
+        """Finishes because somebody cancelled it, with the exception that this somebody wants to see."""
+        assert self._raise_cancel is not None
+        self.finish(outcome.capture(self._raise_cancel))
 
     def abandon(self) -> bool:
         """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
@@ -54,10 +52,18 @@ class Pending:
         """
         raise NotImplementedError
 
+    def result(self) -> Any:
+        """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
+        assert self.outcome is not None
+        if isinstance(self.outcome, Error):
+            raise self.outcome.error
+        assert isinstance(self.outcome, Value)
+        return self.outcome.value
+
     async def wait(self) -> Any:
         """Waits until it finishes; cancelling the wait abandons it. No schedule point if it has finished."""
         if self.outcome is not None:
-            return self.outcome.unwrap()
+            return self.result()
         self._task = trio.lowlevel.current_task()
 
         def abort(raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
@@ -67,7 +73,8 @@ class Pending:
                 return trio.lowlevel.Abort.SUCCEEDED
             return trio.lowlevel.Abort.FAILED
 
-        return await trio.lowlevel.wait_task_rescheduled(abort)
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        return self.result()
 
     async def watch(self) -> Any:
         """Waits until it finishes; cancelling the wait changes nothing about it."""
@@ -78,9 +85,10 @@ class Pending:
                 self._task = None
                 return trio.lowlevel.Abort.SUCCEEDED
 
-            return await trio.lowlevel.wait_task_rescheduled(abort)
+            await trio.lowlevel.wait_task_rescheduled(abort)
+            return self.result()
         await trio.lowlevel.checkpoint()
-        return self.outcome.unwrap()
+        return self.result()
 
 
 class RequestCancelled(Exception):

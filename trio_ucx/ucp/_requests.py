@@ -67,11 +67,11 @@ class Request(metaclass=OpenedNotConstructed):
 
 def cancel(pending: Pending) -> None:
     if pending.outcome is None:
-        pending._raise_cancel = pending._raise_cancel or _raise_request_cancelled
+        pending._raise_cancel = _raise_request_cancelled
+        task = pending._task
         if pending.abandon():
-            pending._task, task = None, pending._task
-            pending._task = task
-            pending.finish(Error(RequestCancelled("this request was cancelled")))
+            pending._task = task  # who awaits it is to be told
+            pending.finish_cancelled()
 
 
 def _raise_request_cancelled() -> None:

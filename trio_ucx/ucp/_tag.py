@@ -46,7 +46,7 @@ async def completed(operation: Pending, engine: Engine) -> Any:
     """Waits for something that was just posted: always a checkpoint."""
     if operation.outcome is not None:
         await trio.lowlevel.cancel_shielded_checkpoint()
-        return operation.outcome.unwrap()
+        return operation.result()
     engine.watch_events()
     return await operation.wait()
 

@@ -1,0 +1,486 @@
+"""The command line, in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_ucx
+from trio_ucx._cli import exchange, info, main, perf
+from trio_ucx._cli.errors import PerfError, describe
+
+COMMAND = [sys.executable, "-m", "trio_ucx"]
+TIMEOUT = 60
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours without UCX's options; our children turn warnings, such as those for leaks, into errors on stderr."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    return {**clean, "PYTHONWARNINGS": "error", **changes}
+
+
+def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment(**changes), capture_output=True, text=True, timeout=TIMEOUT
+    )
+
+
+@contextlib.contextmanager
+def start_cli(*arguments: str, stderr: int = subprocess.PIPE, **changes: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, which is killed at the end of the block if it still runs."""
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], TIMEOUT)
+    assert ready, "no output"
+    return process.stdout.readline()
+
+
+def listening_address(server: subprocess.Popen[str]) -> str:
+    line = read_line(server)
+    assert line.startswith("listening at "), line
+    return line.split()[-1]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.01)
+
+
+def wait_both_started(process: subprocess.Popen[str]) -> list[int]:
+    """Waits until the client process has said its header; the server's pid, then the client's."""
+    assert read_line(process).startswith("trio_ucx")
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    assert len(children) == 2
+    return sorted(children, key=lambda pid: b"--until-stdin-closes" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+# ---- info ----
+
+
+def test_info() -> None:
+    done = run_cli("info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        f"trio_ucx {trio_ucx.__version__}, Trio {trio.__version__}, Python {platform.python_version()}" in done.stdout
+    )
+    assert re.search(r"^  tcp +.*\blo\b", done.stdout, re.MULTILINE)
+    assert "MM_ERROR_HANDLING=y  (in force)" in done.stdout
+    assert "ZCOPY_THRESH" not in done.stdout
+
+
+def test_info_with_all_options() -> None:
+    assert "  ZCOPY_THRESH=auto\n" in run_cli("info", "--config").stdout
+
+
+def test_info_json() -> None:
+    done = run_cli("info", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert facts["trio_ucx"] == trio_ucx.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", facts["ucx"]["version"])
+    assert facts["ucx"]["version"].startswith(tuple(facts["ucx"]["compiled_version"].split(".")[0]))
+    assert Path(facts["ucx"]["file"]).exists()
+    transports = {one["name"]: one for one in facts["transports"]}
+    assert "lo" in transports["tcp"]["devices"]
+    assert "memory" in transports["sysv"]["devices"]
+    assert all(one["in_force"] for one in facts["defaults"])
+    assert facts["config"]["TLS"] == "all"
+    assert set(facts["chosen"]) == {one["name"] for one in facts["defaults"]}
+    assert facts["error"] is None
+
+
+def test_info_tells_what_the_environment_changes() -> None:
+    done = run_cli("info", "--json", UCX_TLS="tcp,nonsense", UCX_NET_DEVICES="lo", UCX_TCP_TX_SEG_SIZE="8k")
+    assert "nonsense" in done.stderr  # UCX's own warning, which it prints on stdout
+    facts = json.loads(done.stdout)
+    transports = {one["name"]: one for one in facts["transports"]}
+    assert transports["tcp"]["devices"] == ["lo"]
+    assert transports["sysv"] == {"name": "sysv", "devices": [], "disabled": ["memory"]}
+    assert facts["chosen"]["TLS"] == "tcp,nonsense"
+    assert facts["chosen"]["TCP_TX_SEG_SIZE"] == "8k"
+    [default] = [one for one in facts["defaults"] if not one["in_force"]]
+    assert (default["name"], default["instead"]) == ("TCP_TX_SEG_SIZE", "UCX_TCP_TX_SEG_SIZE=8k")
+    text = run_cli("info", UCX_TLS="tcp").stdout
+    assert re.search(r"sysv +disabled by the configuration: memory", text)
+
+
+def test_info_when_ucx_does_not_start() -> None:
+    done = run_cli("info", UCX_TLS="nonsense")
+    assert done.returncode == 1
+    assert "UCX does not start with this configuration" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_resources_of_other_machines() -> None:
+    class Fake:
+        def info_text(self) -> str:
+            return (
+                "#\n# UCP context\n#     component 1  :  ib\n#            md 1  :  component 1  mlx5_0 \n"
+                "#      resource 0  :  md 0  dev 0  flags -- self/memory0\n"
+                "#      resource 10 :  md 1  dev 3  flags a- rc_mlx5/mlx5_0:1  \n#\n"
+            )
+
+    found: Any = Fake()
+    assert info.resources(found) == [("self", "memory0"), ("rc_mlx5", "mlx5_0:1")]
+
+
+# ---- perf ----
+
+QUICK = ["--sizes", "8,1k,64k", "--iterations", "20"]
+
+
+def check_results(results: list[dict[str, float]], sizes: list[int]) -> None:
+    assert [result["size"] for result in results] == sizes
+    for result in results:
+        assert all(value > 0 for value in result.values()), result
+        assert result["latency_median_us"] <= result["latency_p99_us"]
+        assert result["bandwidth_mb_s"] == pytest.approx(result["messages_s"] * result["size"] / 1e6)
+
+
+@pytest.mark.parametrize(("transports", "wanted"), [("tcp", {"tcp"}), ("tcp,sm,self", {"sysv", "posix"})])
+def test_perf(transports: str, wanted: set[str]) -> None:
+    done = run_cli("perf", *QUICK, "--transports", transports, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    check_results(report["results"], [8, 1024, 65536])
+    assert all(result["latency_messages"] == result["stream_messages"] == 20 for result in report["results"])
+    names = {one["name"] for one in report["transports"]}
+    assert names & wanted
+    if transports == "tcp":
+        assert names == {"tcp"}
+
+
+def test_perf_as_a_table() -> None:
+    done = run_cli("perf", "--sizes", "8,1k", "--seconds", "0.05", "--transports", "tcp")
+    assert (done.returncode, done.stderr) == (0, "")
+    header, _, table = done.stdout.partition("\n\n")
+    assert re.search(r"^transports: tcp\b", header, re.MULTILINE)
+    titles, *rows = table.splitlines()
+    assert titles.split() == ["bytes", "median", "us", "p99", "us", "MB/s", "messages/s"]
+    assert [row.split()[0] for row in rows] == ["8", "1k"]
+    assert all(float(number.replace(",", "")) > 0 for row in rows for number in row.split()[1:])
+
+
+def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
+    with start_cli("perf", "--listen", "127.0.0.1:0") as server:
+        address = listening_address(server)
+        for _ in range(2):
+            done = run_cli("perf", address, *QUICK, "--json")
+            assert (done.returncode, done.stderr) == (0, "")
+            report = json.loads(done.stdout)
+            assert report["server"]["address"] == address
+            check_results(report["results"], [8, 1024, 65536])
+        with start_cli("perf", address, *QUICK, "--json") as one, start_cli("perf", address, *QUICK, "--json") as other:
+            for client in (one, other):
+                output, errors = client.communicate(timeout=TIMEOUT)
+                assert (client.returncode, errors) == (0, "")
+                check_results(json.loads(output)["results"], [8, 1024, 65536])
+        server.send_signal(signal.SIGINT)
+        assert server.communicate(timeout=TIMEOUT) == ("", "")
+        assert server.returncode == 130
+
+
+def test_server_survives_a_lost_client() -> None:
+    with start_cli("perf", "--listen", "127.0.0.1:0") as server:
+        address = listening_address(server)
+        with start_cli("perf", address, "--seconds", "30") as client:
+            read_line(client)
+            client.kill()
+        done = run_cli("perf", address, *QUICK, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=TIMEOUT)
+        assert re.fullmatch(r"client .*\n", errors)
+
+
+#: Imported by every Python process with it on its path: payload number 50 of one end arrives with one bit flipped.
+CORRUPT = """
+import os, sys
+if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "server") and "perf" in sys.orig_argv:
+    from trio_ucx import Connection
+    from trio_ucx._cli.exchange import PAYLOAD_TAG
+    method = os.environ["CORRUPT_METHOD"]
+    original = getattr(Connection, method)
+    count = 0
+
+    def corrupt(self, data, tag=0):
+        global count
+        count += tag == PAYLOAD_TAG
+        if count == 50:
+            data = bytearray(data)
+            data[7] ^= 1
+        return original(self, data, tag)
+
+    setattr(Connection, method, corrupt)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "method", "kind"),
+    [("client", "send", "latency"), ("server", "send", "latency"), ("client", "_submit_send", "stream")],
+)
+def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CORRUPT)
+    done = run_cli(
+        "perf", "--sizes", "8", "--iterations", "200", "--json",
+        PYTHONPATH=str(tmp_path), CORRUPT_END=end, CORRUPT_METHOD=method,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.search(
+        rf"wrong data arrived: message \d+ of \d+ \({kind}, 8 bytes each\) .* from byte 7 on\n", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mistake", ["stale", "swapped", "lost"])
+def test_verification(mistake: str) -> None:
+    payloads = exchange.Payloads()
+    for shift in (0, 1):
+        round = exchange.Round(exchange.Kind.STREAM, "seed", 16, 10, shift)
+        pieces, places = payloads.prepare(round)
+        arriving = list(pieces)
+        if shift == 1:
+            with pytest.raises(PerfError, match="wrong data"):  # what the round before left there
+                payloads.verify(round)
+            if mistake == "swapped":
+                arriving[3], arriving[4] = arriving[4], arriving[3]
+            elif mistake == "lost":
+                arriving[4:] = [*arriving[5:], arriving[-1]]
+            else:
+                del arriving[9]
+        for piece, place in zip(arriving, places, strict=False):
+            place[:] = piece
+        if shift == 0:
+            payloads.verify(round)
+    with pytest.raises(PerfError, match=r"message (10|4|5) of 10"):
+        payloads.verify(round)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 2**31}, {"size": 0}, {"count": 10**6}, {"count": True, "size": "8"}, {"shift": -1}, {"kind": "x"}],
+)
+def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
+    good = {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5}
+    assert exchange.Round.from_message(good).count == 3
+    with pytest.raises(PerfError, match="makes no sense"):
+        exchange.Round.from_message({**good, **change})
+    with pytest.raises(PerfError, match="makes no sense"):
+        exchange.Round.from_message({"kind": "stream"})
+
+
+async def test_other_programs_are_told() -> None:
+    with trio.fail_after(TIMEOUT):
+        async with trio.open_nursery() as nursery:
+
+            async def handle(connection: trio_ucx.Connection) -> None:
+                with pytest.raises(PerfError, match="is it trio_ucx's perf"):
+                    await exchange.serve(connection, trio.Lock())
+
+            [listener] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
+                await connection.send(b"GET / HTTP/1.1")
+                with pytest.raises(PerfError, match=r"the other side says: .*is it trio_ucx's perf"):
+                    await exchange.hear(connection, "perf")
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trio.fail_after(TIMEOUT):
+        async with trio.open_nursery() as nursery:
+
+            async def handle(connection: trio_ucx.Connection) -> None:
+                await trio.sleep_forever()
+
+            [listener] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
+                monkeypatch.setattr(exchange, "PATIENCE", 0.1)
+                client = exchange.Client(connection)
+                with pytest.raises(PerfError, match="no answer from the server"):
+                    await client.introduce()
+                with pytest.raises(PerfError, match="did not end in"):
+                    await client.run(exchange.Round(exchange.Kind.LATENCY, "seed", 8, 1, 0))
+            nursery.cancel_scope.cancel()
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        done = run_cli("perf", f"127.0.0.1:{unheard.getsockname()[1]}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"python -m trio_ucx perf: .*127\.0\.0\.1:\d+.*\n", done.stderr)
+
+
+def test_a_server_that_does_not_start() -> None:
+    done = run_cli("perf", "--transports", "nonsense")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the server process" in done.stderr
+    assert "'nonsense'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["server", "client"])
+def test_a_process_that_dies(name: str) -> None:
+    with start_cli("perf", "--seconds", "30") as process:
+        pids = wait_both_started(process)
+        victim = pids[name == "client"]
+        os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 1
+        assert f"the {name} process (pid {victim}) was ended by SIGKILL" in errors
+        assert "Traceback" not in errors
+        wait_gone(pids)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_ctrl_c_ends_both_processes(group: bool) -> None:
+    # Without warnings: the signal may interrupt an import, and importlib then leaves a file to the garbage collector.
+    with start_cli("perf", "--seconds", "30", PYTHONWARNINGS="") as process:
+        pids = wait_both_started(process)
+        if group:  # as a terminal does it
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert (process.returncode, errors) == (130, "")
+        wait_gone(pids)
+
+
+def test_no_process_outlives_a_killed_command() -> None:
+    with start_cli("perf", "--seconds", "30") as process:
+        pids = wait_both_started(process)
+        process.kill()
+        wait_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "required: COMMAND"),
+        (["perf", "--sizes", "8,x"], "'x' is no message size"),
+        (["perf", "--sizes", "8,,9"], "'' is no message size"),
+        (["perf", "--sizes", "1km"], "'1km' is no message size"),
+        (["perf", "--sizes", "0"], "from 1 byte to 1G"),
+        (["perf", "--sizes", "2G"], "from 1 byte to 1G"),
+        (["perf", "--iterations", "0"], "'0' is no number of messages"),
+        (["perf", "--iterations", "1.5"], "'1.5' is no number of messages"),
+        (["perf", "--seconds", "nan"], "'nan' is no number of seconds"),
+        (["perf", "--seconds=-1"], "'-1' is no number of seconds"),
+        (["perf", "--iterations", "1", "--seconds", "1"], "not allowed with"),
+        (["perf", "nowhere"], "'nowhere' is no address"),
+        (["perf", "::1:80"], "brackets"),
+        (["perf", "host:70000"], "between 0 and 65535"),
+        (["perf", "--listen", "70000"], "between 0 and 65535"),
+        (["perf", "--listen", "x"], "'x' is no address"),
+        (["perf", "--listen", "0", "host:1"], "not allowed with"),
+        (["perf", "--listen", "0", "--sizes", "8"], "the client says"),
+        (["perf", "--transports", " "], "needs the name of a transport"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_wrong_arguments_of_a_process() -> None:
+    done = run_cli("perf", "--sizes", "big")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("argument --sizes: 'big' is no message size: write bytes, as in 8,1k,64k,1M\n")
+
+
+def test_sizes() -> None:
+    assert perf.parse_sizes("8, 1k,64K,1M,1g,1000") == [8, 2**10, 2**16, 2**20, 2**30, 1000]
+    assert [perf.format_size(size) for size in (8, 2**10, 3 * 2**19, 2**30, 1000)] == ["8", "1k", "1536k", "1G", "1000"]
+
+
+def test_errors_in_one_line() -> None:
+    hint = OSError("second")
+    hint.add_note("a hint")
+    group = ExceptionGroup("outer", [PerfError("first"), ExceptionGroup("inner", [hint])])
+    assert describe(group) == "first; second -- a hint"
+
+
+def test_bugs_show_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(info, "collect", bug)
+    with pytest.raises(ZeroDivisionError):
+        main(["info"])
+
+
+def test_a_reader_that_went_away() -> None:
+    with start_cli("perf", *QUICK) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait(TIMEOUT)
+        assert process.stderr is not None
+        assert (process.returncode, process.stderr.read()) == (1, "")
+
+
+def test_progress_on_a_terminal() -> None:
+    pytest.importorskip("rich")
+    ours, theirs = pty.openpty()
+    shown = b""
+    try:
+        with start_cli("perf", *QUICK, "--json", stderr=theirs, TERM="xterm", COLUMNS="80") as process:
+            os.close(theirs)
+            with contextlib.suppress(OSError):  # EIO is the end of a terminal
+                while True:
+                    shown += os.read(ours, 4096)
+            output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        os.close(ours)
+    assert b"1k bytes (2 of 3)" in shown
+    check_results(json.loads(output)["results"], [8, 1024, 65536])
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with perf.progress_bar("8 bytes") as advance:
+        advance(0.5)
+    assert capsys.readouterr() == ("", "")

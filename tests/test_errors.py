@@ -1,0 +1,72 @@
+"""From UCX's status to an exception: one table, every row. And what an internal error does."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import trio
+
+from trio_ucx import ucp
+from trio_ucx.ucp import _status
+from trio_ucx.ucp._buffers import new_bytes
+
+from .helpers import open_pair
+
+
+@pytest.mark.parametrize("status", [status for status in ucp.Status if status < 0])
+def test_every_status_has_an_exception(status: ucp.Status) -> None:
+    error = _status.error_from_status(status, "doing something")
+    native = error if isinstance(error, ucp.UCXError) else error.__cause__
+    if status is ucp.Status.NO_MEMORY:
+        assert isinstance(error, MemoryError)
+    else:
+        assert isinstance(native, ucp.UCXError) and native.status is status
+        assert isinstance(error, trio.BrokenResourceError) == (status in _status._BROKEN)
+    assert "doing something" in str(error)
+    set_up = _status.os_error_from_status(status, "connecting", " (a hint)")
+    if status in _status._ERRNO:
+        assert isinstance(set_up, OSError) and set_up.errno == _status._ERRNO[status]
+        assert "(a hint)" in str(set_up)
+    else:
+        assert isinstance(set_up, ucp.UCXError)
+
+
+def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
+    error = pickle.loads(pickle.dumps(ucp.UCXError(-25, "reading")))
+    assert error.status is ucp.Status.CONNECTION_RESET and str(error).startswith("reading")
+    assert ucp.UCXError(-99, "x").status is ucp.Status.UNKNOWN
+    assert "-99" in str(ucp.UCXError(-99, "x"))
+
+
+def test_new_bytes_are_nobody_else_s() -> None:
+    for size in (1, 2, 4095, 4096, 10_000):
+        one, two = new_bytes(size), new_bytes(size)
+        assert len(one) == size and one is not two
+    assert new_bytes(1) is not bytes([0])
+
+
+async def test_an_internal_error_breaks_the_worker_and_tells_everybody(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_pair(worker) as (client, server):
+
+        async def expect_broken() -> None:
+            with pytest.raises(trio.BrokenResourceError) as caught:
+                await server.receive()
+            cause: BaseException | None = caught.value
+            while cause is not None and not isinstance(cause, ZeroDivisionError):
+                cause = cause.__cause__
+            assert isinstance(cause, ZeroDivisionError)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(expect_broken)
+            await trio.testing.wait_all_tasks_blocked()
+            caplog.set_level(logging.CRITICAL, "trio_ucx")
+            monkeypatch.setattr(server._link.inbound, "arrived", lambda *_: 1 / 0)
+            await client.send(b"x")
+        with pytest.raises(trio.BrokenResourceError, match="worker broke"):
+            await client.send(b"x")
+        with pytest.raises(trio.BrokenResourceError, match="worker broke"):
+            await worker.tag_receive(bytearray(1), 1)

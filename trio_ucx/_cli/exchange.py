@@ -1,0 +1,256 @@
+"""The two ends of a measurement: what they say to each other, and what they check.
+
+The client leads. Control messages are JSON objects on one lane; the payloads have a lane of their own.
+
+    client                  server
+    hello              ->
+                       <-   hello         when its turn has come: the server serves one client at a time
+    round              ->
+                       <-   ready         its receives are posted
+    payloads           ->   payloads      one way; or, with "latency", each is sent back
+                       <-   received      the end of the measured time
+                       <-   verified
+    ... more rounds, until the client closes; instead of any answer: error
+
+Payloads are pieces of a pattern that both ends make from a seed, at another place in each round, so that neither lost
+nor stale nor swapped data can look right. Each end keeps all the payloads of a round and compares them afterwards: the
+comparison is real and costs no measured time.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import time
+from typing import Any
+
+import attrs
+import trio
+
+from .. import Connection
+from .._native import ucx
+from .._version import __version__
+from .errors import PerfError
+
+PROTOCOL = 1
+CONTROL_TAG = 0
+PAYLOAD_TAG = 1
+
+MAX_SIZE = 2**30
+#: The payloads of a round: at most so many, and in so many bytes (but at least one).
+ROUND_MESSAGES = 4096
+ROUND_BYTES = 8 * 2**20
+#: Rounds begin at so many different places of the pattern.
+SHIFTS = 4096
+
+#: Seconds that an end waits for a sign of the other.
+PATIENCE = 60
+
+
+class Kind(enum.Enum):
+    """What a round measures. LATENCY: each message is sent back before the next; STREAM: many in flight, one way."""
+
+    LATENCY = "latency"
+    STREAM = "stream"
+
+
+def round_limit(size: int) -> int:
+    """How many messages of ``size`` bytes a round has at most."""
+    return max(1, min(ROUND_MESSAGES, ROUND_BYTES // size))
+
+
+@attrs.frozen
+class Round:
+    """``count`` messages of ``size`` bytes: the pattern of ``seed`` from byte ``shift`` on."""
+
+    kind: Kind
+    seed: str
+    size: int
+    count: int
+    shift: int
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Round:
+        """Checks what a client asked for: it decides how much memory we use."""
+        try:
+            asked = cls(Kind(message["kind"]), **{name: message[name] for name in ("seed", "size", "count", "shift")})
+            sensible = (
+                isinstance(asked.seed, str)
+                and 1 <= asked.size <= MAX_SIZE
+                and 1 <= asked.count <= round_limit(asked.size)
+                and 0 <= asked.shift < SHIFTS
+            )
+        except (KeyError, TypeError, ValueError):
+            sensible = False
+        if not sensible:
+            raise PerfError(f"the client asks for a round that makes no sense: {message}")
+        return asked
+
+
+class Payloads:
+    """The memory of one end: what it sends, and where it receives."""
+
+    def __init__(self) -> None:
+        self._made_for: tuple[str, int] | None = None
+        self._pattern = memoryview(b"")
+        self._received = bytearray()
+
+    def prepare(self, round: Round) -> tuple[list[memoryview], list[memoryview]]:
+        """The pieces to send, and the places to receive into."""
+        if self._made_for != (round.seed, round.size):
+            length = round_limit(round.size) * round.size
+            self._pattern = memoryview(hashlib.shake_256(round.seed.encode()).digest(length + SHIFTS))
+            self._received = bytearray(b"\0") * length  # written, so that no page is new in the measured time
+            self._made_for = (round.seed, round.size)
+        return _pieces(self._expected(round), round.size), _pieces(memoryview(self._received), round.size)[
+            : round.count
+        ]
+
+    def _expected(self, round: Round) -> memoryview:
+        return self._pattern[round.shift : round.shift + round.count * round.size]
+
+    def verify(self, round: Round) -> None:
+        """Compares all that was received in a round.
+
+        Raises:
+            PerfError: it is not what the other end was to send.
+        """
+        expected = self._expected(round)
+        if self._received.startswith(expected):
+            return
+        wrong = next(index for index, byte in enumerate(expected) if self._received[index] != byte)
+        number, offset = divmod(wrong, round.size)
+        raise PerfError(
+            f"wrong data arrived: message {number + 1} of {round.count} ({round.kind.value}, {round.size} bytes each) "
+            f"differs from what was sent, from byte {offset} on"
+        )
+
+
+def _pieces(data: memoryview, size: int) -> list[memoryview]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def hello() -> dict[str, Any]:
+    return {"perf": PROTOCOL, "trio_ucx": __version__, "ucx": ".".join(map(str, ucx.version))}
+
+
+async def tell(connection: Connection, message: dict[str, Any]) -> None:
+    await connection.send(json.dumps(message).encode(), CONTROL_TAG)
+
+
+async def hear(connection: Connection, wanted: str) -> dict[str, Any]:
+    """Receives the next control message, which must have the entry ``wanted``."""
+    data = await connection.receive(CONTROL_TAG)
+    try:
+        message = json.loads(data)
+    except ValueError:
+        message = None
+    if isinstance(message, dict) and "error" in message:
+        raise PerfError(f"the other side says: {message['error']}")
+    if not isinstance(message, dict) or wanted not in message:
+        raise PerfError(f"the other side says {data[:100]!r} instead of {wanted!r}: is it trio_ucx's perf?")
+    return message
+
+
+def check_hello(message: dict[str, Any]) -> None:
+    if message["perf"] != PROTOCOL:
+        raise PerfError(f"the other side is trio_ucx {message.get('trio_ucx')}, whose perf speaks another protocol")
+
+
+async def serve(connection: Connection, turn: trio.Lock) -> None:
+    """The server's end of a connection, until the client closes it."""
+    try:
+        with trio.fail_after(PATIENCE):
+            check_hello(await hear(connection, "perf"))
+        async with turn:
+            await tell(connection, hello())
+            payloads = Payloads()
+            while True:
+                with trio.fail_after(PATIENCE):
+                    round = Round.from_message(await hear(connection, "kind"))
+                    await _serve_round(connection, payloads, round)
+    except trio.EndOfChannel:
+        return
+    except trio.TooSlowError:
+        raise PerfError(f"no sign of the client for {PATIENCE} seconds") from None
+    except PerfError as error:
+        await tell(connection, {"error": str(error)})
+        raise
+
+
+async def _serve_round(connection: Connection, payloads: Payloads, round: Round) -> None:
+    _, places = payloads.prepare(round)
+    if round.kind is Kind.LATENCY:
+        await tell(connection, {"ready": True})
+        for place in places:
+            await connection.receive_into(place, PAYLOAD_TAG)
+            await connection.send(place, PAYLOAD_TAG)
+    else:
+        async with connection.worker.open_request_group() as group:
+            for place in places:
+                group.receive_into(connection, place, PAYLOAD_TAG)
+            await tell(connection, {"ready": True})
+    await tell(connection, {"received": True})
+    payloads.verify(round)
+    await tell(connection, {"verified": True})
+
+
+@attrs.frozen
+class Timing:
+    """What a round took: in all, and for LATENCY each message's way there and back, in nanoseconds."""
+
+    total: int
+    round_trips: list[int]
+
+
+class Client:
+    """The client's end of a connection: introduce yourself, then as many rounds as you like."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._payloads = Payloads()
+
+    async def introduce(self) -> dict[str, Any]:
+        """Waits for our turn; returns the server's hello."""
+        with trio.move_on_after(PATIENCE):
+            await tell(self.connection, hello())
+            answer = await hear(self.connection, "perf")
+            check_hello(answer)
+            return answer
+        raise PerfError(f"no answer from the server for {PATIENCE} seconds; it may be serving another client")
+
+    async def run(self, round: Round) -> Timing:
+        """Runs a round, and verifies its data on both ends.
+
+        Raises:
+            PerfError: wrong data arrived here or there; the server does not answer.
+            trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
+        """
+        with trio.move_on_after(PATIENCE):
+            return await self._run(round)
+        raise PerfError(f"a round of {round.count} messages of {round.size} bytes did not end in {PATIENCE} seconds")
+
+    async def _run(self, round: Round) -> Timing:
+        connection = self.connection
+        pieces, places = self._payloads.prepare(round)
+        await tell(connection, {**attrs.asdict(round), "kind": round.kind.value})
+        await hear(connection, "ready")
+        round_trips: list[int] = []
+        begin = time.perf_counter_ns()
+        if round.kind is Kind.LATENCY:
+            for piece, place in zip(pieces, places, strict=True):
+                start = time.perf_counter_ns()
+                await connection.send(piece, PAYLOAD_TAG)
+                await connection.receive_into(place, PAYLOAD_TAG)
+                round_trips.append(time.perf_counter_ns() - start)
+        else:
+            async with connection.worker.open_request_group() as group:
+                for piece in pieces:
+                    group.send(connection, piece, PAYLOAD_TAG)
+        await hear(connection, "received")
+        total = time.perf_counter_ns() - begin
+        await hear(connection, "verified")
+        if round.kind is Kind.LATENCY:
+            self._payloads.verify(round)
+        return Timing(total, round_trips)

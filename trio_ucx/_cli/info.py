@@ -1,0 +1,181 @@
+"""``python -m trio_ucx info``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from typing import Any
+
+import attrs
+import trio
+
+from .._native import ucx
+from .._version import __version__
+from ..ucp import Context, UCXError, open_context
+from ..ucp._context import DEFAULT_OPTIONS
+
+#: What shows every device, whatever the environment leaves out.
+EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")
+
+#: ``#      resource 1  :  md 1  dev 1  flags -- tcp/eth0``
+_RESOURCE = re.compile(r"#\s*resource\s+\d+\s*:.*\s(?P<transport>[^\s/]+)/(?P<device>\S+)\s*$")
+
+
+@attrs.frozen
+class TransportInfo:
+    """A UCX transport of this machine.
+
+    Attributes:
+        name: ``tcp``, ``sysv``, ``rc_mlx5`` and the like.
+        devices: those that the configuration in force lets UCX use.
+        disabled: those that it leaves out.
+    """
+
+    name: str
+    devices: list[str]
+    disabled: list[str]
+
+
+@attrs.frozen
+class DefaultInfo:
+    """An option for which trio_ucx has a default of its own.
+
+    Attributes:
+        name: without the ``UCX_`` prefix.
+        value: trio_ucx's choice.
+        in_force: whether that is what UCX uses.
+        instead: what was chosen instead of trio_ucx's default, or why else it does not hold; None where it does.
+    """
+
+    name: str
+    value: str
+    in_force: bool
+    instead: str | None
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="the UCX in use, this machine's transports, and the configuration in force",
+        description="Shows the UCX in use, this machine's transports and devices, and the configuration in force.",
+    )
+    parser.add_argument("--config", action="store_true", help="all of UCX's options, not only those that were chosen")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with all options")
+    parser.set_defaults(run=run, prog=parser.prog)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts, arguments.config))
+    return 1 if facts["error"] else 0
+
+
+def collect() -> dict[str, Any]:
+    """All that ``info`` tells, ready for JSON."""
+    with open_context(EVERYTHING) as context:
+        present = resources(context)
+    error: str | None = None
+    enabled: list[tuple[str, str]] = []
+    config: dict[str, str] = {}
+    chosen: dict[str, str] = {}
+    try:
+        with open_context() as context:
+            enabled = resources(context)
+            config, chosen = effective_config(context)
+            defaults = [_default(name, value, context) for name, value in DEFAULT_OPTIONS.items()]
+    except UCXError as caught:
+        error = str(caught)
+        defaults = [_default(name, value, None) for name, value in DEFAULT_OPTIONS.items()]
+    return {
+        "trio_ucx": __version__,
+        "trio": trio.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "ucx": {
+            "version": ".".join(map(str, ucx.version)),
+            "compiled_version": ".".join(map(str, ucx.compiled_version)),
+            "file": ucx.file,
+            "source": "system" if ucx.system else "PyPI wheel",
+        },
+        "error": error,
+        "transports": [attrs.asdict(one) for one in by_transport(present, enabled)],
+        "defaults": [attrs.asdict(one) for one in defaults],
+        "chosen": chosen,
+        "config": config,
+    }
+
+
+def resources(context: Context) -> list[tuple[str, str]]:
+    """The ``(transport, device)`` pairs of a context."""
+    found = (_RESOURCE.match(line) for line in context.info_text().splitlines())
+    return [(match["transport"], match["device"]) for match in found if match]
+
+
+def by_transport(present: list[tuple[str, str]], enabled: list[tuple[str, str]]) -> list[TransportInfo]:
+    names = dict.fromkeys(name for name, _ in present + enabled)
+    return [
+        TransportInfo(
+            name,
+            devices=[device for transport, device in enabled if transport == name],
+            disabled=[pair[1] for pair in present if pair[0] == name and pair not in enabled],
+        )
+        for name in names
+    ]
+
+
+def effective_config(context: Context) -> tuple[dict[str, str], dict[str, str]]:
+    """UCX's options in force, by name without the prefix; and those of them that trio_ucx or the environment chose.
+
+    UCX lists the options of single transports only where they were chosen by trio_ucx, so that those in the environment
+    are added as they are written there.
+    """
+    config = {}
+    for line in context.config_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            config[name.removeprefix("UCX_")] = value
+    environment = {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}
+    config = {**environment, **config}
+    return config, {name: config[name] for name in sorted({*environment, *context.config})}
+
+
+def _default(name: str, value: str, context: Context | None) -> DefaultInfo:
+    variable = f"UCX_{name}"
+    if variable in os.environ:
+        return DefaultInfo(name, value, os.environ[variable] == value, f"{variable}={os.environ[variable]}")
+    if context is not None and name not in context.config:
+        return DefaultInfo(name, value, False, "this UCX does not know the option")
+    return DefaultInfo(name, value, True, None)
+
+
+def as_text(facts: dict[str, Any], full_config: bool) -> str:
+    library = facts["ucx"]
+    lines = [
+        f"trio_ucx {facts['trio_ucx']}, Trio {facts['trio']}, Python {facts['python']}, {facts['platform']}",
+        f"UCX {library['version']} (compiled against {library['compiled_version']}), {library['source']}:",
+        f"  {library['file']}",
+        "",
+        "Transports and their devices",
+    ]
+    width = max(len(one["name"]) for one in facts["transports"])
+    for one in facts["transports"]:
+        parts = [", ".join(one["devices"])] if one["devices"] else []
+        if one["disabled"]:
+            parts.append(f"disabled by the configuration: {', '.join(one['disabled'])}")
+        lines.append(f"  {one['name']:<{width}}  {'; '.join(parts)}")
+    lines += ["", "trio_ucx's own defaults"]
+    for one in facts["defaults"]:
+        state = "in force" if one["in_force"] else f"not in force: {one['instead']}"
+        lines.append(f"  {one['name']}={one['value']}  ({state})")
+    if facts["error"]:
+        lines += ["", f"UCX does not start with this configuration: {facts['error']}"]
+    elif full_config:
+        lines += ["", "UCX's configuration"]
+        lines += [f"  {name}={value}" for name, value in facts["config"].items()]
+    else:
+        lines += ["", "UCX's options in force that trio_ucx or the environment chose (all: --config)"]
+        lines += [f"  {name}={value}" for name, value in facts["chosen"].items()]
+    return "\n".join(lines)

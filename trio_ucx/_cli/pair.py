@@ -1,0 +1,85 @@
+"""Both ends of a measurement as processes of this machine: ``perf`` without an address."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import trio
+
+from .errors import PerfError
+
+#: Seconds for the server process to start, and to end by itself.
+SERVER_START = 30
+SERVER_END = 5
+
+
+async def run_pair(arguments: argparse.Namespace) -> int:
+    """Starts a server and a client, and ends both whatever happens."""
+    command = [sys.executable, "-m", "trio_ucx", "perf"]
+    if arguments.transports is not None:
+        command.append(f"--transports={arguments.transports}")
+    listen = [*command, "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
+    async with trio.open_nursery() as nursery:
+        server: trio.Process = await nursery.start(
+            partial(trio.run_process, listen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
+        )
+        assert server.stdin is not None
+        address = await announced(server)
+        client: trio.Process = await nursery.start(
+            partial(trio.run_process, [*command, address, *client_options(arguments)], stdout=sys.stdout, check=False)
+        )
+        async with trio.open_nursery() as watch:
+            watch.start_soon(fail_when_ended, server)
+            status = await client.wait()
+            watch.cancel_scope.cancel()
+        await server.stdin.aclose()
+        with trio.move_on_after(SERVER_END):
+            await server.wait()
+        nursery.cancel_scope.cancel()
+    if status < 0:
+        raise PerfError(f"the client process {ending(client)}")
+    return status
+
+
+def client_options(arguments: argparse.Namespace) -> list[str]:
+    options = ["--json"] if arguments.json else []
+    if arguments.sizes:
+        options.append(f"--sizes={','.join(map(str, arguments.sizes))}")
+    if arguments.iterations:
+        options.append(f"--iterations={arguments.iterations}")
+    if arguments.seconds:
+        options.append(f"--seconds={arguments.seconds}")
+    return options
+
+
+async def announced(server: trio.Process) -> str:
+    """The address that a new server prints."""
+    assert server.stdout is not None
+    text = b""
+    with trio.move_on_after(SERVER_START):
+        while not text.endswith(b"\n"):
+            more = await server.stdout.receive_some()
+            if not more:
+                await server.wait()
+                raise PerfError(f"the server process {ending(server)} before it listened")
+            text += more
+        address: str = json.loads(text)["listening"]
+        return address
+    raise PerfError(f"the server process did not listen within {SERVER_START} seconds")
+
+
+async def fail_when_ended(server: trio.Process) -> None:
+    await server.wait()
+    raise PerfError(f"the server process {ending(server)} during the measurement")
+
+
+def ending(process: trio.Process) -> str:
+    status = process.returncode
+    if status is not None and status < 0:
+        return f"(pid {process.pid}) was ended by {signal.Signals(-status).name}"
+    return f"(pid {process.pid}) ended with status {status}"

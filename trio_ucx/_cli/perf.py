@@ -1,0 +1,298 @@
+"""``python -m trio_ucx perf``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import secrets
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import trio
+
+from .. import Connection, connect, serve_ucx, ucp
+from .._version import __version__
+from ..ucp._address import format_address, split_address
+from .errors import EXPECTED, describe
+from .exchange import MAX_SIZE, SHIFTS, Client, Kind, Round, Timing, round_limit, serve
+from .pair import run_pair
+
+DEFAULT_SIZES = "8,256,4k,64k,1M"
+DEFAULT_SECONDS = 1.5
+WARM_UP_MESSAGES = 64
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+#: Reports how much of the current size's measurements is done, from 0 to 1.
+Advance = Callable[[float], None]
+
+
+def parse_sizes(text: str) -> list[int]:
+    sizes = []
+    for part in text.lower().split(","):
+        digits = part.strip().rstrip("kmg")
+        unit = _UNITS.get(part.strip()[len(digits) :])
+        if unit is None or not (digits.isascii() and digits.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{part!r} is no message size: write bytes, as in 8,1k,64k,1M")
+        if not 1 <= int(digits) * unit <= MAX_SIZE:
+            raise argparse.ArgumentTypeError(f"{part!r}: messages have from 1 byte to 1G")
+        sizes.append(int(digits) * unit)
+    return sizes
+
+
+def format_size(size: int) -> str:
+    for letter in "GMk":
+        if size % _UNITS[letter.lower()] == 0:
+            return f"{size // _UNITS[letter.lower()]}{letter}"
+    return str(size)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    try:
+        return split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_listen(text: str) -> tuple[str | None, int]:
+    if not (text.isascii() and text.isdecimal()):
+        return parse_address(text)
+    if int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"the port must be between 0 and 65535, not {text}")
+    return None, int(text)
+
+
+def parse_positive(convert: Callable[[str], float], what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = convert(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        return number
+
+    return parse
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "perf",
+        help="measure latency, bandwidth and message rate between two processes",
+        description="Measures latency, bandwidth and message rate, and verifies all data. Without ADDRESS and --listen "
+        "between two new processes of this machine.",
+        epilog="Two machines: `perf --listen 13337` on one, `perf HOST:13337` on the other, which prints the results.",
+    )
+    role = parser.add_mutually_exclusive_group()
+    role.add_argument("address", nargs="?", type=parse_address, metavar="ADDRESS", help="host:port of a listening perf")
+    role.add_argument(
+        "--listen",
+        type=parse_listen,
+        metavar="[HOST:]PORT",
+        help="serve one client after another until Ctrl-C; port 0 chooses a free one",
+    )
+    parser.add_argument(
+        "--sizes", type=parse_sizes, metavar="SIZES", help=f"message sizes in bytes (default {DEFAULT_SIZES})"
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--iterations", type=parse_positive(int, "number of messages"), metavar="N", help="messages per measurement"
+    )
+    length.add_argument(
+        "--seconds",
+        type=parse_positive(float, "number of seconds"),
+        metavar="S",
+        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS})",
+    )
+    parser.add_argument(
+        "--transports", metavar="TLS", help="UCX transports to use, such as tcp or tcp,sm,self (UCX's option TLS)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+
+    def run(arguments: argparse.Namespace) -> int:
+        if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
+            parser.error("with --listen, the client says --sizes, --iterations and --seconds")
+        if arguments.transports is not None and not arguments.transports.strip():
+            parser.error("--transports needs the name of a transport")
+        if arguments.listen is not None:
+            return trio.run(run_server, arguments)
+        if arguments.address is not None:
+            return trio.run(run_client, arguments)
+        return trio.run(run_pair, arguments)
+
+    parser.set_defaults(run=run, prog=parser.prog)
+
+
+@asynccontextmanager
+async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | None]:
+    """A worker with these transports; None, for the run's shared one, where none were chosen."""
+    if transports is None:
+        yield None
+    else:
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            yield worker
+
+
+# ---- the server ----
+
+
+async def run_server(arguments: argparse.Namespace) -> int:
+    host, port = arguments.listen
+    turn = trio.Lock()
+
+    async def handle(connection: Connection) -> None:
+        try:
+            await serve(connection, turn)
+        except* EXPECTED as problem:
+            if not arguments.until_stdin_closes:  # else the client is beside us, and says it
+                print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
+
+    async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker))
+        address = format_address(listeners[0].address)
+        print(json.dumps({"listening": address}) if arguments.json else f"listening at {address}", flush=True)
+        if arguments.until_stdin_closes:
+            async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
+                await stdin.receive_some(1)
+            nursery.cancel_scope.cancel()
+    return 0
+
+
+# ---- the client ----
+
+
+@attrs.frozen
+class Result:
+    """What was measured for one size; the latency is half of a round trip, a megabyte 10**6 bytes."""
+
+    size: int
+    latency_median_us: float
+    latency_p99_us: float
+    bandwidth_mb_s: float
+    messages_s: float
+    latency_messages: int
+    stream_messages: int
+
+
+async def run_client(arguments: argparse.Namespace) -> int:
+    sizes = arguments.sizes or parse_sizes(DEFAULT_SIZES)
+    async with (
+        chosen_worker(arguments.transports) as worker,
+        connect(arguments.address, worker=worker) as connection,
+    ):
+        client = Client(connection)
+        server = await client.introduce()
+        await client.run(Round(Kind.LATENCY, "lanes", 8, 1, 0))  # only after a message UCX knows which lanes it uses
+        header = {
+            "server": {
+                "address": format_address(arguments.address),
+                "trio_ucx": server["trio_ucx"],
+                "ucx": server["ucx"],
+            },
+            "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
+        }
+        if not arguments.json:
+            print(header_text(header), flush=True)
+        results = []
+        for number, size in enumerate(sizes, 1):
+            with progress_bar(f"{format_size(size)} bytes ({number} of {len(sizes)})") as advance:
+                results.append(await measure(client, size, arguments.iterations, arguments.seconds, advance))
+            if not arguments.json:
+                print(row_text(results[-1]), flush=True)
+    if arguments.json:
+        print(json.dumps({**header, "results": [attrs.asdict(result) for result in results]}, indent=2))
+    return 0
+
+
+async def measure(client: Client, size: int, iterations: int | None, seconds: float | None, advance: Advance) -> Result:
+    latency = await repeat(client, Kind.LATENCY, size, iterations, seconds, lambda share: advance(share / 2))
+    stream = await repeat(client, Kind.STREAM, size, iterations, seconds, lambda share: advance((1 + share) / 2))
+    trips = sorted(nanoseconds / 2000 for timing, _ in latency for nanoseconds in timing.round_trips)
+    streamed = sum(count for _, count in stream)
+    rate = streamed / (sum(timing.total for timing, _ in stream) / 1e9)
+    return Result(
+        size=size,
+        latency_median_us=statistics.median(trips),
+        latency_p99_us=trips[math.ceil(0.99 * len(trips)) - 1],
+        bandwidth_mb_s=rate * size / 1e6,
+        messages_s=rate,
+        latency_messages=len(trips),
+        stream_messages=streamed,
+    )
+
+
+async def repeat(
+    client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
+) -> list[tuple[Timing, int]]:
+    """Runs rounds for so many messages or seconds, after a short one to warm up; their times and messages."""
+    seed = secrets.token_hex(8)
+    limit = round_limit(size)
+    warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
+    warm = await client.run(Round(kind, seed, size, warm_up, 0))
+    seconds = seconds or DEFAULT_SECONDS
+    if iterations is None:  # several rounds, also where they are slow
+        limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
+    timings: list[tuple[Timing, int]] = []
+    done = 0
+    begin = trio.current_time()
+    for number in itertools.count(1):
+        count = limit if iterations is None else min(limit, iterations - done)
+        timings.append((await client.run(Round(kind, seed, size, count, number % SHIFTS)), count))
+        done += count
+        share = done / iterations if iterations else (trio.current_time() - begin) / seconds
+        advance(min(share, 1))
+        if share >= 1:
+            break
+    return timings
+
+
+# ---- what the user sees ----
+
+
+def header_text(header: dict[str, Any]) -> str:
+    lanes = ", ".join(dict.fromkeys("/".join(filter(None, one.values())) for one in header["transports"]))
+    server = header["server"]
+    return (
+        f"trio_ucx {__version__}; server {server['address']} (trio_ucx {server['trio_ucx']}, UCX {server['ucx']})\n"
+        f"transports: {lanes}\n"
+        "latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified\n\n"
+        f"{'bytes':>8}  {'median us':>10}  {'p99 us':>10}  {'MB/s':>10}  {'messages/s':>11}"
+    )
+
+
+def row_text(result: Result) -> str:
+    return (
+        f"{format_size(result.size):>8}  {result.latency_median_us:>10.2f}  {result.latency_p99_us:>10.2f}  "
+        f"{result.bandwidth_mb_s:>10.1f}  {result.messages_s:>11,.0f}"
+    )
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Advance]:
+    """A progress bar on stderr, gone at the end; nothing where that is no terminal or rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda share: None
+        return
+    console = Console(stderr=True)
+    # Without rich's own thread, which would take part in the measurement.
+    with Progress(
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(description, total=1)
+        yield lambda share: progress.update(task, completed=share, refresh=True)
