@@ -73,6 +73,9 @@ async def test_raw_receive_cancelled_in_the_middle_keeps_its_buffer(worker: ucp.
         source = pattern(BIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.tag_send, source, 1)
+            with trio.fail_after(2):
+                while worker.tag_probe(1) is None:  # else nothing would be consumed
+                    await trio.sleep(0.001)
             with trio.CancelScope() as scope:
 
                 async def cancel_soon() -> None:
