@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _engine, _operations
+from trio_ucx.testing import live_handles
+from trio_ucx.ucp import _engine
 
 from .helpers import TRANSPORTS
 
@@ -30,7 +31,7 @@ def nothing_left() -> Iterator[None]:
     _closed.clear()
     yield
     gc.collect()
-    assert {kind: count for kind, count in _operations.live_handles.items() if count} == {}
+    assert live_handles() == {}
     for statistics in _closed:
         assert statistics.missed_events == 0, "an event was missed"
         assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"

@@ -210,7 +210,7 @@ def interrupted() -> None:
     import gc
     import warnings
 
-    from trio_ucx.ucp import _operations
+    from trio_ucx.testing import live_handles
 
     arguments = json.loads(sys.argv[2])
     with warnings.catch_warnings():
@@ -225,7 +225,7 @@ def interrupted() -> None:
         else:
             ended = "returned"
         gc.collect()
-    say([ended, {kind: count for kind, count in _operations.live_handles.items() if count}])
+    say([ended, live_handles()])
 
 
 def main() -> None:
