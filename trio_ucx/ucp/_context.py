@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from .._native import ffi, lib
+from .._native import ffi, lib, ucx
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed
 
@@ -46,11 +46,10 @@ RENDEZVOUS_THRESHOLD = 64 * 1024
 DEFAULT_OPTIONS: Mapping[str, str] = {
     # Without it, shared memory is silently left out of every endpoint with error handling.
     "MM_ERROR_HANDLING": "y",
-    # UCX's 8k and 64k make large messages over TCP several times slower.
-    "TCP_TX_SEG_SIZE": "256k",
-    "TCP_RX_SEG_SIZE": "256k",
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
+    # UCX's 8k and 64k make large messages over TCP several times slower. (1.13 takes these from the environment only.)
+    **({"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"} if ucx.version >= (1, 17) else {}),
 }
 
 
