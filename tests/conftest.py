@@ -6,12 +6,11 @@ import gc
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from helpers import TRANSPORTS
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 from trio_ucx.ucp import _engine
-
-from .helpers import TRANSPORTS
 
 _closed: list[_engine.WorkerStatistics] = []
 _finish_close = _engine.Engine._finish_close

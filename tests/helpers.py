@@ -20,7 +20,7 @@ from trio_ucx import ucp
 
 #: By value of UCX_TLS. Shared memory alone has no connections by socket address.
 TRANSPORTS = ["tcp", "tcp,sm,self"]
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
 
 #: How late a cancelled operation may return: 100 ms, and the noise of a small virtual machine.
 PROMPT = 0.1 + 0.4
@@ -86,15 +86,14 @@ class Peer:
 @asynccontextmanager
 async def open_peer(role: str, *args: Any, transports: str | None = None, **environment: str) -> AsyncIterator[Peer]:
     """Starts ``role`` of ``tests/peers.py``; ends it with the block, by force if need be. It must exit with 0."""
-    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **environment}
     if transports is not None:
         env["UCX_TLS"] = transports
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-W", "error", "-m", "tests.peers", role, json.dumps(args)],
+        [sys.executable, "-W", "error", str(HERE / "peers.py"), role, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=env,
-        cwd=ROOT,
     )
     peer = Peer(process)
     clean = False

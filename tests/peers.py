@@ -1,4 +1,4 @@
-"""What the other processes of the tests do: ``python -m tests.peers ROLE ARGUMENTS``. See ``helpers.open_peer``."""
+"""What the other processes of the tests do: ``python tests/peers.py ROLE ARGUMENTS``. See ``helpers.open_peer``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import trio
+from helpers import pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import pattern
 
 ROLES: dict[str, Callable[..., Any]] = {}
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from helpers import open_pair, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import open_pair, open_raw_pair, pattern
 
 READ_ONLY = np.zeros(10, dtype=np.uint8)
 READ_ONLY.flags.writeable = False

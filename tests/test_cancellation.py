@@ -8,11 +8,10 @@ import socket
 import pytest
 import trio
 import trio.testing
+from helpers import PROMPT, Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import PROMPT, Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
 
 BIG = 2**26
 

@@ -7,11 +7,10 @@ import gc
 import pytest
 import trio
 import trio.testing
+from helpers import Stopwatch, open_pair, open_peer, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import Stopwatch, open_pair, open_peer, open_raw_pair, pattern
 
 PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
 

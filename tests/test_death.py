@@ -7,11 +7,10 @@ import signal
 import pytest
 import trio
 import trio.testing
+from helpers import Peer, assert_lanes, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import Peer, assert_lanes, open_peer, pattern
 
 SOON = 2.0
 

@@ -7,12 +7,11 @@ import pickle
 
 import pytest
 import trio
+from helpers import open_pair
 
 from trio_ucx import ucp
 from trio_ucx.ucp import _status
 from trio_ucx.ucp._buffers import new_bytes
-
-from .helpers import open_pair
 
 
 @pytest.mark.parametrize("status", [status for status in ucp.Status if status < 0])

@@ -10,13 +10,12 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from helpers import open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._flow import ANNOUNCEMENT, MESSAGE_OVERHEAD, Inbound, Outbound, cost
 from trio_ucx._wire import ProtocolError
-
-from .helpers import open_pair, open_peer, pattern
 
 
 @attrs.define(eq=False)

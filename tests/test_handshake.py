@@ -10,12 +10,11 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from helpers import Stopwatch, open_pair, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import _handshake, ucp
 from trio_ucx import _wire as wire
-
-from .helpers import Stopwatch, open_pair, open_raw_pair, pattern
 
 
 def test_hellos_survive_the_wire() -> None:

@@ -9,11 +9,10 @@ import time
 import pytest
 import trio
 import trio.testing
+from helpers import open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import open_pair, open_peer, pattern
 
 
 @pytest.mark.parametrize("keepalive", ["20s", "inf"])

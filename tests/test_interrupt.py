@@ -7,11 +7,10 @@ import signal
 
 import pytest
 import trio
+from helpers import open_peer
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import open_peer
 
 INTERRUPTS = 50  # for each of the two transports
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
+from helpers import Peer, assert_lanes, open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import Peer, assert_lanes, open_pair, open_peer, pattern
 
 SIZES = [0, 1, 8, 100, 4096, 8191, 65535, 65536, 65537, 2**20, 2**24 + 3, 2**26]
 

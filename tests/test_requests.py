@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
+from helpers import open_pair, open_raw_pair, pattern
 
 from trio_ucx import ucp
-
-from .helpers import open_pair, open_raw_pair, pattern
 
 
 async def test_many_raw_requests(worker: ucp.Worker) -> None:

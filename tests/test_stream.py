@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
+from helpers import open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-
-from .helpers import open_pair, pattern
 
 
 async def test_bytes_arrive_in_order_beside_messages(worker: ucp.Worker) -> None:
