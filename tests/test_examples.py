@@ -53,7 +53,7 @@ class Program:
             _, errors = self.process.communicate(timeout=DEADLINE)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
-            pytest.fail(f"{self.process.args} hangs: {self.process.communicate()[1]}")
+            pytest.fail(f"{self.process.args!r} hangs: {self.process.communicate()[1]}")
         return self.process.returncode, errors
 
     async def end(self) -> tuple[int, str]:

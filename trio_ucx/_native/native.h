@@ -43,6 +43,7 @@ typedef struct tu_operation {
 struct tu_worker {
     ucp_worker_h worker;
     int efd;
+    int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
     unsigned hello_id;
     size_t hello_max;

@@ -96,6 +96,9 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
     if (describe(operation, buffers, &param, &address, &count) < 0) {
         return out_of_memory(operation);
     }
+    if (worker->loses_info) {
+        param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    }
     id               = operation->id;
     answer           = ucp_tag_recv_nbx(worker->worker, address, count, tag, mask, &param);
     received->length = info.length;

@@ -198,11 +198,14 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
         .thread_mode = UCS_THREAD_MODE_SINGLE,
     };
     tu_worker_t *worker = calloc(1, sizeof(*worker));
+    unsigned major, minor, release;
     ucs_status_t status;
 
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
+    ucp_get_version(&major, &minor, &release);
+    worker->loses_info           = major == 1 && minor < 17;
     worker->capacity             = 2 * TU_RING_SLACK;
     worker->counts.ring_capacity = worker->capacity;
     worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));

@@ -246,5 +246,5 @@ def wrong_family(address: Resolved, engine: Engine) -> OSError:
     return OSError(
         errno.EAFNOSUPPORT,
         f"this worker's TCP is {ours}, but {address} is not: open another worker with "
-        f"config={{'TCP_AF_PRIO': '{wanted}'}}",
+        f"config={{'TCP_AF_PRIO': '{wanted}'}} (before UCX 1.17 by the environment, UCX_TCP_AF_PRIO)",
     )

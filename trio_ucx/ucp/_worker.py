@@ -272,7 +272,8 @@ class Worker(metaclass=OpenedNotConstructed):
                 Status.MESSAGE_TRUNCATED, f"receiving a message of {message.length} bytes into a buffer of {size}"
             )
         handle, message._handle = message._handle, None
-        return await self._received(post_message_receive(self._engine, handle, pins))
+        await self._received(post_message_receive(self._engine, handle, pins))
+        return message.length, message.sender_tag
 
     @enable_ki_protection
     async def flush(self) -> None:
