@@ -56,7 +56,15 @@ def test_nonsense_is_no_hello() -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [wire.Grant(7, 2**40), wire.Stalled(), wire.Admit(2**31, 5), wire.Goodbye(3), wire.GoodbyeAck(), wire.Abort()],
+    [
+        wire.Grant(7, 2**40),
+        wire.Stalled(),
+        wire.Admit(2**31, 5),
+        wire.Goodbye(),
+        wire.Done(),
+        wire.GoodbyeAck(),
+        wire.Abort(),
+    ],
     ids=lambda frame: type(frame).__name__,
 )
 def test_frames_survive_the_wire(frame: wire.Frame) -> None:

@@ -9,6 +9,11 @@ LOST           broken                                          broken
 =============  ==============================================  =================================================
 
 What the peer is after its goodbye does not matter: that its end of the connection then disappears is no loss.
+
+A goodbye is acknowledged, and the acknowledgement, too (DONE). For UCX may notice that an endpoint has gone before it
+reads what had been sent there: who closes right after acknowledging takes the acknowledgement away with it. So whoever
+has acknowledged waits until the peer is DONE, or has gone, which says the same. Nobody waits in a circle: DONE is sent
+as soon as the acknowledgement comes, whatever else is missing.
 """
 
 from __future__ import annotations
@@ -27,23 +32,26 @@ class Farewell:
 
     def __init__(self) -> None:
         self.peer = Peer.TALKS
-        #: How many of our messages had reached the peer when it said goodbye.
-        self.peer_received = 0
+        #: Whether our goodbye was acknowledged.
         self.acknowledged = False
+        #: Whether the peer waits for our acknowledgement of its goodbye.
+        self.peer_waits = False
         self._owes_ack = False
 
-    def peer_said(self, received: int) -> None:
+    def peer_said(self) -> None:
         if self.peer is Peer.TALKS:
             self.peer = Peer.SAID_GOODBYE
-            self.peer_received = received
-            self._owes_ack = True
+            self._owes_ack = self.peer_waits = True
+
+    def peer_done(self) -> None:
+        self.peer_waits = False
 
     def lost(self) -> bool:
         """The peer cannot be reached any more. Returns whether that is a surprise."""
         surprise = self.peer is Peer.TALKS
         if surprise:
             self.peer = Peer.LOST
-        self._owes_ack = False
+        self._owes_ack = self.peer_waits = False
         return surprise
 
     def may_acknowledge(self, transfers: bool) -> bool:
@@ -56,10 +64,12 @@ class Farewell:
             self._owes_ack = False
         return due
 
-    def undelivered(self, sent: int, cancelled: int) -> bool:
-        """Whether messages that were sent, and not cancelled, may not have reached the peer."""
-        if self.acknowledged:
-            return False
-        if self.peer is Peer.SAID_GOODBYE:
-            return self.peer_received < sent - cancelled
+    def undelivered(self, sent: int, cancelled: int, failed: int) -> bool:
+        """Whether messages that were sent, and not cancelled, may not have reached the peer.
+
+        A peer that said goodbye leaves when our acknowledgement comes, and so everything that we sent before; but not
+        what it had to ask for (those sends failed).
+        """
+        if self.acknowledged or self.peer is Peer.SAID_GOODBYE:
+            return failed > 0
         return sent > cancelled

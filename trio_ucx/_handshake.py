@@ -197,7 +197,8 @@ class Connecting:
                 try:
                     await send_hello(self.core, hello.encode(), reply=not address)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass  # the answer is, or will be, the reason
+                    if self.core.error is not None:
+                        self._failed()  # perhaps before we could be told
                 engine.watch_events()
                 link = await self.answer.wait()
         finally:

@@ -10,7 +10,8 @@ The graceful close
 1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for.
 2. Flush, say goodbye, wait until the peer's library acknowledges. Flushed means, over tcp, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
-3. Close the endpoint by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
+3. If the peer said goodbye, too, stay until it has our acknowledgement (``_farewell`` says why).
+4. Close the endpoint by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
 
 All within ``close_timeout``. When the closing task is cancelled, a system task goes on.
 """
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
-from outcome import Error, Value
+from outcome import Error, Outcome, Value
 
 from . import _wire as wire
 from ._farewell import Farewell, Peer
@@ -49,6 +50,10 @@ class Options:
     close_timeout: float = 10
     window: int = 2**20
     max_message_size: int = 2**30
+
+
+#: Seconds to wait for the peer to say that it has our acknowledgement; that is all that is missing then.
+LINGER = 1.0
 
 
 class QueuedSend(Pending):
@@ -98,12 +103,19 @@ class QueuedSend(Pending):
 class SendOperation(Operation):
     """A message on its way."""
 
-    __slots__ = ("link",)
-    link: Link
+    __slots__ = ()
 
-    def error(self, status: int) -> Exception:
-        self.link.told = self.link.told or self._task is not None
-        return super().error(status)
+    @property
+    def link(self) -> Link:
+        assert self.endpoint is not None
+        link: Link = self.endpoint.owner
+        return link
+
+    def finish(self, result: Outcome[Any]) -> None:
+        if self.outcome is None and isinstance(result, Error):
+            self.link.failed_sends += 1
+            self.link.told = self.link.told or self._task is not None or self.notify is not None
+        super().finish(result)
 
     def abandon(self) -> bool:
         self.link.abandon_send(self)
@@ -112,8 +124,6 @@ class SendOperation(Operation):
 
 class MoveOperation(Operation):
     """A message on its way into memory. The lane owns the buffer, which may be needed longer than the operation."""
-
-    receives = True
 
     __slots__ = ("data", "held", "link", "message")
 
@@ -149,6 +159,7 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.cancelled_sends = 0
+        self.failed_sends = 0
         #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
         self.told = False
         self._orphans: set[Message] = set()
@@ -158,6 +169,7 @@ class Link:
         self._watch: Watch | None = None
         self.engine.mailboxes[my_id] = self.arrived
         self.engine.children[my_id] = self.unclosed
+        core.owner = self
         core.on_failure = self.lost
         live_handles["connection"] += 1
 
@@ -224,9 +236,7 @@ class Link:
         size = pins.size
         posted = post_pinned_send(self.core, pins, (self.peer_id << 32) | lane, kind=SendOperation)
         self.bytes_sent += size
-        if posted is not None:
-            assert isinstance(posted, SendOperation)
-            posted.link = self
+        assert posted is None or isinstance(posted, SendOperation)
         return posted
 
     def abandon_send(self, operation: Operation) -> None:
@@ -413,12 +423,16 @@ class Link:
                     self._grant(granted)
                 for waiting in [lane for lane in self.lanes.values() if lane.receives and not lane.messages]:
                     self.looked(waiting.number)
-            case wire.Goodbye(received=received):
-                self.farewell.peer_said(received)
+            case wire.Goodbye():
+                self.farewell.peer_said()
                 self._end()
                 self._acknowledge()
             case wire.GoodbyeAck():
                 self.farewell.acknowledged = True
+                self._control(wire.Done())
+                self._ended()
+            case wire.Done():
+                self.farewell.peer_done()
                 self._ended()
             case wire.Abort():
                 self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} aborted the connection"))
@@ -494,15 +508,15 @@ class Link:
         with trio.move_on_at(self._deadline):
             await self.core.wait_until(lambda: self.core.sends_done() and not self.outbound.queue)
             if self.send_problem() is None and not self.farewell.acknowledged:
-                self._control(wire.Goodbye(self.inbound.received))
-                await self.core.wait_until(self.core.sends_done)
-                while self.send_problem() is None and not self.farewell.acknowledged:
-                    self._ending = Signal()
-                    self.engine.watch_events()
-                    await self._ending.wait()
-            # Our acknowledgement of the peer's goodbye, perhaps.
-            await self.core.wait_until(lambda: self.core.sends_done() or self.core.handle is None)
-        undelivered = bool(self.outbound.queue) or self.farewell.undelivered(self.outbound.sent, self.cancelled_sends)
+                self._control(wire.Goodbye())
+                while self.core.handle is not None and not self.farewell.acknowledged:
+                    await self._wait_ending()
+            with trio.move_on_after(LINGER):
+                while self.core.handle is not None and self.farewell.peer_waits:
+                    await self._wait_ending()
+        undelivered = bool(self.outbound.queue) or self.farewell.undelivered(
+            self.outbound.sent, self.cancelled_sends, self.failed_sends
+        )
         error = self.core.error
         self.close_now()
         if undelivered and not self.told:
@@ -516,6 +530,11 @@ class Link:
                 )
             )
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
+
+    async def _wait_ending(self) -> None:
+        self._ending = Signal()
+        self.engine.watch_events()
+        await self._ending.wait()
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told if that needs no waiting."""

@@ -197,16 +197,15 @@ class Admit:
 
 @attrs.frozen
 class Goodbye:
-    """The sender of this closes; nothing comes after it. ``received``: messages that had reached its library."""
+    """The sender of this closes: it will send no message any more."""
 
-    received: int
     kind: ClassVar[int] = 4
-    format: ClassVar[str] = "<BQ"
+    format: ClassVar[str] = "<B"
 
 
 @attrs.frozen
 class GoodbyeAck:
-    """The goodbye, and so everything before it, has arrived."""
+    """The goodbye, and so everything before it, has arrived. The sender of this sends no message any more, either."""
 
     kind: ClassVar[int] = 5
     format: ClassVar[str] = "<B"
@@ -220,9 +219,19 @@ class Abort:
     format: ClassVar[str] = "<B"
 
 
-Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Abort
+@attrs.frozen
+class Done:
+    """The acknowledgement has arrived: its sender need not stay for it."""
 
-_FRAMES: dict[int, type[Frame]] = {frame.kind: frame for frame in (Grant, Stalled, Admit, Goodbye, GoodbyeAck, Abort)}
+    kind: ClassVar[int] = 7
+    format: ClassVar[str] = "<B"
+
+
+Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Abort | Done
+
+_FRAMES: dict[int, type[Frame]] = {
+    frame.kind: frame for frame in (Grant, Stalled, Admit, Goodbye, GoodbyeAck, Abort, Done)
+}
 
 #: No control frame is longer.
 MAX_FRAME = 32

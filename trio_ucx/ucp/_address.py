@@ -72,7 +72,7 @@ class WorkerAddress:
         return body + struct.pack("<I", zlib.crc32(body))
 
     def __repr__(self) -> str:
-        return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(bytes(self)):08x}>"
+        return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
 
 
 @attrs.frozen

@@ -42,21 +42,24 @@ DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
 RENDEZVOUS_THRESHOLD = 64 * 1024
 
-#: Older ones (1.13 was tried) take the options of the TCP transport from the environment only.
-TCP_CONFIGURABLE = (1, 17)
+#: Older ones (1.13 was tried) take the options of the TCP transport from the environment only, accept options that they
+#: do not know, and fail with large messages over shared memory ("Invalid am_short_iov length").
+WELL_CONFIGURABLE = (1, 17)
 
 #: Better choices than UCX's own, each only where neither the user nor the environment chose.
 DEFAULT_OPTIONS: Mapping[str, str] = {
-    # Without it, shared memory is silently left out of every endpoint with error handling.
-    "MM_ERROR_HANDLING": "y",
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
-    # UCX's 8k and 64k make large messages over TCP several times slower.
-    **({"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"} if ucx.version >= TCP_CONFIGURABLE else {}),
 }
-
-#: What a list of transports must contain for shared memory to be among them.
-_SHARED_MEMORY = {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem"}
+if ucx.version >= WELL_CONFIGURABLE:
+    DEFAULT_OPTIONS = {
+        # Without it, shared memory is silently left out of every endpoint with error handling.
+        "MM_ERROR_HANDLING": "y",
+        # UCX's 8k and 64k make large messages over TCP several times slower.
+        "TCP_TX_SEG_SIZE": "256k",
+        "TCP_RX_SEG_SIZE": "256k",
+        **DEFAULT_OPTIONS,
+    }
 
 
 @attrs.define(eq=False, repr=False)
@@ -87,8 +90,6 @@ class Context(metaclass=OpenedNotConstructed):
             for name, value in DEFAULT_OPTIONS.items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
-        if not _uses_shared_memory(chosen):
-            defaults.pop("MM_ERROR_HANDLING", None)  # UCX 1.13 warns about options that nothing uses
         options = {**defaults, **chosen}
         out = ffi.new("tu_context_t **")
         rejected = ffi.new("size_t *")
@@ -233,13 +234,8 @@ def _effective(name: str, options: Mapping[str, str]) -> str | None:
     return options.get(name, os.environ.get(f"UCX_{name}"))
 
 
-def _uses_shared_memory(options: Mapping[str, str]) -> bool:
-    transports = _effective("TLS", options) or "all"
-    return transports.startswith("^") or not _SHARED_MEMORY.isdisjoint(transports.replace(" ", "").split(","))
-
-
 def _family(options: Mapping[str, str]) -> socket.AddressFamily:
-    in_force = options if ucx.version >= TCP_CONFIGURABLE else {}
+    in_force = options if ucx.version >= WELL_CONFIGURABLE else {}
     first = (_effective("TCP_AF_PRIO", in_force) or "inet").split(",")[0].strip()
     return socket.AF_INET6 if first == "inet6" else socket.AF_INET
 

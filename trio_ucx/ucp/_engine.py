@@ -61,10 +61,10 @@ _ROUNDS = 8
 SAFETY_NET_INTERVAL = 1.0
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
-#: The same when only receives are left and no endpoint is, so that nothing can complete them.
-STUCK_TIMEOUT = 0.05
-#: From this version on, a worker can be destroyed while receives are pending.
-STUCK_RECEIVES_ARE_HARMLESS = (1, 14)
+#: The same when every endpoint is closed: what is still pending then will hardly end.
+STUCK_TIMEOUT = 0.1
+#: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
+STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 _MAX_BACKOFF = 0.002
 
 _forks = 0
@@ -460,7 +460,7 @@ class Engine:
         """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
         start = time.monotonic()
         self.turn(arm=False)
-        while self.in_flight and time.monotonic() < start + (STUCK_TIMEOUT if self._only_receives() else DRAIN_TIMEOUT):
+        while self.in_flight and time.monotonic() < start + (DRAIN_TIMEOUT if self.endpoints else STUCK_TIMEOUT):
             yield
             time.sleep(0.0002)
             self.turn(arm=False)
@@ -471,9 +471,6 @@ class Engine:
                 break
         yield
         self.turn(arm=False)
-
-    def _only_receives(self) -> bool:
-        return not self.endpoints and all(operation.receives for operation in self.in_flight.values())
 
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
@@ -489,9 +486,10 @@ class Engine:
         live_handles["worker"] -= 1
         self.left_over = 0
         stuck = sorted({operation.doing for operation in self.in_flight.values()})
-        if not stuck or (self._only_receives() and ucx.version >= STUCK_RECEIVES_ARE_HARMLESS):
-            # A receive whose sender died in the middle of a message never completes. Nothing writes to its buffer once
-            # the worker is gone.
+        if not stuck or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
+            # A receive whose sender died in the middle of a message never completes, nor does a send to the full
+            # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
+            # progress could still touch their buffers, and that ends here.
             lib.tu_worker_destroy(handle)
             for operation in self.in_flight.values():
                 if operation.pins is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import trio
 from outcome import Error, Value
@@ -27,9 +27,6 @@ live_handles: collections.Counter[str] = collections.Counter()
 
 class Operation(Pending):
     """A UCX operation in flight. Owns its buffers until UCX has completed it."""
-
-    #: Whether it writes to memory of ours (rather than reads from it, or neither).
-    receives: ClassVar[bool] = False
 
     __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
 
@@ -101,8 +98,6 @@ class Operation(Pending):
 class ReceiveOperation(Operation):
     """Its value is ``(length, sender_tag)``."""
 
-    receives = True
-
     __slots__ = ()
 
     def value(self, length: int, tag: int) -> tuple[int, int]:
@@ -112,7 +107,7 @@ class ReceiveOperation(Operation):
 class EndpointCore:
     """The engine's side of an endpoint: its handle, its operations, and what became of it."""
 
-    __slots__ = ("engine", "error", "handle", "id", "label", "on_failure", "pending", "unflushed", "watchers")
+    __slots__ = ("engine", "error", "handle", "id", "label", "on_failure", "owner", "pending", "unflushed", "watchers")
 
     def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
         self.engine = engine
@@ -121,6 +116,8 @@ class EndpointCore:
         self.label = label
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
+        #: What the layer above has made of it (a Connection's link).
+        self.owner: Any = None
         self.pending: set[Operation] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
