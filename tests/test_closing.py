@@ -276,4 +276,5 @@ async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:
                         assert await worker.tag_receive(bytearray(8), 1) == (8, 1)
                         await client.tag_send(b"to two", 2)
                         assert await two.tag_receive(bytearray(8), 2) == (6, 2)
+                        server.abort()
                         client.abort()  # whoever closes second cannot know whether the first had everything
