@@ -197,6 +197,21 @@ def test_the_end_serves_what_is_there() -> None:
     assert [value(receive) for receive in receives] == [b"\1\1\1", b"\2\2\2"]
 
 
+def test_transfers_that_will_never_end() -> None:
+    mover = Mover()
+    lane = Lane(1, mover)
+    receive, buffer = into(lane, 3)
+    lane.arrived(1, 3, move=False)
+    lane.arrived(2, 3, move=True)
+    lane.give_up_moving(OSError("died"))
+    with pytest.raises(OSError, match="died"):
+        value(receive)
+    assert lane.idle and not free(buffer)
+    mover.finish(error=OSError())  # if UCX lets go after all
+    mover.finish()
+    assert lane.idle and free(buffer) and not mover.orphans
+
+
 def test_close_with_transfers_under_way() -> None:
     mover = Mover()
     lane = Lane(1, mover)

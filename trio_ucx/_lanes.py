@@ -137,7 +137,9 @@ class Lane:
         """A MOVING message is READY, or will never be."""
         if message.owner is None and message.pins is not None:
             self.mover.orphaned(message, False)
-        if error is not None:
+        if message not in self.messages:  # given up before
+            self._detach(message)
+        elif error is not None:
             self.messages.remove(message)
             owner = message.owner
             self._detach(message)
@@ -287,6 +289,15 @@ class Lane:
             self.messages.remove(message)
             self.mover.discard(message)
             self.mover.consumed(message)
+        self.settle()
+
+    def give_up_moving(self, error: Exception) -> None:
+        """The messages under way will not arrive whole. UCX may keep their buffers for a while, or for ever."""
+        for message in [message for message in self.messages if message.state is State.MOVING]:
+            self.messages.remove(message)
+            self.mover.consumed(message)
+            if message.owner is not None:
+                self.give_up(message.owner, error)
         self.settle()
 
     @property

@@ -479,6 +479,10 @@ class Link:
         """The endpoint failed."""
         if self.closed:
             return
+        problem = self.core.problem()
+        assert problem is not None
+        for lane in list(self.lanes.values()):
+            lane.give_up_moving(problem)
         if self.farewell.lost():
             self._end()
         self._ended()
