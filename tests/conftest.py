@@ -26,14 +26,15 @@ _engine.Engine._finish_close = _recording_finish_close  # type: ignore[method-as
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _closed.clear()
     yield
     gc.collect()
     assert live_handles() == {}
     for statistics in _closed:
         assert statistics.missed_events == 0, "an event was missed"
-        assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"
+        if request.node.get_closest_marker("cut_off") is None:
+            assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -101,6 +101,7 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
         await endpoint.aclose()
 
 
+@pytest.mark.cut_off
 @pytest.mark.parametrize("by", ["socket_address", "worker_address"])
 async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> None:
     """At ten moments. Each with a worker of its own: a peer that dies while it writes to the shared-memory queue of a
