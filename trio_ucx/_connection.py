@@ -388,6 +388,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     # ---- the end ----
 
+    @enable_ki_protection
     def abort(self) -> None:
         """Closes by force, at once. A plain function; closed already: no effect.
 

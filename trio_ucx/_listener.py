@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 
@@ -20,6 +21,8 @@ from .ucp._listener import ListenerCore, client_of
 from .ucp._operations import EndpointCore
 from .ucp._pending import Signal
 from .ucp._util import OpenedNotConstructed
+
+logger = logging.getLogger("trio_ucx")
 
 
 @attrs.frozen
@@ -109,6 +112,8 @@ class Reception:
                 done = link is not None
         except (ConnectionError, trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the client's failure, of which the client knows
+        except Exception:
+            logger.exception("the handshake with %s failed", core.label)
         finally:
             self.services.greeting.pop(core.id, None)
             self.handshaking.discard(core)

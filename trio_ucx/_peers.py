@@ -86,8 +86,8 @@ class Watch:
             await trio.lowlevel.wait_readable(self._fd)
         except trio.ClosedResourceError:
             return
-        if self._engine.usable:
-            self._died()
+        if self._fd >= 0 and self._engine.usable:
+            self._engine.guard(self._died)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
 from ._status import Status, UCXError
@@ -165,6 +166,7 @@ _live_contexts: set[Context] = set()
 
 
 @contextmanager
+@enable_ki_protection
 def open_context(config: Config | None = None, *, features: Feature = DEFAULT_FEATURES) -> Iterator[Context]:
     """Opens a UCX context (``ucp_init``).
 

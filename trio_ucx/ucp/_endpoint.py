@@ -225,6 +225,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         await flush(self._core)
 
+    @enable_ki_protection
     def abort(self) -> None:
         """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect."""
         self._closing = True

@@ -266,6 +266,13 @@ class Engine:
         if self._parked and state != lib.TU_ARMED and self.handle is not None:
             lib.tu_worker_signal(self.handle)
 
+    def guard(self, function: Callable[[], None]) -> None:
+        """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
+        try:
+            function()
+        except Exception as error:
+            self._break(error)
+
     def _break(self, error: BaseException) -> None:
         """An internal error: everything that waits is told, nothing more is promised."""
         if self.broken is None:
@@ -392,7 +399,7 @@ class Engine:
 
         def call() -> None:
             if self.usable:
-                function()
+                self.guard(function)
 
         if self._forks != _forks:
             return

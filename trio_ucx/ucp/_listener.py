@@ -177,6 +177,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         await trio.lowlevel.cancel_shielded_checkpoint()
         return endpoint
 
+    @enable_ki_protection
     def reject(self) -> None:
         """Refuses the client, whose first operation then fails (``ucp_listener_reject``)."""
         self._core.reject(self._take())

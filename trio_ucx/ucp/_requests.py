@@ -53,6 +53,7 @@ class Request(metaclass=OpenedNotConstructed):
             raise trio.BusyResourceError("another task is waiting for this request already")
         return await self._pending.watch()
 
+    @enable_ki_protection
     def cancel(self) -> None:
         """Asks UCX to cancel it (``ucp_request_cancel``).
 
@@ -89,6 +90,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     _failed: bool = False
     _changed: Signal | None = None
 
+    @enable_ki_protection
     def tag_send(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
         """Posts :meth:`Endpoint.tag_send` at once."""
         tag = check_tag(tag)
@@ -96,6 +98,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         endpoint._check()
         return self._add(post_send(endpoint._core, data, tag))
 
+    @enable_ki_protection
     def tag_send_sync(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
         """Posts :meth:`Endpoint.tag_send_sync` at once."""
         tag = check_tag(tag)
@@ -103,17 +106,20 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         endpoint._check()
         return self._add(post_send(endpoint._core, data, tag, sync=True))
 
+    @enable_ki_protection
     def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:
         """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``."""
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._check(self._worker)
         return self._add(post_receive(self._worker._engine, buffer, tag, mask))
 
+    @enable_ki_protection
     def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
         """:meth:`trio_ucx.Connection.send`, posted at once, or as soon as the peer's window has room."""
         self._check(connection.worker)
         return self._add(connection._submit_send(data, tag))
 
+    @enable_ki_protection
     def receive_into(self, connection: SupportsRequests, buffer: Buffer, tag: int = 0) -> Request:
         """:meth:`trio_ucx.Connection.receive_into`, queued at once; its result is the message's length."""
         self._check(connection.worker)
@@ -177,6 +183,7 @@ class _GroupFailed(Exception):
 
 
 @asynccontextmanager
+@enable_ki_protection
 async def open_group(worker: Worker) -> AsyncIterator[RequestGroup]:
     group: RequestGroup = RequestGroup._create(worker)
     failure: BaseExceptionGroup[BaseException] | None = None

@@ -227,6 +227,7 @@ class Worker(metaclass=OpenedNotConstructed):
             return posted
         return cast(tuple[int, int], await completed(posted, self._engine))
 
+    @enable_ki_protection
     def tag_probe(self, tag: int, mask: int = FULL, *, remove: bool = False) -> TagMessage | None:
         """Looks for a message that has arrived, without waiting (``ucp_tag_probe_nb``).
 
@@ -299,6 +300,7 @@ class Worker(metaclass=OpenedNotConstructed):
                 await completed(operation, engine)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
+    @enable_ki_protection
     def open_request_group(self) -> AbstractAsyncContextManager[RequestGroup]:
         """Opens a nursery for requests: many operations in flight without a task for each.
 
@@ -323,6 +325,7 @@ def _default_features() -> Any:
 
 
 @asynccontextmanager
+@enable_ki_protection
 async def open_worker(*, context: Context | None = None, config: Config | None = None) -> AsyncIterator[Worker]:
     """Opens a worker in the current Trio run (``ucp_worker_create``).
 
