@@ -7,7 +7,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     here           two trio_ucx peers that shook hands:
                      _wire, _flow, _lanes, _farewell    the rules, without I/O
                      _peers                             noticing a dead process
-                     _link, _handshake                  one connection; how it comes about
+                     _transfers, _link, _handshake      one connection; how it comes about
                      _connection, _listener             what the user holds
                      _shared, _highlevel                opening and serving
     _cli, testing  ``python -m trio_ucx``; helpers for tests

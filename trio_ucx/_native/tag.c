@@ -1,4 +1,6 @@
 /* Tag messages: send, receive, probe; contiguous or gather/scatter. */
+#include <string.h>
+
 #include "native.h"
 
 static void message_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data)
@@ -70,66 +72,74 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     return tu_tag_send(endpoint, &one, tag, 0);
 }
 
-static void prepare_receive(ucp_request_param_t *param, tu_operation_t *operation, ucp_tag_recv_info_t *info)
+typedef struct receive {
+    tu_operation_t *operation;
+    ucp_request_param_t param;
+    ucp_tag_recv_info_t info;
+    void *address;
+    size_t count;
+} receive_t;
+
+/* Begins a receive. Returns 0, or the verdict of one that could not begin. */
+static int64_t begin_receive(receive_t *receive, tu_worker_t *worker, const tu_buffers_t *buffers)
 {
-    param->op_attr_mask       = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_RECV_INFO;
-    param->cb.recv            = message_received;
-    param->user_data          = operation;
-    param->recv_info.tag_info = info;
+    memset(receive, 0, sizeof(*receive));
+    receive->operation = tu_operation_begin(worker);
+    if (receive->operation == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    receive->param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                                  UCP_OP_ATTR_FIELD_RECV_INFO;
+    receive->param.cb.recv            = message_received;
+    receive->param.user_data          = receive->operation;
+    receive->param.recv_info.tag_info = &receive->info;
+    if (describe(receive->operation, buffers, &receive->param, &receive->address, &receive->count) < 0) {
+        return out_of_memory(receive->operation);
+    }
+    return 0;
+}
+
+static int64_t end_receive(receive_t *receive, uint64_t id, ucs_status_ptr_t answer, tu_received_t *received)
+{
+    received->length = receive->info.length;
+    received->tag    = receive->info.sender_tag;
+    return tu_operation_posted(receive->operation, id, answer);
 }
 
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received)
 {
-    tu_operation_t *operation = tu_operation_begin(worker);
-    ucp_tag_recv_info_t info  = {0};
-    ucp_request_param_t param = {0};
-    ucs_status_ptr_t answer;
-    void *address;
-    size_t count;
+    receive_t receive;
+    int64_t verdict = begin_receive(&receive, worker, buffers);
     uint64_t id;
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
-    prepare_receive(&param, operation, &info);
-    if (describe(operation, buffers, &param, &address, &count) < 0) {
-        return out_of_memory(operation);
+    if (verdict != 0) {
+        return verdict;
     }
     if (worker->loses_info) {
-        param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+        receive.param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
     }
-    id               = operation->id;
-    answer           = ucp_tag_recv_nbx(worker->worker, address, count, tag, mask, &param);
-    received->length = info.length;
-    received->tag    = info.sender_tag;
-    return tu_operation_posted(operation, id, answer);
+    id = receive.operation->id;
+    return end_receive(&receive, id,
+                       ucp_tag_recv_nbx(worker->worker, receive.address, receive.count, tag, mask, &receive.param),
+                       received);
 }
 
 int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,
                            tu_received_t *received)
 {
-    tu_operation_t *operation = tu_operation_begin(worker);
-    ucp_tag_recv_info_t info  = {0};
-    ucp_request_param_t param = {0};
-    ucs_status_ptr_t answer;
-    void *address;
-    size_t count;
+    receive_t receive;
+    int64_t verdict = begin_receive(&receive, worker, buffers);
     uint64_t id;
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (verdict != 0) {
+        return verdict;
     }
-    prepare_receive(&param, operation, &info);
-    if (describe(operation, buffers, &param, &address, &count) < 0) {
-        return out_of_memory(operation);
-    }
-    id               = operation->id;
-    answer           = ucp_tag_msg_recv_nbx(worker->worker, address, count, (ucp_tag_message_h)(uintptr_t)message,
-                                            &param);
-    received->length = info.length;
-    received->tag    = info.sender_tag;
-    return tu_operation_posted(operation, id, answer);
+    id = receive.operation->id;
+    return end_receive(&receive, id,
+                       ucp_tag_msg_recv_nbx(worker->worker, receive.address, receive.count,
+                                            (ucp_tag_message_h)(uintptr_t)message, &receive.param),
+                       received);
 }
 
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length,
