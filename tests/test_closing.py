@@ -278,3 +278,55 @@ async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:
                         assert await two.tag_receive(bytearray(8), 2) == (6, 2)
                         server.abort()
                         client.abort()  # whoever closes second cannot know whether the first had everything
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker, by_address: bool) -> None:
+    async with open_pair(worker, by_address=by_address) as (client, server):
+        buffer = bytearray(2**20)
+
+        async def send() -> None:
+            with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
+                await client.send(buffer, 1)
+
+        with trio.fail_after(3):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                await trio.testing.wait_all_tasks_blocked()
+                await server.aclose()
+            await client.wait_buffers_released()
+        buffer.append(0)
+        await client.aclose()
+
+
+async def test_aborting_the_endpoint_ends_its_connection(worker: ucp.Worker) -> None:
+    async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(trio.ClosedResourceError):
+            await function()
+
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(3):
+            async with trio.open_nursery() as nursery:
+                for function in (client.receive, client.receive_some, lambda: client.send(bytes(2**20), 1)):
+                    nursery.start_soon(expect_closed, function)
+                await trio.testing.wait_all_tasks_blocked()
+                client.endpoint.abort()
+            with pytest.raises(trio.BrokenResourceError):
+                await server.receive(5)
+
+
+async def test_given_up_connect_by_worker_address_leaves_no_connection(worker: ucp.Worker) -> None:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with listener:
+        for moment in range(20):
+            with trio.move_on_after(moment * 0.0001):
+                connection = await trio_ucx.connect(listener.worker_address, worker=worker).__aenter__()
+                connection.abort()
+        with trio.fail_after(5):
+            while listener.statistics().handshaking or worker.statistics().background_closes:
+                await trio.sleep(0.01)
+        while listener.statistics().waiting:
+            server = await listener.accept()
+            with trio.fail_after(1), pytest.raises(trio.BrokenResourceError):
+                await server.receive()
+            server.abort()

@@ -24,6 +24,10 @@ class Ticket:
     size: int
 
 
+def ready(out: Outbound) -> list[object]:
+    return list(iter(out.next_ready, None))
+
+
 def test_costs() -> None:
     assert cost(0, 0) == MESSAGE_OVERHEAD
     assert cost(65535, 65536) == 65535 + MESSAGE_OVERHEAD
@@ -45,7 +49,7 @@ def test_credit_runs_out_and_comes_back() -> None:
     granted = into.consumed(256) or into.looked(1)[0]
     assert granted == 512
     out.grant(granted, into.received)
-    assert out.ready() == [ticket] and out.credit == 0
+    assert ready(out) == [ticket] and out.credit == 0
 
 
 def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
@@ -56,7 +60,7 @@ def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
         assert not out.take(ticket.lane, ticket.size)
         out.enqueue(ticket)
     out.grant(3256, 1)
-    assert out.ready() == [large, small, other]
+    assert ready(out) == [large, small, other]
 
 
 def test_admitted_lane_overtakes() -> None:
@@ -70,7 +74,7 @@ def test_admitted_lane_overtakes() -> None:
     assert into.looked(2) == (0, True)
     assert into.looked(2) == (0, False)
     out.admit(2, into.received)
-    assert out.ready() == [wanted] and out.credit < 0
+    assert ready(out) == [wanted] and out.credit < 0
     into.arrived(2, 9000)
     with pytest.raises(ProtocolError, match="ignores its credit"):
         into.arrived(2, 1)
@@ -130,7 +134,7 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
         elif action == 2 and back:
             kind, value, received = back.pop(0)
             out.grant(value, received) if kind == "grant" else out.admit(value, received)
-            wire.extend(out.ready())  # type: ignore[arg-type]
+            wire.extend(ready(out))  # type: ignore[arg-type]
             if out.queue:
                 stalls += out.must_tell()
         elif action == 3 and stalls:
@@ -252,3 +256,24 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
             while not done.is_set():
                 assert server.receive_nowait(1) == b""
                 await trio.sleep(0.001)
+
+
+async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Worker) -> None:
+    """Credit that comes while the queue is being posted: large messages settle the worker in between."""
+    async with open_pair(worker, window=20_000) as (client, server), trio.open_nursery() as nursery:
+        await client.send(bytes(15_000), 9)
+        scope = trio.CancelScope()
+
+        async def blocked() -> None:
+            with scope:
+                await client.send(bytes(19_000), 8)
+
+        nursery.start_soon(blocked)
+        await trio.testing.wait_all_tasks_blocked()
+        for number in range(6):
+            nursery.start_soon(client.send, bytes([number]) * (100_000 if number % 2 else 1000), 1)
+            await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+        with trio.fail_after(3):
+            assert [(await server.receive(1))[0] for _ in range(6)] == list(range(6))
+            await server.receive(9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import mmap
+import time
 
 import numpy as np
 import pytest
@@ -246,3 +247,18 @@ async def test_shared_worker_of_each_family() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.aclose)
                 nursery.start_soon(client.aclose)
+
+
+async def test_receives_that_overlap(worker: ucp.Worker, transports: str) -> None:
+    """The second transfer is begun while the first is about to complete: beginning one delivers the other."""
+    async with open_peer("numbered", 40, 300_000, transports=transports) as peer:
+        async with trio_ucx.connect(await listening(peer), worker=worker) as connection:
+            for number in range(0, 40, 2):
+                await connection.wait_message(1)
+                buffers = [bytearray(300_000), bytearray(300_000)]
+                with trio.fail_after(5):
+                    async with worker.open_request_group() as group:
+                        group.receive_into(connection, buffers[0], 1)
+                        time.sleep(0.005)
+                        group.receive_into(connection, buffers[1], 1)
+                assert buffers == [pattern(300_000, number), pattern(300_000, number + 1)]

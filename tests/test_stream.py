@@ -65,3 +65,17 @@ async def test_trio_s_own_checks(worker: ucp.Worker) -> None:
 
     async with listener:
         await trio.testing.check_half_closeable_stream(maker, clogged_maker)
+
+
+async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                client.send_nowait(b"", 1)
+        with trio.move_on_after(0.05) as scope:
+            await client.send_eof()
+        assert scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.send_eof)
+            with trio.fail_after(2):
+                assert await server.receive_some() == b""

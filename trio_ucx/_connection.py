@@ -11,6 +11,7 @@ from trio.lowlevel import enable_ki_protection
 from . import _wire as wire
 from ._lanes import Want
 from ._link import Link
+from ._transfers import QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
@@ -350,7 +351,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 return
             pending = self._link.submit(wire.STREAM, b"")
             self._eof_sent = True
-            await self._submitted(pending)
+            try:
+                await self._submitted(pending)
+            except trio.Cancelled:
+                if isinstance(pending, QueuedSend) and pending.operation is None:
+                    self._eof_sent = False  # it was waiting for credit
+                raise
 
     @enable_ki_protection
     async def receive_some(self, max_bytes: int | None = None) -> bytes:

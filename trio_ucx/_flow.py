@@ -121,18 +121,17 @@ class Outbound:
             if not self._lanes_on_the_way[lane]:
                 del self._lanes_on_the_way[lane]
 
-    def ready(self) -> list[Ticket]:
-        """Takes the messages that may go now off the queue, in the order in which they must go."""
-        ready: list[Ticket] = []
-        for lane in [lane for lane in self._admitted if lane in self._queued]:
-            ready.append(next(ticket for ticket in self.queue if ticket.lane == lane))
-            self.withdraw(ready[-1])
-            self._charge(lane, ready[-1].size)
-        while self.queue and cost(self.queue[0].size, self.threshold) <= self.credit:
-            ready.append(self.queue[0])
-            self.withdraw(ready[-1])
-            self._charge(ready[-1].lane, ready[-1].size)
-        return ready
+    def next_ready(self) -> Ticket | None:
+        """Takes the message that must go next off the queue, if one may go now; it is charged."""
+        ticket: Ticket | None = None
+        if self.queue and self._admitted:
+            ticket = next((waiting for waiting in self.queue if waiting.lane in self._admitted), None)
+        if ticket is None and self.queue and cost(self.queue[0].size, self.threshold) <= self.credit:
+            ticket = self.queue[0]
+        if ticket is not None:
+            self.withdraw(ticket)
+            self._charge(ticket.lane, ticket.size)
+        return ticket
 
     def has_room(self, lane: int) -> bool:
         """Whether a small message of this lane could go now."""

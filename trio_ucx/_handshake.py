@@ -137,6 +137,10 @@ async def send_hello(core: EndpointCore, data: bytes, *, reply: bool) -> None:
         await operation.wait()
 
 
+#: Seconds that a given-up connection by worker address stays for the server's answer.
+GIVE_UP_TIMEOUT = 2.0
+
+
 class Connecting:
     """A client that waits for its welcome."""
 
@@ -202,11 +206,14 @@ class Connecting:
                 engine.watch_events()
                 link = await self.answer.wait()
         finally:
-            self.services.connecting.pop(self.id, None)
-            if link is None:
-                if isinstance(self.answer.outcome, Value):
-                    self.answer.result().abort()
-                self.core.close()
+            if link is None and self.by_address and self.answer.outcome is None:
+                self._give_up_by_address()
+            else:
+                self.services.connecting.pop(self.id, None)
+                if link is None:
+                    if isinstance(self.answer.outcome, Value):
+                        self.answer.result().abort()
+                    self.core.close()
         if link is None:
             raise TimeoutError(
                 errno.ETIMEDOUT,
@@ -215,6 +222,28 @@ class Connecting:
                 + self.services.worker.context.reach_hint(Status.UNREACHABLE),
             )
         return link
+
+    def _give_up_by_address(self) -> None:
+        """Without a socket the server would not notice that we have gone: stay a moment, to tell it when it answers."""
+        answer, self.answer = self.answer, Signal()
+        del answer  # cancelled: nobody waits for it
+
+        async def run() -> None:
+            link: Link | None = None
+            try:
+                with trio.move_on_after(GIVE_UP_TIMEOUT):
+                    link = await self.answer.wait()
+            except OSError:
+                pass
+            finally:
+                self.services.connecting.pop(self.id, None)
+                if link is not None:
+                    link.abort()
+                self.core.close()
+
+        if not self.services.engine.spawn_background(run, f"trio_ucx giving up {self.core.label}"):
+            self.services.connecting.pop(self.id, None)
+            self.core.close()
 
 
 def welcome(services: Services, core: EndpointCore, hello: wire.Hello, options: Options) -> tuple[Link, bytes]:

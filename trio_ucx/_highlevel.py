@@ -53,9 +53,9 @@ async def _open(address: Address, worker: Worker | None, connect_timeout: float,
     await trio.lowlevel.checkpoint()
     if isinstance(address, WorkerAddress):
         target = worker or shared_worker()
-        core = target._connect_worker(address)
-        connecting = Connecting(Services.of(target), core, options)
-        link = await connecting.run(connect_timeout, service=address.service, address=target.address.ucx)
+        services, ours = Services.of(target), target.address.ucx
+        connecting = Connecting(services, target._connect_worker(address), options)
+        link = await connecting.run(connect_timeout, service=address.service, address=ours)
         return Connection._wrap(link)
     return await _open_by_name(*split_address(address), worker, connect_timeout, options)
 
@@ -77,9 +77,10 @@ async def _open_by_name(
             errors.append(wrong_family(address, target._engine))
             continue
         try:
-            core = target._connect_socket(address)
+            services = Services.of(target)
+            connecting = Connecting(services, target._connect_socket(address), options)
             timeout = max(0.0, deadline - trio.current_time()) / (len(addresses) - number)
-            return Connection._wrap(await Connecting(Services.of(target), core, options).run(timeout))
+            return Connection._wrap(await connecting.run(timeout))
         except OSError as error:
             errors.append(error)
     if len(errors) == 1:

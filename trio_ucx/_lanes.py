@@ -99,7 +99,7 @@ AHEAD = 8
 class Lane:
     """One lane of a connection, in the receiving direction."""
 
-    __slots__ = ("_settling", "messages", "mover", "number", "receives")
+    __slots__ = ("_again", "_settling", "messages", "mover", "number", "receives")
 
     def __init__(self, number: int, mover: Mover) -> None:
         self.number = number
@@ -107,6 +107,7 @@ class Lane:
         self.messages: collections.deque[Message] = collections.deque()
         self.receives: collections.deque[Receive] = collections.deque()
         self._settling = False
+        self._again = False
 
     @property
     def idle(self) -> bool:
@@ -141,6 +142,7 @@ class Lane:
             self._detach(message)
         elif error is not None:
             self.messages.remove(message)
+            self.mover.consumed(message)
             owner = message.owner
             self._detach(message)
             if owner is not None:
@@ -187,13 +189,17 @@ class Lane:
 
     def settle(self) -> None:
         """Completes what can be completed, in order, and begins transfers for the receives that are next."""
+        # Beginning a transfer can deliver others, which settle, too: then once more.
+        self._again = True
         if self._settling:
             return
         self._settling = True
         try:
-            while self._complete_first():
-                pass
-            self._move_ahead()
+            while self._again:
+                self._again = False
+                while self._complete_first():
+                    pass
+                self._move_ahead()
         finally:
             self._settling = False
 
@@ -214,8 +220,8 @@ class Lane:
             return self._too_long(message, receive)
         if message.state is State.HELD:
             self._move(message, receive)
-        if not self.messages or self.messages[0] is not message:
-            return True  # it could not be moved; its receive was told
+        if not self.messages or self.messages[0] is not message or not self.receives or self.receives[0] is not receive:
+            return True  # it could not be moved, and its receive was told; or that was cancelled
         if message.state is not State.READY:
             return False
         self.messages.popleft()
@@ -261,6 +267,8 @@ class Lane:
         for message, receive in zip(list(self.messages), takers, strict=False):
             if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
                 self._move(message, receive)
+                if self._again:
+                    return  # things may have changed
 
     def _deliver(self, message: Message, receive: Receive) -> None:
         result: Any

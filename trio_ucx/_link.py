@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 import trio
+from outcome import Error
 
 from . import _wire as wire
 from ._farewell import Farewell, Peer
@@ -81,6 +82,7 @@ class Link:
         self.told = False
         self._orphans: set[Message] = set()
         self._room: list[Signal] = []
+        self._sending_ready = False
         self._ending: Signal | None = None
         self._deadline = math.inf
         self._watch: Watch | None = None
@@ -88,6 +90,7 @@ class Link:
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
+        core.on_close = self.close_now
         live_handles["connection"] += 1
 
     def watch_process(self, process: wire.Process) -> None:
@@ -158,6 +161,8 @@ class Link:
 
     def abandon_send(self, operation: Operation) -> None:
         self.cancelled_sends += 1
+        if isinstance(operation, SendOperation):
+            operation.abandoned = True
         operation.leave_over()
 
     def _tell_stalled(self) -> None:
@@ -166,9 +171,15 @@ class Link:
 
     def send_ready(self) -> None:
         """Sends what has waited for credit and may go now."""
-        for ticket in self.outbound.ready():
-            assert isinstance(ticket, QueuedSend)
-            ticket.post()
+        if self._sending_ready:
+            return  # posting one can deliver credit for the next: the loop below sees it
+        self._sending_ready = True
+        try:
+            while (ticket := self.outbound.next_ready()) is not None:
+                assert isinstance(ticket, QueuedSend)
+                ticket.post()
+        finally:
+            self._sending_ready = False
         self.core.changed()
         room, self._room = self._room, []
         for signal in room:
@@ -182,7 +193,11 @@ class Link:
             self._tell_stalled()
             signal = Signal()
             self._room.append(signal)
-            await signal.wait()
+            try:
+                await signal.wait()
+            finally:
+                if signal in self._room:
+                    self._room.remove(signal)
 
     def _control(self, frame: Frame) -> None:
         """Sends a control frame, which is never charged."""
@@ -351,6 +366,9 @@ class Link:
             case wire.Done():
                 self.farewell.peer_done()
                 self._ended()
+                if self.farewell.peer is Peer.SAID_GOODBYE and not self.closing:
+                    # It leaves. UCX would not say so where there is no socket; this lets go of what it did not take.
+                    self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed"))
             case wire.Abort():
                 self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} aborted the connection"))
 
@@ -380,6 +398,10 @@ class Link:
         self._fail_sends(problem)
 
     def _fail_sends(self, problem: Exception) -> None:
+        for operation in [operation for operation in self.core.pending if isinstance(operation, SendOperation)]:
+            if operation.outcome is None and not operation.left_over:
+                operation.finish(Error(problem))  # it waits for the peer to ask for it
+                operation.leave_over()
         for ticket in list(self.outbound.queue):
             self.outbound.withdraw(ticket)
             assert isinstance(ticket, QueuedSend)
@@ -471,6 +493,7 @@ class Link:
         if self._watch is not None:
             self._watch.close()
         self.engine.children.pop(self.my_id, None)
+        self.core.on_close = None
         self.core.close()
         self.engine.mailboxes.pop(self.my_id, None)
         error = trio.ClosedResourceError("this connection was closed")

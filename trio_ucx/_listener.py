@@ -61,6 +61,7 @@ class Reception:
         engine = worker._engine
         engine.listeners[self.core.id] = self._client_came
         engine.children[self.core.id] = self.close
+        engine.on_broken[self.core.id] = self._fail_acceptors
         self.services.services[self.service] = self._opened_by_address
 
     @property
@@ -180,8 +181,11 @@ class Reception:
             core.fail(UCXError(-25, f"the listener closed before {core.label} was accepted"))
         while self.ready:
             self.ready.popleft().abort()
+        self._fail_acceptors(trio.ClosedResourceError("this listener was closed"))
+
+    def _fail_acceptors(self, error: Exception) -> None:
         while self.acceptors:
-            self.acceptors.popleft().finish(Error(trio.ClosedResourceError("this listener was closed")))
+            self.acceptors.popleft().finish(Error(error))
 
 
 @attrs.define(eq=False, repr=False)

@@ -36,6 +36,8 @@ class QueuedSend(Pending):
             return
         if self.operation is None:
             self.finish(Value(None))
+        elif self.operation.outcome is not None:  # it completed while it was posted
+            self.finish(self.operation.outcome)
         else:
             self.operation.notify = self._completed
 
@@ -62,7 +64,12 @@ class QueuedSend(Pending):
 class SendOperation(Operation):
     """A message on its way."""
 
-    __slots__ = ()
+    __slots__ = ("abandoned",)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        #: Whether its task was cancelled, or it was: its outcome does not matter any more.
+        self.abandoned = False
 
     @property
     def link(self) -> Link:
@@ -71,7 +78,7 @@ class SendOperation(Operation):
         return link
 
     def finish(self, result: Outcome[Any]) -> None:
-        if self.outcome is None and isinstance(result, Error):
+        if self.outcome is None and isinstance(result, Error) and not self.abandoned:
             self.link.failed_sends += 1
             self.link.told = self.link.told or self._task is not None or self.notify is not None
         super().finish(result)

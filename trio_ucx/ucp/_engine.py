@@ -139,6 +139,8 @@ class Engine:
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
         self.on_hello: Callable[[int, bytes], None] | None = None
+        #: Others to be told of an internal error; called with the exception for who waits.
+        self.on_broken: dict[int, Callable[[Exception], None]] = {}
         #: Everything to be closed before the worker: called with no arguments, must not raise.
         self.children: dict[int, Callable[[], None]] = {}
         self.left_over = 0
@@ -281,6 +283,8 @@ class Engine:
         for operation in list(self.in_flight.values()):
             operation.finish(Error(broken(f"the worker broke: {error!r}", error)))
             operation.leave_over()
+        for tell in list(self.on_broken.values()):
+            tell(broken(f"the worker broke: {error!r}", error))
         for core in list(self.endpoints.values()):
             callback, core.on_failure = core.on_failure, None
             if core.error is None:
@@ -301,6 +305,7 @@ class Engine:
         try:
             with self._stop:
                 await self._progress_until(lambda: False)
+                await trio.sleep_forever()  # broken: nothing moves any more
         except trio.ClosedResourceError:
             pass  # the worker was closed while we waited
         finally:
@@ -320,7 +325,7 @@ class Engine:
             if self.handle is None or finished():
                 return
             if self.broken is not None:
-                await trio.sleep_forever()
+                return
             if state == lib.TU_ARMED:
                 delay = 0.0
                 await self._park(self.efd)

@@ -49,6 +49,7 @@ class ListenerCore:
         self._acceptors: deque[Signal] = deque()
         engine.listeners[self.id] = self._arrived
         engine.children[self.id] = self.close
+        engine.on_broken[self.id] = self.fail_acceptors
         live_handles["listener"] += 1
 
     def _arrived(self, request: int) -> None:
@@ -103,8 +104,12 @@ class ListenerCore:
         self.engine.children.pop(self.id, None)
         lib.tu_listener_destroy(handle)
         live_handles["listener"] -= 1
+        self.engine.on_broken.pop(self.id, None)
+        self.fail_acceptors(trio.ClosedResourceError("this listener was closed"))
+
+    def fail_acceptors(self, error: Exception) -> None:
         while self._acceptors:
-            self._acceptors.popleft().finish(Error(trio.ClosedResourceError("this listener was closed")))
+            self._acceptors.popleft().finish(Error(error))
 
 
 def client_of(request: int) -> tuple[str, int]:

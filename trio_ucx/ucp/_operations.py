@@ -107,7 +107,19 @@ class ReceiveOperation(Operation):
 class EndpointCore:
     """The engine's side of an endpoint: its handle, its operations, and what became of it."""
 
-    __slots__ = ("engine", "error", "handle", "id", "label", "on_failure", "owner", "pending", "unflushed", "watchers")
+    __slots__ = (
+        "engine",
+        "error",
+        "handle",
+        "id",
+        "label",
+        "on_close",
+        "on_failure",
+        "owner",
+        "pending",
+        "unflushed",
+        "watchers",
+    )
 
     def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
         self.engine = engine
@@ -116,6 +128,8 @@ class EndpointCore:
         self.label = label
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
+        #: Called once, when it is closed (not when it fails).
+        self.on_close: Callable[[], None] | None = None
         #: What the layer above has made of it (a Connection's link).
         self.owner: Any = None
         self.pending: set[Operation] = set()
@@ -151,7 +165,11 @@ class EndpointCore:
         while not condition():
             watcher = Signal()
             self.watchers.append(watcher)
-            await watcher.wait()
+            try:
+                await watcher.wait()
+            finally:
+                if watcher in self.watchers:
+                    self.watchers.remove(watcher)
 
     def sends_done(self) -> bool:
         """Whether no operation is under way but those left over."""
@@ -175,6 +193,9 @@ class EndpointCore:
         self.on_failure = None
         if self.handle is not None:
             self._force_close()
+        callback, self.on_close = self.on_close, None
+        if callback is not None:
+            callback()
 
     def _force_close(self) -> None:
         handle, self.handle = self.handle, None
