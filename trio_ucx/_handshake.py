@@ -29,9 +29,6 @@ from .ucp._tag import pending_operation
 
 SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
 
-#: Takes an OPEN that came by an endpoint, or (None) brings its own worker address.
-OnOpen = Callable[[EndpointCore | None, wire.Hello], None]
-
 
 class Services:
     """A worker's handshakes."""
@@ -225,8 +222,7 @@ class Connecting:
 
     def _give_up_by_address(self) -> None:
         """Without a socket the server would not notice that we have gone: stay a moment, to tell it when it answers."""
-        answer, self.answer = self.answer, Signal()
-        del answer  # cancelled: nobody waits for it
+        self.answer = Signal()
 
         async def run() -> None:
             link: Link | None = None

@@ -36,7 +36,7 @@ from ._transfers import MoveOperation, QueuedSend, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Buffer, Pinned, new_bytes
 from .ucp._operations import EndpointCore, Operation, live_handles
-from .ucp._pending import Pending, Signal
+from .ucp._pending import Pending
 from .ucp._status import broken, error_from_status
 from .ucp._tag import post_pinned_send
 
@@ -66,7 +66,6 @@ class Link:
         self.core = core
         self.my_id = my_id
         self.peer_id = hello.client_id if hello.kind == wire.OPEN else hello.server_id
-        self.peer_software = hello.software
         self.options = options
         self.outbound = Outbound(hello.window, worker.context.rendezvous_threshold or 0)
         self.inbound = Inbound(options.window, hello.threshold)
@@ -81,9 +80,7 @@ class Link:
         #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
         self.told = False
         self._orphans: set[Message] = set()
-        self._room: list[Signal] = []
         self._sending_ready = False
-        self._ending: Signal | None = None
         self._deadline = math.inf
         self._watch: Watch | None = None
         self.engine.mailboxes[my_id] = self.arrived
@@ -181,23 +178,19 @@ class Link:
         finally:
             self._sending_ready = False
         self.core.changed()
-        room, self._room = self._room, []
-        for signal in room:
-            signal.set()
         if self.outbound.queue:
             self._tell_stalled()
 
     async def wait_room(self, lane: int) -> None:
         """Waits until a small message could be sent, or would fail."""
-        while self.send_problem() is None and not self.closing and not self.outbound.has_room(lane):
+
+        def settled() -> bool:
+            if self.send_problem() is not None or self.closing or self.outbound.has_room(lane):
+                return True
             self._tell_stalled()
-            signal = Signal()
-            self._room.append(signal)
-            try:
-                await signal.wait()
-            finally:
-                if signal in self._room:
-                    self._room.remove(signal)
+            return False
+
+        await self.core.wait_until(settled)
 
     def _control(self, frame: Frame) -> None:
         """Sends a control frame, which is never charged."""
@@ -362,10 +355,10 @@ class Link:
             case wire.GoodbyeAck():
                 self.farewell.acknowledged = True
                 self._control(wire.Done())
-                self._ended()
+                self.core.changed()
             case wire.Done():
                 self.farewell.peer_done()
-                self._ended()
+                self.core.changed()
                 if self.farewell.peer is Peer.SAID_GOODBYE and not self.closing:
                     # It leaves. UCX would not say so where there is no socket; this lets go of what it did not take.
                     self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed"))
@@ -412,7 +405,7 @@ class Link:
         transfers = any(lane.moving for lane in self.lanes.values())
         if self.farewell.may_acknowledge(transfers):
             self._control(wire.GoodbyeAck())
-            self._ended()
+            self.core.changed()
 
     def lost(self) -> None:
         """The endpoint failed."""
@@ -424,12 +417,6 @@ class Link:
             lane.give_up_moving(problem)
         if self.farewell.lost():
             self._end()
-        self._ended()
-
-    def _ended(self) -> None:
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            ending.set()
         self.core.changed()
 
     def begin_close(self) -> None:
@@ -452,11 +439,11 @@ class Link:
             await self.core.wait_until(lambda: self.core.sends_done() and not self.outbound.queue)
             if self.send_problem() is None and not self.farewell.acknowledged:
                 self._control(wire.Goodbye())
-                while self.core.handle is not None and not self.farewell.acknowledged:
-                    await self._wait_ending()
+                self.engine.watch_events()
+                await self.core.wait_until(lambda: self.core.handle is None or self.farewell.acknowledged)
             with trio.move_on_after(LINGER):
-                while self.core.handle is not None and self.farewell.peer_waits:
-                    await self._wait_ending()
+                self.engine.watch_events()
+                await self.core.wait_until(lambda: self.core.handle is None or not self.farewell.peer_waits)
         undelivered = bool(self.outbound.queue) or self.farewell.undelivered(
             self.outbound.sent, self.cancelled_sends, self.failed_sends
         )
@@ -473,11 +460,6 @@ class Link:
                 )
             )
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
-
-    async def _wait_ending(self) -> None:
-        self._ending = Signal()
-        self.engine.watch_events()
-        await self._ending.wait()
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told if that needs no waiting."""
@@ -501,7 +483,7 @@ class Link:
             lane.close(error)
         self.lanes.clear()
         self._fail_sends(error)
-        self._ended()
+        self.core.changed()
         live_handles["connection"] -= 1
 
     #: What the worker's closing calls; replaced by the Connection, which warns.

@@ -89,10 +89,6 @@ class Pinned:
             self.many = ffi.new("tu_buffers_t *", {"count": 1, "addresses": addresses, "lengths": lengths})
         return self.many
 
-    @property
-    def released(self) -> bool:
-        return not self._exports
-
     def release(self) -> None:
         exports, self._exports = self._exports, ()
         for export in exports:
@@ -116,10 +112,6 @@ class Pinned:
         if len(parts) == 1:
             return bytes(parts[0][:length])
         return b"".join(parts)[:length]
-
-    def same_memory(self, other: Pinned) -> bool:
-        mine, others = self._exports, other._exports
-        return len(mine) == len(others) and all(a == b for a, b in zip(mine, others, strict=True))
 
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize

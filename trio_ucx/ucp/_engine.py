@@ -32,7 +32,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -161,7 +160,6 @@ class Engine:
         self.on_closed: Callable[[], None] | None = None
         live_handles["worker"] += 1
         context.engines.add(self)
-        _engines.add(self)
 
     # ---- checks ----
 
@@ -536,7 +534,6 @@ class Engine:
 
 
 _abandoned: list[Any] = []
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._buffers import Buffer, Pinned
-from ._context import Config, Context
+from ._context import DEFAULT_FEATURES, Config, Context
 from ._endpoint import Endpoint, ErrorMode, post_flush
 from ._engine import Engine, WorkerStatistics
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
@@ -45,7 +45,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise ValueError("give config= to open_context, or to open_worker without a context")
         owned = context is None
         if context is None:
-            context = Context._open(config, _default_features())
+            context = Context._open(config, DEFAULT_FEATURES)
         elif not isinstance(context, Context):
             raise TypeError(f"context must be a Context, not {type(context).__name__}")
         try:
@@ -316,12 +316,6 @@ class Worker(metaclass=OpenedNotConstructed):
     def __repr__(self) -> str:
         state = "closed" if self._engine.handle is None else f"{len(self._engine.endpoints)} endpoints"
         return f"<trio_ucx.ucp.Worker, {state}>"
-
-
-def _default_features() -> Any:
-    from ._context import DEFAULT_FEATURES
-
-    return DEFAULT_FEATURES
 
 
 @asynccontextmanager
