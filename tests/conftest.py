@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
+import ssl
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from helpers import TRANSPORTS
+import trustme
+from helpers import TRANSPORTS, Certificates
 
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.testing import assert_no_live_handles
 from trio_ucx.ucp import _engine
 
 _closed: list[_engine.WorkerStatistics] = []
@@ -29,12 +30,20 @@ _engine.Engine._finish_close = _recording_finish_close  # type: ignore[method-as
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _closed.clear()
     yield
-    gc.collect()
-    assert live_handles() == {}
+    assert_no_live_handles()
     for statistics in _closed:
         assert statistics.missed_events == 0, "an event was missed"
         if request.node.get_closest_marker("cut_off") is None:
             assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"
+
+
+@pytest.fixture(scope="session")
+def certificates() -> Certificates:
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.configure_trust(client)
+    return Certificates(server, client)
 
 
 @pytest.fixture(params=TRANSPORTS)

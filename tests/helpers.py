@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import trio
 
 import trio_ucx
@@ -90,7 +92,7 @@ async def open_peer(role: str, *args: Any, transports: str | None = None, **envi
     if transports is not None:
         env["UCX_TLS"] = transports
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-W", "error", str(HERE / "peers.py"), role, json.dumps(args)],
+        [sys.executable, "-W", "error", "-X", "faulthandler", str(HERE / "peers.py"), role, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=env,
@@ -100,6 +102,10 @@ async def open_peer(role: str, *args: Any, transports: str | None = None, **envi
     try:
         yield peer
         clean = True
+    except BaseException as error:
+        if process.poll() not in (None, 0):
+            error.add_note(f"the peer {role!r} had ended before that, exit status {process.returncode}")
+        raise
     finally:
         with trio.CancelScope(shield=True):
             assert process.stdin is not None and process.stdout is not None
@@ -157,6 +163,14 @@ async def open_raw_pair(
                 server.abort()
         finally:
             client.abort()
+
+
+@attrs.frozen
+class Certificates:
+    """TLS contexts that trust each other, for "localhost"."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
 
 
 class Stopwatch:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, pattern
+from helpers import Certificates, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import open_clogged_pair, open_connection_pair, open_pair_over_listener
 
 
 async def test_bytes_arrive_in_order_beside_messages(worker: ucp.Worker) -> None:
@@ -45,26 +48,30 @@ async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_trio_s_own_checks(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+RUNS = 20  # in a row, without a failure
 
-    async def maker() -> tuple[trio_ucx.Connection, trio_ucx.Connection]:
-        client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
-        return client, await listener.accept()
 
-    async def clogged_maker() -> tuple[trio_ucx.Connection, trio_ucx.Connection]:
-        client, server = await maker()
-        for end in (client, server):
-            with pytest.raises(trio.WouldBlock):
-                while True:
-                    end._link.submit_nowait(2**31 + 1, bytes(3000))
-            with pytest.raises(trio.WouldBlock):
-                while True:
-                    end._link.submit_nowait(2**31 + 1, b"x")
-        return client, server
+async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker) -> None:
+    for _ in range(RUNS):
+        await trio.testing.check_half_closeable_stream(
+            partial(open_pair_over_listener, worker=worker), partial(open_clogged_pair, worker=worker)
+        )
 
-    async with listener:
-        await trio.testing.check_half_closeable_stream(maker, clogged_maker)
+
+async def test_trio_s_checks_by_worker_address(worker: ucp.Worker) -> None:
+    await trio.testing.check_half_closeable_stream(partial(open_connection_pair, worker=worker), None)
+
+
+async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certificates) -> None:
+    async def maker() -> tuple[trio.SSLStream[trio_ucx.Connection], trio.SSLStream[trio_ucx.Connection]]:
+        client, server = await open_pair_over_listener(worker=worker)
+        return (
+            trio.SSLStream(client, certificates.client, server_hostname="localhost"),
+            trio.SSLStream(server, certificates.server, server_side=True),
+        )
+
+    for _ in range(RUNS):
+        await trio.testing.check_two_way_stream(maker, None)
 
 
 async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> None:

@@ -5,9 +5,10 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _native        the compiled module, and loading UCX
     ucp            UCP in Trio idiom; any UCP peer can be talked to with it alone
     here           two trio_ucx peers that shook hands:
-                     _wire, _flow, _lanes, _farewell    the rules, without I/O
+                     _wire, _flow, _lanes, _stream,     the rules, without I/O
+                       _farewell; _session: all of them
                      _peers                             noticing a dead process
-                     _transfers, _link, _handshake      one connection; how it comes about
+                     _transfers, _link, _handshake      one connection over UCX; how it comes about
                      _connection, _listener             what the user holds
                      _shared, _highlevel                opening and serving
     _cli, testing  ``python -m trio_ucx``; helpers for tests

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from . import _stream as stream
 from . import _wire as wire
 from ._lanes import Want
 from ._link import Link
-from ._transfers import QueuedSend
+from ._session import QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._tag import completed
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
-
-#: The byte stream travels in messages of at most this many bytes: small enough to be sent without waiting for the
-#: receiver, large enough that their number does not matter.
-STREAM_CHUNK = 60 * 1024
 
 #: The most mutable data that `send_nowait` copies.
 NOWAIT_COPY_LIMIT = 2**20
@@ -68,9 +66,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     _endpoint: Endpoint
     _local: tuple[str, int] | None
     _remote: tuple[str, int] | None
-    _rest: memoryview | None = None
     _eof_sent: bool = False
-    _eof_received: bool = False
     _sending: ConflictDetector = attrs.field(
         factory=lambda: ConflictDetector("another task is sending on this connection's byte stream")
     )
@@ -120,7 +116,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             held=link.inbound.unread,
             credit=link.outbound.credit,
             queued_sends=len(link.outbound.queue),
-            left_over_operations=left_over + len(link._orphans),
+            left_over_operations=left_over + len(link.orphans),
         )
 
     # ---- messages ----
@@ -302,8 +298,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Sends bytes on the byte stream; see ``trio.abc.SendStream``.
 
-        Cancellation: a part of unknown length has been sent, and the stream can still be used. ``data`` may stay pinned
-        until :meth:`wait_buffers_released` returns.
+        Returns when ``data`` may be used again. Less than 256 KiB wait only while the peer's window is full. More are
+        not copied and stay here until the peer reads them: so do not write as much from both sides before either reads.
+
+        Cancellation: a part of unknown length has been sent, and the stream can still be used. ``data`` may stay
+        pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
 
         Raises:
             trio.BusyResourceError: another task is sending on it.
@@ -313,15 +312,21 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._sending.hold():
             self._check_stream()
             await trio.lowlevel.checkpoint_if_cancelled()
+            link = self._link
+            link.check_sendable()
+            waited = False
             with memoryview(data) as view, view.cast("B") as flat:
-                sent = False
-                size = min(STREAM_CHUNK, self._link.outbound.window // 4)
-                for start in range(0, len(flat), size):
-                    await self._submitted(self._link.submit(wire.STREAM, flat[start : start + size]))
-                    sent = True
-            if not sent:
-                self._link.check_sendable()
-                await trio.lowlevel.checkpoint()
+                cut = stream.pieces(len(flat), link.outbound.window, link.outbound.threshold)
+                write = stream.Write(partial(link.submit, wire.STREAM), flat, cut)
+                try:
+                    while (pending := write.advance()) is not None:
+                        link.engine.watch_events()
+                        await pending.watch()
+                        waited = True
+                finally:
+                    write.cancel()
+            if not waited:
+                await trio.lowlevel.cancel_shielded_checkpoint()
 
     @enable_ki_protection
     async def wait_send_all_might_not_block(self) -> None:
@@ -354,7 +359,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             try:
                 await self._submitted(pending)
             except trio.Cancelled:
-                if isinstance(pending, QueuedSend) and pending.operation is None:
+                if isinstance(pending, QueuedSend) and pending.sending is None:
                     self._eof_sent = False  # it was waiting for credit
                 raise
 
@@ -373,24 +378,16 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._receiving.hold():
             self._link.check()
             await trio.lowlevel.checkpoint_if_cancelled()
-            if self._rest is not None or self._eof_received:
+            incoming = self._link.incoming
+            if incoming.readable:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             else:
                 try:
-                    chunk = await self._received(wire.STREAM, Want.BYTES)
+                    piece = await self._received(wire.STREAM, Want.BYTES)
                 except trio.EndOfChannel:
-                    chunk = b""
-                if not chunk:
-                    self._eof_received = True
-                elif max_bytes is None or len(chunk) <= max_bytes:
-                    return cast(bytes, chunk)
-                else:
-                    self._rest = memoryview(chunk)
-            if self._rest is None:
-                return b""
-            part = bytes(self._rest[:max_bytes])
-            self._rest = self._rest[len(part) :] if len(part) < len(self._rest) else None
-            return part
+                    piece = b""
+                incoming.feed(piece)
+            return incoming.take(max_bytes)
 
     # ---- the end ----
 

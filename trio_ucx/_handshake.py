@@ -15,9 +15,10 @@ import trio
 from outcome import Error, Value
 
 from . import _wire as wire
-from ._link import Link, Options
+from ._link import Link
 from ._native import lib, ucx
 from ._peers import this_process
+from ._session import Options
 from ._version import __version__
 from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
 from .ucp._buffers import Pinned

@@ -15,8 +15,8 @@ from trio.lowlevel import enable_ki_protection
 
 from ._connection import Connection
 from ._handshake import Connecting, Services
-from ._link import Options
 from ._listener import Listener, Reception
+from ._session import Options
 from ._shared import shared_worker
 from .ucp import Worker, WorkerAddress
 from .ucp._address import Resolved, SocketAddress, resolve, split_address

@@ -7,6 +7,9 @@ A message is HELD while UCX has it, MOVING while UCX writes it to memory, READY 
 moved to memory of ours as soon as it arrives; a large one only when a receive is there for it, to the buffer of that
 receive. If that receive is cancelled meanwhile, the transfer goes on; afterwards the message is copied out of the
 buffer, which is then its owner's again, and the next receive of the lane gets it, whichever that is.
+
+When the peer is lost, messages that had not arrived whole are missing among those that had. The lane of the byte
+stream is *sequential*: there nothing is handed out behind a message that is missing.
 """
 
 from __future__ import annotations
@@ -99,11 +102,14 @@ AHEAD = 8
 class Lane:
     """One lane of a connection, in the receiving direction."""
 
-    __slots__ = ("_again", "_settling", "messages", "mover", "number", "receives")
+    __slots__ = ("_again", "_settling", "failure", "messages", "mover", "number", "receives", "sequential")
 
-    def __init__(self, number: int, mover: Mover) -> None:
+    def __init__(self, number: int, mover: Mover, *, sequential: bool = False) -> None:
         self.number = number
         self.mover = mover
+        self.sequential = sequential
+        #: Why nothing comes any more in a sequential lane in which a message is missing.
+        self.failure: Exception | None = None
         self.messages: collections.deque[Message] = collections.deque()
         self.receives: collections.deque[Receive] = collections.deque()
         self._settling = False
@@ -111,11 +117,14 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        return not self.messages and not self.receives
+        return not self.messages and not self.receives and self.failure is None
 
     def arrived(self, handle: int, length: int, *, move: bool) -> None:
         """A message arrived. With ``move``, it goes to memory of ours at once if no receive is there for it."""
         message = Message(self, handle, length)
+        if self.failure is not None:
+            self._throw_away(message)
+            return
         self.messages.append(message)
         self.settle()
         if move and message.state is State.HELD and message in self.messages:
@@ -141,6 +150,7 @@ class Lane:
         if message not in self.messages:  # given up before
             self._detach(message)
         elif error is not None:
+            self._missing(message, error)
             self.messages.remove(message)
             self.mover.consumed(message)
             owner = message.owner
@@ -291,21 +301,42 @@ class Lane:
             receive.pins.release()
         receive.finish(result)
 
-    def drop_held(self) -> None:
-        """The messages that their sender still has will not come any more."""
+    def drop_held(self, error: Exception | None = None) -> None:
+        """The messages that their sender still has will not come any more: ``error``, or it does not need them to."""
         for message in [message for message in self.messages if message.state is State.HELD]:
-            self.messages.remove(message)
-            self.mover.discard(message)
-            self.mover.consumed(message)
+            if message in self.messages:
+                if error is not None:
+                    self._missing(message, error)
+                self.messages.remove(message)
+                self._throw_away(message)
         self.settle()
+
+    def _throw_away(self, message: Message) -> None:
+        if message.state is State.HELD:
+            self.mover.discard(message)
+        self.mover.consumed(message)
+
+    def _missing(self, message: Message, error: Exception) -> None:
+        """A message will not arrive: in a sequential lane, nothing behind it counts."""
+        if not self.sequential or self.failure is not None:
+            return
+        self.failure = error
+        while self.messages[-1] is not message:
+            rest = self.messages.pop()
+            receive, rest.owner = rest.owner, None
+            if receive is not None:
+                receive.message = None  # it waits at the end of the lane again
+            self._throw_away(rest)
 
     def give_up_moving(self, error: Exception) -> None:
         """The messages under way will not arrive whole. UCX may keep their buffers for a while, or for ever."""
         for message in [message for message in self.messages if message.state is State.MOVING]:
-            self.messages.remove(message)
-            self.mover.consumed(message)
-            if message.owner is not None:
-                self.give_up(message.owner, error)
+            if message in self.messages:
+                self._missing(message, error)
+                self.messages.remove(message)
+                self.mover.consumed(message)
+                if message.owner is not None:
+                    self.give_up(message.owner, error)
         self.settle()
 
     @property

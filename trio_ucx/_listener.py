@@ -14,7 +14,8 @@ from trio.lowlevel import enable_ki_protection
 from . import _wire as wire
 from ._connection import Connection
 from ._handshake import Services, refuse, send_hello, welcome, wrong_version
-from ._link import Link, Options
+from ._link import Link
+from ._session import Options
 from .ucp import ErrorMode, UCXError, Worker, WorkerAddress
 from .ucp._address import Resolved
 from .ucp._listener import ListenerCore, client_of

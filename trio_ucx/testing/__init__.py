@@ -1,17 +1,22 @@
-"""Helpers for tests of programs that use trio_ucx."""
+"""Helpers for tests of programs that use trio_ucx.
 
-from ..ucp import _operations
+Pairs of Connections in one process, for tests that need no network, and for ``trio.testing.check_two_way_stream`` and
+its like; and a check that nothing native is left.
+"""
+
 from ..ucp._util import publish as _publish
+from ._handles import assert_no_live_handles as assert_no_live_handles
+from ._handles import live_handles as live_handles
+from ._pairs import open_clogged_pair as open_clogged_pair
+from ._pairs import open_connection_pair as open_connection_pair
+from ._pairs import open_pair_over_listener as open_pair_over_listener
 
-__all__ = ["live_handles"]
-
-
-def live_handles() -> dict[str, int]:
-    """The native handles that are alive in this process, by kind: workers, endpoints, listeners, connections, pidfds.
-
-    Empty when everything was closed: assert that after each test.
-    """
-    return {kind: count for kind, count in _operations.live_handles.items() if count}
-
+__all__ = [
+    "assert_no_live_handles",
+    "live_handles",
+    "open_clogged_pair",
+    "open_connection_pair",
+    "open_pair_over_listener",
+]
 
 _publish(globals(), __name__)

@@ -252,7 +252,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         self._closing = True
         if mode is CloseMode.FORCE:
             self._core.close()
-            await trio.lowlevel.cancel_shielded_checkpoint()
+            await trio.lowlevel.checkpoint()
             return
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
@@ -262,7 +262,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             raise
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose(CloseMode.FLUSH if exc_info[0] is None else CloseMode.FORCE)
+        if exc_info[0] is None:
+            await self.aclose()
+        else:
+            self.abort()
+            await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
         if not self._closing and self._core.handle is not None:

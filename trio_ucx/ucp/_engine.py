@@ -431,7 +431,7 @@ class Engine:
                 await self.close()
         finally:
             self.close_now()
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await trio.lowlevel.checkpoint()
 
     async def close(self) -> None:
         """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""

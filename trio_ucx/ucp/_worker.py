@@ -333,6 +333,7 @@ async def open_worker(*, context: Context | None = None, config: Config | None =
     Raises:
         UCXError, ValueError: see :func:`open_context`.
     """
+    await trio.lowlevel.checkpoint()
     worker = Worker._open(context, config)
     try:
         yield worker

@@ -1,98 +1,43 @@
-"""The examples, run as a user runs them: in processes of their own."""
+"""examples/copy_files.py."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import stat
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 import trio
+from programs import DEADLINE, EXAMPLES, Program, load, program
 
 import trio_ucx
 
 pytest.importorskip("rich")
 
-COPY_FILES = Path(__file__).parent.parent / "examples" / "copy_files.py"
-DEADLINE = 45  # less than the example's own STALL_TIMEOUT
+COPY_FILES = EXAMPLES / "copy_files.py"
 
 TRANSPORTS = pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 copy_files: Any = load(COPY_FILES)
 
 
-class Program:
-    """The example in a process, which is gone when its block is left."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.address = ""
-
-    def finish(self) -> tuple[int, str]:
-        try:
-            _, errors = self.process.communicate(timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
-            pytest.fail(f"{self.process.args!r} hangs: {self.process.communicate()[1]}")
-        return self.process.returncode, errors
-
-    async def end(self) -> tuple[int, str]:
-        return await trio.to_thread.run_sync(self.finish)
-
-    async def wait_address(self) -> None:
-        assert self.process.stdout is not None
-        line = await trio.to_thread.run_sync(self.process.stdout.readline)
-        words, _, self.address = line.strip().rpartition(" ")
-        assert words == "listening at"
-
-
-@contextmanager
-def program(*arguments: object, transports: str | None = None) -> Iterator[Program]:
-    environment = dict(os.environ, PYTHONWARNINGS="error", PYTHONUTF8="1", PYTHONFAULTHANDLER="1")
-    if transports is not None:
-        environment["UCX_TLS"] = transports
-    command = [sys.executable, str(COPY_FILES), *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace", env=environment
-    )
-    with process:
-        try:
-            yield Program(process)
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
 @asynccontextmanager
 async def receiver(destination: Path, transports: str | None = None) -> AsyncIterator[Program]:
-    with program("receive", destination, transports=transports) as receiving:
+    with program(COPY_FILES, "receive", destination, transports=transports) as receiving:
         await receiving.wait_address()
         yield receiving
 
 
 async def copy(source: Path, destination: Path, *options: object, transports: str) -> None:
     async with receiver(destination, transports) as receiving:
-        with program("send", source, receiving.address, *options, transports=transports) as sending:
+        with program(COPY_FILES, "send", source, receiving.address, *options, transports=transports) as sending:
             assert await sending.end() == (0, "")
         assert await receiving.end() == (0, "")
 
@@ -179,7 +124,7 @@ async def test_copy_files_skips_what_cannot_be_copied(tmp_path: Path) -> None:
     os.mkfifo(source / "fifo")
     (source / "file").write_text("here")
     async with receiver(destination) as receiving:
-        with program("send", source, receiving.address) as sending:
+        with program(COPY_FILES, "send", source, receiving.address) as sending:
             status, errors = await sending.end()
         assert status == 0
         assert "skipped" in errors and "fifo" in errors
@@ -337,7 +282,7 @@ async def test_copy_files_tells_the_sender_why(tmp_path: Path) -> None:
     (source / "name").write_bytes(bytes(2**24))
     (destination / "name" / "is a directory").mkdir(parents=True)
     async with receiver(destination) as receiving:
-        with program("send", source, receiving.address) as sending:
+        with program(COPY_FILES, "send", source, receiving.address) as sending:
             assert await sending.end() == (1, "copy_files: the other side gave up: name: Is a directory\n")
         assert await receiving.end() == (1, "copy_files: name: Is a directory\n")
     assert leftovers(destination) == []
@@ -360,7 +305,7 @@ async def test_copy_files_interrupted(tmp_path: Path, transports: str, victim: s
         with open(source / name, "wb") as file:
             file.truncate(2**33)
     async with receiver(destination, transports) as receiving:
-        with program("send", source, receiving.address, transports=transports) as sending:
+        with program(COPY_FILES, "send", source, receiving.address, transports=transports) as sending:
             await wait_half_way(destination)
             killed, other = (sending, receiving) if victim == "sender" else (receiving, sending)
             killed.process.send_signal(number)
@@ -396,7 +341,7 @@ async def test_copy_files_interrupted_while_nobody_calls(tmp_path: Path) -> None
     ],
 )
 async def test_copy_files_complains_in_one_line(arguments: list[object], complaint: str) -> None:
-    with program(*arguments) as running:
+    with program(COPY_FILES, *arguments) as running:
         status, errors = await running.end()
     assert status == 1
     assert errors.startswith("copy_files: ") and errors.count("\n") == 1
@@ -405,7 +350,7 @@ async def test_copy_files_complains_in_one_line(arguments: list[object], complai
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", "host:port", ":1", "host:65536", "host:-1"])
 async def test_copy_files_refuses_a_bad_address(address: str) -> None:
-    with program("send", ".", address) as running:
+    with program(COPY_FILES, "send", ".", address) as running:
         status, errors = await running.end()
     assert status == 2
     assert "Traceback" not in errors

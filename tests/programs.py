@@ -1,0 +1,79 @@
+"""The examples as their users run them: programs in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import trio
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEADLINE = 45  # seconds that a program has to end
+
+
+def load(path: Path) -> ModuleType:
+    """An example as a module, to test its parts."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Program:
+    """An example in a process, which is gone when its block is left."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.address = ""
+        self.output = ""  # what it printed that was not read before, once it has ended
+
+    def finish(self) -> tuple[int, str]:
+        """Waits until it has ended: (exit status, stderr)."""
+        try:
+            self.output, errors = self.process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
+            pytest.fail(f"{self.process.args!r} hangs: {self.process.communicate()[1]}")
+        return self.process.returncode, errors
+
+    async def end(self) -> tuple[int, str]:
+        return await trio.to_thread.run_sync(self.finish)
+
+    async def read_line(self) -> str:
+        """The next line that it prints, without the newline."""
+        assert self.process.stdout is not None
+        return (await trio.to_thread.run_sync(self.process.stdout.readline)).rstrip("\n")
+
+    async def wait_address(self) -> None:
+        """Sets ``address`` to what it says it listens at."""
+        line = await self.read_line()
+        words, _, self.address = line.rpartition(" ")
+        assert words == "listening at", line
+
+
+@contextmanager
+def program(path: Path, *arguments: object, transports: str | None = None) -> Iterator[Program]:
+    """Runs an example; ends it by force, if need be, with the block."""
+    environment = dict(os.environ, PYTHONWARNINGS="error", PYTHONUTF8="1", PYTHONFAULTHANDLER="1")
+    if transports is not None:
+        environment["UCX_TLS"] = transports
+    command = [sys.executable, str(path), *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace", env=environment
+    )
+    with process:
+        try:
+            yield Program(process)
+        finally:
+            if process.poll() is None:
+                process.kill()

@@ -1,0 +1,524 @@
+"""Every public async function is a checkpoint on every successful call. They are found by introspection.
+
+(Leaving a block by an exception is no successful call: there a cancellation must not take the exception's place.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+from helpers import open_raw_pair
+
+import trio_ucx
+import trio_ucx.anyio
+from trio_ucx import testing, ucp
+from trio_ucx.testing import open_pair_over_listener
+
+assert_checkpoints = trio.testing.assert_checkpoints
+
+
+def public_classes(module: types.ModuleType) -> Iterator[tuple[str, type]]:
+    names = getattr(module, "__all__", None) or [
+        name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__
+    ]
+    for name in names:
+        thing = getattr(module, name)
+        if inspect.isclass(thing):
+            yield name, thing
+
+
+def gives_context_manager(function: Any) -> bool:
+    if inspect.isasyncgenfunction(inspect.unwrap(function)):
+        return True
+    if not function.__module__.startswith("trio_ucx"):
+        return False  # inherited
+    names = {
+        **vars(ucp),
+        **vars(trio_ucx),
+        **inspect.unwrap(function).__globals__,
+    }  # some are imported for type checkers only
+    returned = eval(str(function.__annotations__.get("return")), names)
+    returned = typing.get_origin(returned) or returned
+    return (
+        inspect.isclass(returned)
+        and hasattr(returned, "__aenter__")
+        and not issubclass(returned, trio.abc.AsyncResource)
+    )
+
+
+def is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or gives_context_manager(function)
+
+
+def find() -> set[str]:
+    """``Class.method`` and ``function`` of all that is public and awaited, entered, or iterated over."""
+    found = set()
+    for module in (trio_ucx, ucp, testing, trio_ucx.anyio):
+        for name in getattr(module, "__all__", ()):
+            if inspect.isfunction(getattr(module, name)) and is_async(getattr(module, name)):
+                found.add(name)
+        for name, cls in public_classes(module):
+            for member in dir(cls):
+                value = inspect.getattr_static(cls, member)
+                private = member.startswith("_") and not member.startswith("__")
+                if inspect.isfunction(value) and not private and (is_async(value) or member == "__await__"):
+                    found.add(f"{name}.{member}")
+    return found
+
+
+@attrs.define
+class Stage:
+    """What the calls need."""
+
+    worker: ucp.Worker
+    client: trio_ucx.Connection
+    server: trio_ucx.Connection
+    listener: trio_ucx.Listener
+    raw_client: ucp.Endpoint
+    raw_server: ucp.Endpoint
+    raw_listener: ucp.RawListener
+
+
+@asynccontextmanager
+async def set_stage(worker: ucp.Worker) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        client, server = await open_pair_over_listener(worker=worker)
+        stack.callback(client.abort)
+        stack.callback(server.abort)
+        raw_client, raw_server = await stack.enter_async_context(open_raw_pair(worker))
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        stack.push_async_callback(listener.aclose)
+        raw_listener = await worker.open_listener("127.0.0.1", 0)
+        stack.push_async_callback(raw_listener.aclose)
+        yield Stage(worker, client, server, listener, raw_client, raw_server, raw_listener)
+
+
+Call = Callable[[Stage], Awaitable[None]]
+CALLS: dict[str, list[Call]] = {}
+
+
+def calls(*names: str) -> Callable[[Call], Call]:
+    def register(call: Call) -> Call:
+        for name in names:
+            CALLS.setdefault(name, []).append(call)
+        return call
+
+    return register
+
+
+async def arrived(stage: Stage, count: int) -> None:
+    with trio.fail_after(5):
+        while stage.server.statistics().messages_received < count:
+            await trio.sleep(0.001)
+
+
+async def together(first: Callable[[], Awaitable[Any]], second: Callable[[], Awaitable[Any]]) -> None:
+    """``first`` in this task, under the assertion, while another begins ``second`` later."""
+
+    async def later() -> None:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await second()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(later)
+        with assert_checkpoints():
+            await first()
+
+
+async def enter_and_exit(make: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
+    manager = make()
+    with assert_checkpoints():
+        await manager.__aenter__()
+    with assert_checkpoints():
+        await manager.__aexit__(None, None, None)
+
+
+# ---- opening ----
+
+
+@calls("connect")
+async def use_connect(stage: Stage) -> None:
+    await enter_and_exit(lambda: trio_ucx.connect(stage.listener.address, worker=stage.worker))
+    await enter_and_exit(lambda: trio_ucx.connect(stage.listener.worker_address, worker=stage.worker))
+    for _ in range(2):
+        (await stage.listener.accept()).abort()
+
+
+@calls("open_ucx_stream")
+async def use_open_ucx_stream(stage: Stage) -> None:
+    with assert_checkpoints():
+        connection = await trio_ucx.open_ucx_stream(*stage.listener.address, worker=stage.worker)
+    connection.abort()
+
+
+@calls("open_ucx_listeners", "Listener.aclose", "Listener.__aenter__", "Listener.__aexit__")
+async def use_open_ucx_listeners(stage: Stage) -> None:
+    with assert_checkpoints():
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=stage.worker)
+    for _ in range(2):
+        with assert_checkpoints():
+            await listener.aclose()
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=stage.worker)
+    async with listener:
+        # Entering does nothing: Trio's own AsyncResource has no checkpoint there, either.
+        manager = listener.__aexit__(None, None, None)
+        with assert_checkpoints():
+            await manager
+
+
+@calls("serve_ucx")
+async def use_serve_ucx(stage: Stage) -> None:
+    with assert_checkpoints():
+        with trio.move_on_after(0.05):
+            await trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0, host="127.0.0.1", worker=stage.worker)
+
+
+@calls("open_connection_pair", "open_pair_over_listener", "open_clogged_pair")
+async def use_open_connection_pair(stage: Stage) -> None:
+    for open_pair in (testing.open_connection_pair, testing.open_pair_over_listener, testing.open_clogged_pair):
+        with assert_checkpoints():
+            pair = await open_pair(worker=stage.worker)
+        for connection in pair:
+            connection.abort()
+
+
+@calls("open_worker")
+async def use_open_worker(stage: Stage) -> None:
+    await enter_and_exit(ucp.open_worker)
+
+
+@calls("Worker.open_endpoint")
+async def use_worker_open_endpoint(stage: Stage) -> None:
+    for address in (stage.raw_listener.address, stage.worker.address):
+        with assert_checkpoints():
+            endpoint = await stage.worker.open_endpoint(address)
+        endpoint.abort()
+
+
+@calls("Worker.open_listener", "RawListener.aclose", "RawListener.__aenter__", "RawListener.__aexit__")
+async def use_worker_open_listener(stage: Stage) -> None:
+    with assert_checkpoints():
+        listener = await stage.worker.open_listener("127.0.0.1", 0)
+    for _ in range(2):
+        with assert_checkpoints():
+            await listener.aclose()
+    async with await stage.worker.open_listener("127.0.0.1", 0) as listener:
+        with assert_checkpoints():
+            await listener.__aexit__(None, None, None)
+
+
+@calls("Listener.accept")
+async def use_listener_accept(stage: Stage) -> None:
+    accepted = []
+
+    async def accept() -> None:
+        accepted.append(await stage.listener.accept())
+
+    opened = []
+
+    async def open_one() -> None:
+        opened.append(await trio_ucx.open_ucx_stream(*stage.listener.address, worker=stage.worker))
+
+    await together(accept, open_one)
+    await open_one()
+    with trio.fail_after(5):
+        while not stage.listener.statistics().waiting:
+            await trio.sleep(0.001)
+    with assert_checkpoints():
+        await accept()
+    for connection in accepted + opened:
+        connection.abort()
+
+
+@calls("RawListener.accept_request", "RawListener.__anext__", "ConnectionRequest.accept")
+async def use_rawlistener_accept_request(stage: Stage) -> None:
+    endpoints: list[ucp.Endpoint] = []
+    requests: list[ucp.ConnectionRequest] = []
+
+    async def open_one() -> None:
+        endpoints.append(await stage.worker.open_endpoint(stage.raw_listener.address))
+
+    for take in (stage.raw_listener.accept_request, stage.raw_listener.__anext__):
+
+        async def accept(take: Any = take) -> None:
+            requests.append(await take())
+
+        await together(accept, open_one)
+        with assert_checkpoints():
+            endpoints.append(await requests[-1].accept())
+        await open_one()
+        await trio.sleep(0.05)
+        with assert_checkpoints():
+            await accept()
+        requests[-1].reject()
+    for endpoint in endpoints:
+        endpoint.abort()
+
+
+# ---- messages ----
+
+
+@calls("Connection.send")
+async def use_connection_send(stage: Stage) -> None:
+    for data in (b"", b"small", [b"a", bytearray(b"b")]):
+        with assert_checkpoints():
+            await stage.client.send(data)
+    await together(partial(stage.client.send, bytes(2**20), 5), partial(stage.server.receive, 5))
+
+
+@calls("Connection.receive", "Connection.receive_into", "Connection.wait_message", "Messages.__anext__")
+async def use_connection_receive(stage: Stage) -> None:
+    client, server = stage.client, stage.server
+    ways: list[Callable[[], Awaitable[Any]]] = [
+        server.receive,
+        partial(server.receive_into, bytearray(2**20)),
+        server.messages().__anext__,
+    ]
+    for way in ways:
+        for size in (10, 2**18):
+            await together(way, partial(client.send, bytes(size)))
+        client.send_nowait(b"there")
+        await server.wait_message()
+        with assert_checkpoints():
+            await way()
+    await together(server.wait_message, partial(client.send, b"x"))
+    with assert_checkpoints():
+        await server.wait_message()
+    with assert_checkpoints(), trio.move_on_after(5):
+        await server.receive_into([bytearray(1)])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.aclose)
+        with pytest.raises(StopAsyncIteration), assert_checkpoints():
+            await server.messages().__anext__()
+
+
+@calls("Connection.wait_buffers_released")
+async def use_connection_wait_buffers_released(stage: Stage) -> None:
+    with assert_checkpoints():
+        await stage.client.wait_buffers_released()
+    with trio.move_on_after(0.01):
+        await stage.client.send(bytes(2**20))
+    await together(stage.client.wait_buffers_released, stage.server.receive)
+    stage.client.abort()
+    with assert_checkpoints():
+        await stage.client.wait_buffers_released()
+
+
+# ---- the byte stream ----
+
+
+@calls("Connection.send_all", "Connection.wait_send_all_might_not_block")
+async def use_connection_send_all(stage: Stage) -> None:
+    for data in (b"", b"x", bytes(100_000)):
+        with assert_checkpoints():
+            await stage.client.send_all(data)
+    with assert_checkpoints():
+        await stage.client.wait_send_all_might_not_block()
+
+    async def drain() -> None:
+        with trio.move_on_after(0.3):
+            while True:
+                await stage.server.receive_some()
+
+    for size in (2**18, 3 * 2**20):
+        await together(partial(stage.client.send_all, bytes(size)), drain)
+    client, server = await testing.open_clogged_pair(worker=stage.worker)
+
+    async def unclog() -> None:
+        with trio.move_on_after(0.3):
+            while True:
+                await server.receive_some()
+
+    await together(client.wait_send_all_might_not_block, unclog)
+    client.abort()
+    server.abort()
+
+
+@calls("Connection.receive_some", "Connection.__anext__", "Connection.send_eof")
+async def use_connection_receive_some(stage: Stage) -> None:
+    client, server = stage.client, stage.server
+    for way in (server.receive_some, partial(server.receive_some, 2), server.__anext__):
+        await together(way, partial(client.send_all, b"abc"))
+        await client.send_all(b"abc")
+        await trio.sleep(0.01)
+        with assert_checkpoints():
+            await way()
+    for _ in range(2):
+        with assert_checkpoints():
+            await client.send_eof()
+    while await server.receive_some():
+        pass
+    for _ in range(2):
+        with assert_checkpoints():
+            assert await server.receive_some() == b""
+    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+        await server.__anext__()
+
+
+# ---- closing ----
+
+
+@calls("Connection.aclose", "Connection.__aenter__", "Connection.__aexit__")
+async def use_connection_aclose(stage: Stage) -> None:
+    for close in ("aclose", "normal", "broken"):
+        client, server = await open_pair_over_listener(worker=stage.worker)
+        if close == "aclose":
+            for _ in range(2):
+                with assert_checkpoints():
+                    await client.aclose()
+        elif close == "broken":
+            server.abort()
+            with pytest.raises(trio.BrokenResourceError):
+                await client.receive()
+            with assert_checkpoints():
+                await client.aclose()
+        else:
+            with assert_checkpoints():
+                await client.__aexit__(None)
+        server.abort()
+
+
+@calls("Endpoint.aclose", "Endpoint.__aenter__", "Endpoint.__aexit__")
+async def use_endpoint_aclose(stage: Stage) -> None:
+    for close in ("flush", "force", "normal"):
+        async with open_raw_pair(stage.worker) as (client, _):
+            for _ in range(2):
+                with assert_checkpoints():
+                    if close == "flush":
+                        await client.aclose()
+                    elif close == "force":
+                        await client.aclose(ucp.CloseMode.FORCE)
+                    else:
+                        await client.__aexit__(None, None, None)
+
+
+# ---- raw operations ----
+
+
+@calls("Endpoint.tag_send", "Worker.tag_receive")
+async def use_endpoint_tag_send(stage: Stage) -> None:
+    with assert_checkpoints():
+        await stage.raw_client.tag_send(b"x", 1)
+    await trio.sleep(0.01)
+    with assert_checkpoints():
+        await stage.worker.tag_receive(bytearray(1), 1)
+    receive = partial(stage.worker.tag_receive, bytearray(2**20), 1)
+    send = partial(stage.raw_client.tag_send, bytes(2**20), 1)
+    await together(receive, send)
+    await together(send, receive)
+
+
+@calls("Endpoint.tag_send_sync")
+async def use_endpoint_tag_send_sync(stage: Stage) -> None:
+    send = partial(stage.raw_client.tag_send_sync, b"x", 1)
+    await together(send, partial(stage.worker.tag_receive, bytearray(1), 1))
+
+
+@calls("Worker.tag_receive_message")
+async def use_worker_tag_receive_message(stage: Stage) -> None:
+    for size in (3, 2**20):
+
+        async def receive() -> None:
+            with trio.fail_after(5):
+                while (message := stage.worker.tag_probe(7, remove=True)) is None:
+                    await trio.sleep(0.001)
+            with assert_checkpoints():
+                await stage.worker.tag_receive_message(message, bytearray(2**20))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stage.raw_client.tag_send, bytes(size), 7)
+            await receive()
+
+
+@calls("Endpoint.flush", "Worker.flush")
+async def use_endpoint_flush(stage: Stage) -> None:
+    for sends in (0, 1):
+        for flush in (stage.raw_client.flush, stage.worker.flush):
+            for _ in range(sends):
+                await stage.raw_client.tag_send(b"x", 1)
+            with assert_checkpoints():
+                await flush()
+
+
+@calls("Worker.open_request_group", "Request.__await__")
+async def use_worker_open_request_group(stage: Stage) -> None:
+    with assert_checkpoints():
+        async with stage.worker.open_request_group():
+            pass  # leaving is the checkpoint, as with a nursery
+    async with stage.worker.open_request_group() as group:
+        sent = group.tag_send(stage.raw_client, b"x", 3)
+        with assert_checkpoints():
+            await sent
+        received = group.tag_receive(bytearray(1), 3)
+        for _ in range(2):
+            with assert_checkpoints():
+                await received
+        waiting = group.tag_receive(bytearray(1), 4)
+
+        async def wait() -> None:
+            await waiting
+
+        await together(wait, partial(stage.raw_client.tag_send, b"x", 4))
+
+
+# ---- anyio ----
+
+
+@calls(
+    "UCXStream.receive",
+    "UCXStream.send",
+    "UCXStream.send_eof",
+    "UCXStream.aclose",
+    "UCXStream.__anext__",
+    "UCXStream.__aenter__",
+    "UCXStream.__aexit__",
+)
+async def use_ucxstream_receive(stage: Stage) -> None:
+    client, server = map(trio_ucx.anyio.UCXStream, (stage.client, stage.server))
+    for receive in (server.receive, server.__anext__):
+        with assert_checkpoints():
+            await client.send(b"x")
+        with assert_checkpoints():
+            await receive()
+    with assert_checkpoints():
+        await client.send_eof()
+    for stream in (client, server):
+        with assert_checkpoints():
+            await stream.aclose()
+        with assert_checkpoints():
+            await stream.__aexit__(None, None, None)
+
+
+@calls("UCXListener.serve", "UCXListener.aclose", "UCXListener.__aenter__", "UCXListener.__aexit__")
+async def use_ucxlistener_serve(stage: Stage) -> None:
+    listener = trio_ucx.anyio.UCXListener(stage.listener)
+    with assert_checkpoints():
+        with trio.move_on_after(0.05):
+            await listener.serve(lambda _: trio.sleep(0))
+    with assert_checkpoints():
+        await listener.aclose()
+    with assert_checkpoints():
+        await listener.__aexit__(None, None, None)
+
+
+def test_no_public_async_function_is_forgotten() -> None:
+    found = find()
+    assert {"connect", "open_worker", "Connection.send", "Worker.open_request_group"} <= found  # it finds each kind
+    assert found == set(CALLS)
+
+
+@pytest.mark.parametrize("call", dict.fromkeys(call for each in CALLS.values() for call in each))
+async def test_checkpoints(worker: ucp.Worker, call: Call) -> None:
+    async with set_stage(worker) as stage:
+        with trio.fail_after(20):
+            await call(stage)

@@ -1,0 +1,120 @@
+"""Connections as anyio streams: for libraries that are written for anyio, on its trio backend.
+
+    from trio_ucx.anyio import UCXListener, UCXStream
+
+    stream = UCXStream(await trio_ucx.open_ucx_stream(host, port))
+
+    [listener] = await trio_ucx.open_ucx_listeners(port)
+    await UCXListener(listener).serve(handler)      # several: anyio.streams.stapled.MultiListener
+
+Needs anyio 4, which trio_ucx does not install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from socket import AddressFamily
+from typing import Any
+
+import anyio
+import trio
+from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
+
+import trio_ucx
+
+
+@contextmanager
+def _anyio_errors() -> Iterator[None]:
+    """Trio's exceptions as anyio's of the same names."""
+    try:
+        yield
+    except trio.ClosedResourceError as error:
+        raise anyio.ClosedResourceError(*error.args) from error.__cause__
+    except trio.BrokenResourceError as error:
+        raise anyio.BrokenResourceError(*error.args) from error.__cause__
+    except trio.BusyResourceError as error:
+        raise anyio.BusyResourceError("using") from error
+
+
+class UCXStream(ByteStream):
+    """The byte stream of a Connection.
+
+    Attributes:
+        connection: the Connection; its messages can be used besides.
+    """
+
+    def __init__(self, connection: trio_ucx.Connection) -> None:
+        self.connection = connection
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        """Receives 1 to ``max_bytes`` bytes (:meth:`trio_ucx.Connection.receive_some`)."""
+        with _anyio_errors():
+            data = await self.connection.receive_some(max_bytes)
+        if not data:
+            raise anyio.EndOfStream
+        return data
+
+    async def send(self, item: bytes) -> None:
+        """Sends bytes (:meth:`trio_ucx.Connection.send_all`)."""
+        with _anyio_errors():
+            await self.connection.send_all(item)
+
+    async def send_eof(self) -> None:
+        """Ends our half (:meth:`trio_ucx.Connection.send_eof`)."""
+        with _anyio_errors():
+            await self.connection.send_eof()
+
+    async def aclose(self) -> None:
+        """Closes gracefully (:meth:`trio_ucx.Connection.aclose`)."""
+        with _anyio_errors():
+            await self.connection.aclose()
+
+    @property
+    def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
+        """anyio's socket attributes, as far as a Connection has them (one made by worker address has none)."""
+        return {
+            **_attributes(self.connection.local_address, SocketAttribute.local_address, SocketAttribute.local_port),
+            **_attributes(self.connection.remote_address, SocketAttribute.remote_address, SocketAttribute.remote_port),
+        }
+
+
+class UCXListener(Listener[UCXStream]):
+    """A listener of trio_ucx.
+
+    Attributes:
+        listener: the :class:`trio_ucx.Listener`.
+    """
+
+    def __init__(self, listener: trio_ucx.Listener) -> None:
+        self.listener = listener
+
+    async def serve(self, handler: Callable[[UCXStream], Any], task_group: TaskGroup | None = None) -> None:
+        """Accepts clients and starts ``handler(stream)`` for each in the task group, by default one of its own.
+
+        As everywhere in anyio, closing the stream is the handler's business.
+        """
+        async with AsyncExitStack() as stack:
+            group = task_group
+            if group is None:
+                group = await stack.enter_async_context(anyio.create_task_group())
+            while True:
+                with _anyio_errors():
+                    connection = await self.listener.accept()
+                group.start_soon(handler, UCXStream(connection))
+
+    async def aclose(self) -> None:
+        """Stops listening (:meth:`trio_ucx.Listener.aclose`)."""
+        await self.listener.aclose()
+
+    @property
+    def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
+        """anyio's attributes of the address that it is bound to."""
+        return _attributes(self.listener.address, SocketAttribute.local_address, SocketAttribute.local_port)
+
+
+def _attributes(address: tuple[str, int] | None, whole: Any, port: Any) -> dict[Any, Callable[[], Any]]:
+    if address is None:
+        return {}
+    family = AddressFamily.AF_INET6 if ":" in address[0] else AddressFamily.AF_INET
+    return {SocketAttribute.family: lambda: family, whole: lambda: address, port: lambda: address[1]}

@@ -1,0 +1,68 @@
+"""Two ends of one connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from .. import _wire as wire
+from .._connection import Connection
+from .._highlevel import Address, connect, open_ucx_listeners
+from .._listener import Listener
+from ..ucp import Worker
+
+Pair = tuple[Connection, Connection]
+
+
+async def open_connection_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
+    """Connects two Connections with each other, by worker address: data never touches a socket if shared memory is up.
+
+    Args:
+        worker: where both live; by default the run's shared worker.
+        options: of both, see :func:`trio_ucx.connect`.
+
+    Returns:
+        (client, server), like ``trio.testing.memory_stream_pair``; close both.
+
+    Cancellation: no connection is left behind.
+    """
+    return await _open(lambda listener: listener.worker_address, "127.0.0.1", worker, options)
+
+
+async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Any) -> Pair:
+    """Connects two Connections with each other, by socket address: as a client and a server would.
+
+    Args:
+        host: the address to listen at, of this machine; the port is a free one.
+        worker, options: as for :func:`open_connection_pair`, which also says what is returned.
+    """
+    return await _open(lambda listener: listener.address, host, worker, options)
+
+
+async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
+    """The same as :func:`open_pair_over_listener`, with the byte stream full in both directions.
+
+    ``send_all`` waits until the other end has read: a ``clogged_stream_maker`` for ``trio.testing``.
+    """
+    pair = await open_pair_over_listener(worker=worker, **options)
+    for connection in pair:
+        for size in (2048, 1):
+            try:
+                while True:
+                    connection._link.submit_nowait(wire.STREAM, bytes(size))
+            except trio.WouldBlock:
+                pass
+    return pair
+
+
+async def _open(way: Callable[[Listener], Address], host: str, worker: Worker | None, options: dict[str, Any]) -> Pair:
+    [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
+    async with listener:
+        client = await connect(way(listener), worker=worker, **options).__aenter__()
+        try:
+            return client, await listener.accept()
+        except BaseException:
+            client.abort()
+            raise
