@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import random
 import signal
 import ssl
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -163,6 +165,37 @@ async def open_raw_pair(
                 server.abort()
         finally:
             client.abort()
+
+
+_RECORD = struct.Struct("<II")
+
+
+def numbered_write(number: int, records: int) -> bytes:
+    """Data for the ``number``-th write to a byte stream: 8 bytes a record, which say the write and where in it."""
+    flat = array.array("I", [number, 0] * records)
+    flat[1::2] = array.array("I", range(records))
+    return flat.tobytes()
+
+
+def check_stream(writes: list[tuple[int, bool]], got: bytes | bytearray, *, everything: bool = False) -> None:
+    """Asserts that what was read is, of each numbered write, in order, a prefix; and all of it unless it was cancelled.
+
+    Args:
+        writes: (bytes, whether it was completed) of each.
+        everything: the stream has ended cleanly. Otherwise writes at the end may be missing.
+    """
+    rest = len(got) % _RECORD.size
+    assert not (everything and rest)
+    reached = [0] * len(writes)
+    current = 0
+    for number, index in _RECORD.iter_unpack(got[: len(got) - rest]):
+        assert number >= current, f"write {number} after {current}"
+        current = number
+        assert index == reached[number], f"write {number}: {index} after {reached[number]}"
+        reached[number] += 1
+    for number, (size, complete) in enumerate(writes):
+        if complete and (everything or number < current):
+            assert reached[number] * _RECORD.size == size, f"write {number} did not arrive whole"
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import attrs
 import pytest
 
 from trio_ucx import _native
+from trio_ucx.ucp._buffers import Pinned
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -105,3 +107,19 @@ def test_types_describe_every_function() -> None:
 def test_sources_are_in_the_package() -> None:
     folder = Path(_native.__file__).parent
     assert {"cdef.h", "native.h", "worker.c"} <= {path.name for path in folder.iterdir()}
+
+
+def test_buffers_in_a_garbage_cycle() -> None:
+    """A pinned memoryview that dies together with its pin must not crash the collector."""
+    for _ in range(200):
+        view = memoryview(bytearray(100))
+        cycle: list[object] = [view, Pinned(view), Pinned([view, view])]
+        cycle.append(cycle)
+        del view, cycle
+    gc.collect()
+    holder = bytearray(10)
+    cycle = [Pinned(holder)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    holder.append(1)  # it is not pinned any more

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from helpers import Certificates, open_pair, pattern
+from helpers import Certificates, check_stream, numbered_write, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
@@ -86,3 +89,72 @@ async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> Non
             nursery.start_soon(client.send_eof)
             with trio.fail_after(2):
                 assert await server.receive_some() == b""
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int) -> None:
+    """The scenario of ``test_session`` over real connections: writes, reads, cancellations, ends and closes."""
+    chance = random.Random(seed)
+    window = chance.choice([2**14, 2**20])
+    client, server = await open_pair_over_listener(worker=worker, window=window, close_timeout=5)
+    ending = chance.choice(["eof", "close", "close", "abort"])
+
+    async def perhaps_cancelled(function: Callable[[], Awaitable[Any]]) -> Any:
+        with trio.move_on_after(chance.choice([0, 0.0002, 0.002, 30, 30, 30])):
+            return await function()
+        return None
+
+    async def write(connection: trio_ucx.Connection, writes: list[tuple[int, bool]]) -> None:
+        for number in range(chance.randrange(1, 40)):
+            data = numbered_write(number, chance.choice([0, 1, 100, 3000, 9000, 20_000, 40_000, 200_000]))
+            writes.append((len(data), False))
+            try:
+                with trio.move_on_after(chance.choice([0, 0.0002, 0.002, 30, 30, 30])) as scope:
+                    await connection.send_all(data)
+            except trio.BrokenResourceError:
+                return
+            writes[-1] = len(data), not scope.cancelled_caught
+        if ending == "eof":
+            await connection.send_eof()
+
+    async def read(connection: trio_ucx.Connection, got: bytearray) -> str:
+        while True:
+            if chance.random() < 0.05:
+                await trio.sleep(0.002)
+            size = chance.choice([None, 1, 8, 5000])
+            try:
+                part = await perhaps_cancelled(partial(connection.receive_some, size))
+            except trio.BrokenResourceError:
+                return "broken"
+            except trio.ClosedResourceError:
+                return "closed"
+            if part == b"":
+                return "end"
+            got += part or b""
+
+    ends: dict[trio_ucx.Connection, str] = {}
+    gots: dict[trio_ucx.Connection, bytearray] = {client: bytearray(), server: bytearray()}
+    written: dict[trio_ucx.Connection, list[tuple[int, bool]]] = {client: [], server: []}
+
+    async def run(connection: trio_ucx.Connection, leaves: bool) -> None:
+        async def reading() -> None:
+            ends[connection] = await read(connection, gots[connection])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reading)
+            await write(connection, written[connection])
+            if leaves and ending == "close":
+                await connection.aclose()
+            elif leaves and ending == "abort":
+                connection.abort()
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, client, True)
+            nursery.start_soon(run, server, False)
+    check_stream(written[client], gots[server], everything=ending != "abort")
+    check_stream(written[server], gots[client], everything=ending == "eof")
+    assert ends[server] == ("broken" if ending == "abort" else "end")
+    assert ends[client] == ("end" if ending == "eof" else "closed")
+    for connection in (client, server):
+        connection.abort()

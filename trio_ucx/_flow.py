@@ -61,6 +61,10 @@ class Outbound:
         self._admitted: set[int] = set()
         self._told = False
 
+    def stays(self, size: int) -> bool:
+        """Whether a message stays with us until the peer receives it."""
+        return 0 < self.threshold <= size
+
     def take(self, lane: int, size: int) -> bool:
         """Whether a message may go now; if so, it is charged."""
         if self._queued and lane in self._queued:

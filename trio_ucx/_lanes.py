@@ -305,8 +305,7 @@ class Lane:
         """The messages that their sender still has will not come any more: ``error``, or it does not need them to."""
         for message in [message for message in self.messages if message.state is State.HELD]:
             if message in self.messages:
-                if error is not None:
-                    self._missing(message, error)
+                self._missing(message, error)
                 self.messages.remove(message)
                 self._throw_away(message)
         self.settle()
@@ -316,11 +315,11 @@ class Lane:
             self.mover.discard(message)
         self.mover.consumed(message)
 
-    def _missing(self, message: Message, error: Exception) -> None:
+    def _missing(self, message: Message, error: Exception | None) -> None:
         """A message will not arrive: in a sequential lane, nothing behind it counts."""
-        if not self.sequential or self.failure is not None:
+        if not self.sequential:
             return
-        self.failure = error
+        self.failure = self.failure or error
         while self.messages[-1] is not message:
             rest = self.messages.pop()
             receive, rest.owner = rest.owner, None

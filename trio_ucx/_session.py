@@ -72,6 +72,8 @@ class Session:
         #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
         self.told = False
         self.orphans: set[Message] = set()
+        #: The last pieces of the byte stream, as far as they stay here until the peer asks for them.
+        self._stream_tail: list[Sending] = []
         self._sending_ready = False
 
     # ---- what the subclass does ----
@@ -134,11 +136,6 @@ class Session:
         """Sends now or as soon as there is credit; None when UCX has taken it already."""
         self.check_sendable()
         pins = Pinned(data)
-        if lane == wire.STREAM:
-            for sending in self.unfinished():
-                if sending.lane == lane and sending.cancelled:
-                    sending.cancelled = False  # what follows would be no continuation without it
-                    self.cancelled_sends -= 1
         if self.outbound.take(lane, pins.size):
             return self._posted(lane, pins)
         queued = QueuedSend(self, lane, pins)
@@ -150,6 +147,12 @@ class Session:
         size = pins.size
         sending = self.post(lane, pins)
         self.bytes_sent += size
+        if lane == wire.STREAM:
+            if sending is None or not self.outbound.stays(size):
+                self._stream_tail.clear()  # it cannot be taken back, so all before it must arrive
+            else:
+                self._stream_tail = [piece for piece in self._stream_tail if piece.outcome is None]
+                self._stream_tail.append(sending)
         assert sending is None or isinstance(sending, Pending)
         return sending
 
@@ -400,7 +403,19 @@ class Session:
         """Whether a goodbye may be said: what is still on its way was cancelled and is not missed, or is lost."""
         if self.send_problem() is not None:
             return True
-        return not self.outbound.queue and all(sending.cancelled for sending in self.unfinished())
+        if self.outbound.queue:
+            return False
+        spare = self._spare_pieces()
+        return all(
+            sending.cancelled and (sending.lane != wire.STREAM or sending in spare) for sending in self.unfinished()
+        )
+
+    def _spare_pieces(self) -> list[Sending]:
+        """The pieces of the byte stream that were cancelled and that nothing follows which was not."""
+        start = len(self._stream_tail)
+        while start and self._stream_tail[start - 1].cancelled and self._stream_tail[start - 1].outcome is None:
+            start -= 1
+        return self._stream_tail[start:]
 
     @property
     def undelivered(self) -> bool:

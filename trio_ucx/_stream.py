@@ -5,9 +5,9 @@ while the window has room. A write of ``LARGE_WRITE`` bytes or more goes in piec
 are read, and then move without a copy on the way. An empty message ends the stream.
 
 The stream is a prefix of what was written, whatever is cancelled: pieces are sent in order; when a write is cancelled,
-those that were not sent are withdrawn, the last first, and those that were stay. One that had been announced, and that
-the receiver has yet to ask for, may be given up only as long as nothing follows it (``Session.submit``). The receiver,
-in turn, hands nothing out behind a piece that was lost (``Lane.sequential``).
+those that were not sent are withdrawn, the last first, and those that were stay. A graceful close gives up those that
+the receiver has yet to ask for only if nothing follows them (``Session.sent_everything``). The receiver, in turn, hands
+nothing out behind a piece that was lost (``Lane.sequential``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def pieces(total: int, window: int, threshold: int) -> Iterator[slice]:
     """
     small = min(SMALL_PIECE, max(1, window // 4))
     if 0 < threshold <= LARGE_PIECE and total >= LARGE_WRITE:
-        size = LARGE_PIECE
+        count = -(-total // LARGE_PIECE)
+        size = -(-total // (64 * count)) * 64  # alike: a small rest would be no piece that stays here
     else:
         size = small if not threshold else min(small, max(1, threshold - 1))
     for start in range(0, total, size):

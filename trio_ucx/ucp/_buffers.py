@@ -54,8 +54,10 @@ class Pinned:
     """
 
     __slots__ = ("_exports", "_keep", "address", "many", "size")
+    _exports: tuple[Any, ...]
 
     def __init__(self, data: Buffer, *, writable: bool = False) -> None:
+        self._exports = ()
         if isinstance(data, (list, tuple)):
             exports: list[Any] = []
             try:
@@ -68,7 +70,7 @@ class Pinned:
             sizes = [len(export) for export in exports]
             addresses = ffi.new("void *[]", exports)
             lengths = ffi.new("size_t[]", sizes)
-            self._exports: tuple[Any, ...] = tuple(exports)
+            self._exports = tuple(exports)
             self._keep = (addresses, lengths)
             self.address = ffi.NULL
             self.many = ffi.new("tu_buffers_t *", {"count": len(sizes), "addresses": addresses, "lengths": lengths})
@@ -93,6 +95,10 @@ class Pinned:
         exports, self._exports = self._exports, ()
         for export in exports:
             ffi.release(export)
+
+    # The collector calls this before it takes a cycle apart. Without it, it may clear a memoryview first, of which the
+    # export then makes CPython dereference NULL (seen with 3.11).
+    __del__ = release
 
     def parts(self) -> list[memoryview]:
         """Writable views of the memory, in order."""
