@@ -204,6 +204,18 @@ async def busy(address: list[Any], transports: str) -> None:
                         say("ready")
 
 
+@role
+async def knock(address: list[Any]) -> None:
+    """Connects over and over, until it is killed."""
+    say("ready")
+    async with ucp.open_worker() as worker:
+        while True:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                await connection.send(bytes(100_000))
+                await connection.receive()
+            (await worker.open_endpoint(tuple(address))).abort()
+
+
 def interrupted() -> None:
     """Runs ``busy`` as a program of its own would be run, and reports how it ended."""
     import gc

@@ -386,8 +386,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                     piece = await self._received(wire.STREAM, Want.BYTES)
                 except trio.EndOfChannel:
                     piece = b""
-                incoming.feed(piece)
+                incoming.feed(piece, self._next_piece)
             return incoming.take(max_bytes)
+
+    def _next_piece(self) -> bytes | None:
+        lane = self._link.lanes.get(wire.STREAM)
+        if lane is None or lane.ready_now() is None:
+            return None
+        return cast(bytes, self._link.receive(wire.STREAM, Want.BYTES).result())
 
     # ---- the end ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -15,6 +16,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ._connection import Connection
 from ._handshake import Connecting, Services
+from ._link import Link
 from ._listener import Listener, Reception
 from ._session import Options
 from ._shared import shared_worker
@@ -31,6 +33,8 @@ Address = SocketAddress | WorkerAddress
 #: A window smaller than this would hold hardly a message.
 MINIMUM_WINDOW = 4096
 DEFAULT_BACKLOG = 1024
+#: Trio's.
+HAPPY_EYEBALLS_DELAY = 0.25
 
 
 def make_options(close_timeout: float, window: int, max_message_size: int) -> Options:
@@ -49,7 +53,13 @@ def check_worker(worker: Worker | None) -> Worker | None:
     return worker
 
 
-async def _open(address: Address, worker: Worker | None, connect_timeout: float, options: Options) -> Connection:
+def _check_delay(delay: float | None) -> float:
+    return math.inf if delay is None else check_timeout(delay, "happy_eyeballs_delay")
+
+
+async def _open(
+    address: Address, worker: Worker | None, connect_timeout: float, options: Options, delay: float
+) -> Connection:
     await trio.lowlevel.checkpoint()
     if isinstance(address, WorkerAddress):
         target = worker or shared_worker()
@@ -57,40 +67,86 @@ async def _open(address: Address, worker: Worker | None, connect_timeout: float,
         connecting = Connecting(services, target._connect_worker(address), options)
         link = await connecting.run(connect_timeout, service=address.service, address=ours)
         return Connection._wrap(link)
-    return await _open_by_name(*split_address(address), worker, connect_timeout, options)
+    return await _open_by_name(*split_address(address), worker, connect_timeout, options, delay)
 
 
 async def _open_by_name(
-    host: str, port: int, worker: Worker | None, connect_timeout: float, options: Options
+    host: str, port: int, worker: Worker | None, connect_timeout: float, options: Options, delay: float
 ) -> Connection:
-    """Tries the addresses of a host name one after the other; each gets its share of the time that is left."""
+    """Tries the addresses of a host name, each ``delay`` seconds after the one before, or when that failed."""
     deadline = trio.current_time() + connect_timeout
     addresses: list[Resolved] | None = None
     with trio.move_on_at(deadline):
         addresses = await resolve(host, port)
     if addresses is None:
         raise TimeoutError(errno.ETIMEDOUT, f"looking up {host!r} took longer than {connect_timeout} seconds")
+    attempts: list[tuple[Worker, Resolved]] = []
     errors: list[Exception] = []
-    for number, address in enumerate(addresses):
+    for address in _families_alternating(addresses):
         target = worker or shared_worker(address.family)
-        if address.family != target.context.family:
+        if address.family == target.context.family:
+            attempts.append((target, address))
+        else:
             errors.append(wrong_family(address, target._engine))
-            continue
-        try:
-            services = Services.of(target)
-            connecting = Connecting(services, target._connect_socket(address), options)
-            timeout = max(0.0, deadline - trio.current_time()) / (len(addresses) - number)
-            return Connection._wrap(await connecting.run(timeout))
-        except OSError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
+    if len(attempts) == 1 and not errors:
+        return Connection._wrap(await _attempt(*attempts[0], options, deadline))
+    links = await _race(attempts, options, deadline, delay, errors)
+    for link in links[1:]:
+        link.abort()
+    if links:
+        return Connection._wrap(links[0])
+    for error in errors:
+        if not isinstance(error, OSError) or len(errors) == 1:
+            raise error
     if errors and all(isinstance(error, TimeoutError) for error in errors):
         raise errors[-1]
     raise OSError(
         getattr(errors[0], "errno", None) or errno.EHOSTUNREACH if errors else errno.EHOSTUNREACH,
         f"all attempts to connect to {host} port {port} failed: " + "; ".join(map(str, errors)),
     ) from ExceptionGroup("the attempts", errors or [OSError(f"{host} has no address")])
+
+
+def _families_alternating(addresses: list[Resolved]) -> list[Resolved]:
+    """The best address of the other family comes second (RFC 6555, 5.4): what fails is usually a whole family."""
+    others = [address for address in addresses if address.family != addresses[0].family]
+    if not others:
+        return addresses
+    return [addresses[0], others[0], *(address for address in addresses[1:] if address is not others[0])]
+
+
+async def _attempt(target: Worker, address: Resolved, options: Options, deadline: float) -> Link:
+    connecting = Connecting(Services.of(target), target._connect_socket(address), options)
+    return await connecting.run(max(0.0, deadline - trio.current_time()))
+
+
+async def _race(
+    attempts: list[tuple[Worker, Resolved]], options: Options, deadline: float, delay: float, errors: list[Exception]
+) -> list[Link]:
+    """The connections that came about, the first first; more than one only if they came at the same time."""
+    links: list[Link] = []
+
+    @enable_ki_protection
+    async def run(target: Worker, address: Resolved, failed: trio.Event) -> None:
+        try:
+            links.append(await _attempt(target, address, options, deadline))
+        except Exception as error:
+            errors.append(error)
+            failed.set()
+        else:
+            nursery.cancel_scope.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for target, address in attempts:
+                failed = trio.Event()
+                nursery.start_soon(run, target, address, failed)
+                with trio.move_on_after(delay):
+                    await failed.wait()
+    except BaseException:
+        for link in links:
+            link.abort()
+        raise
+    return links
 
 
 class _Connect:
@@ -123,6 +179,7 @@ def connect(
     close_timeout: float = 10,
     window: int = 2**20,
     max_message_size: int = 2**30,
+    happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that gives a :class:`Connection`.
 
@@ -136,6 +193,8 @@ def connect(
         close_timeout: seconds that closing may take.
         window: bytes that we hold unread at most, before the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
+        happy_eyeballs_delay: when a name has several addresses, seconds after which the next is tried besides; the
+            first that answers is taken. None waits until the one before has failed.
 
     Cancellation: of entering: no connection is left behind.
 
@@ -149,7 +208,8 @@ def connect(
     check_worker(worker)
     connect_timeout = check_timeout(connect_timeout, "connect_timeout")
     options = make_options(close_timeout, window, max_message_size)
-    return _Connect(lambda: _open(address, worker, connect_timeout, options))
+    delay = _check_delay(happy_eyeballs_delay)
+    return _Connect(lambda: _open(address, worker, connect_timeout, options, delay))
 
 
 @enable_ki_protection
@@ -162,6 +222,7 @@ async def open_ucx_stream(
     close_timeout: float = 10,
     window: int = 2**20,
     max_message_size: int = 2**30,
+    happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
@@ -171,7 +232,7 @@ async def open_ucx_stream(
     check_worker(worker)
     connect_timeout = check_timeout(connect_timeout, "connect_timeout")
     options = make_options(close_timeout, window, max_message_size)
-    return await _open(address, worker, connect_timeout, options)
+    return await _open(address, worker, connect_timeout, options, _check_delay(happy_eyeballs_delay))
 
 
 @enable_ki_protection
@@ -180,7 +241,7 @@ async def open_ucx_listeners(
     *,
     host: str | None = None,
     worker: Worker | None = None,
-    backlog: int = DEFAULT_BACKLOG,
+    backlog: int | None = None,
     connect_timeout: float = 10,
     close_timeout: float = 10,
     window: int = 2**20,
@@ -193,7 +254,7 @@ async def open_ucx_listeners(
         host: a name or address of this machine; None is every IPv4 interface. (UCX uses one address family per worker:
             for IPv6 say ``"::"``.)
         worker: where the listener and its connections shall live; by default the run's shared worker.
-        backlog: clients that may be shaking hands or waiting to be accepted; more are turned away.
+        backlog: clients that may be shaking hands or waiting to be accepted; more are turned away. None is 1024.
         connect_timeout: seconds that a client has for its hello.
         close_timeout, window, max_message_size: of the connections, see :func:`connect`.
 
@@ -203,7 +264,7 @@ async def open_ucx_listeners(
     """
     port = check_port(port)
     check_worker(worker)
-    backlog = check_integer(backlog, "backlog", 1, 2**31)
+    backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     connect_timeout = check_timeout(connect_timeout, "connect_timeout")
     options = make_options(close_timeout, window, max_message_size)
     if host is not None and not isinstance(host, str):

@@ -93,12 +93,21 @@ class Incoming:
         """Whether a read need not wait."""
         return self._rest is not None or self.ended
 
-    def feed(self, piece: bytes) -> None:
-        """A message of the lane came."""
-        if piece:
-            self._rest = memoryview(piece)
-        else:
-            self.ended = True
+    def feed(self, piece: bytes, more: Callable[[], bytes | None]) -> None:
+        """A message of the lane came, and nothing was left.
+
+        Args:
+            piece: it.
+            more: gives the next one if it is there; small ones are joined, which is cheaper than a read for each.
+        """
+        parts = [piece]
+        size = len(piece)
+        while parts[-1] and size < READ_SIZE and (following := more()) is not None:
+            parts.append(following)
+            size += len(following)
+        self.ended = not parts[-1]
+        if size:
+            self._rest = memoryview(piece if size == len(piece) else b"".join(parts))
 
     def take(self, max_bytes: int | None) -> bytes:
         """What a read returns, b"" at the end."""
