@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,80 @@ async def busy(address: list[Any], transports: str) -> None:
                     if not ready:
                         ready = True
                         say("ready")
+
+
+@role
+async def flood(count: int, size: int) -> None:
+    """Once asked to, sends ``count`` messages of ``pattern(size, i)`` with tag 1; with size 0, 64 KB writes instead."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        await connection.receive()
+        for number in range(count):
+            if size:
+                await connection.send(pattern(size, number), 1)
+            else:
+                await connection.send_all(pattern(64_000, number))
+
+    await serve(handler)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@role
+async def hoard(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
+    """Asks ``flood`` to send, reads nothing for a while, then everything; says how far its memory grew meanwhile."""
+    async with trio_ucx.connect(tuple(address), window=window) as connection:
+        await connection.send(b"warm up", 2)
+        before = most = resident()
+        await connection.send(b"go")
+        with trio.move_on_after(seconds):
+            while True:
+                await trio.sleep(0.02)
+                most = max(most, resident())
+        statistics = connection.statistics()
+        number = 0
+        if size:
+            async for message in connection.messages(1):
+                if message != pattern(size, number):
+                    raise AssertionError(f"message {number} is wrong")
+                number += 1
+        else:
+            data = bytearray()
+            async for chunk in connection:
+                data += chunk
+                while len(data) >= 64_000:
+                    if data[:64_000] != pattern(64_000, number):
+                        raise AssertionError(f"write {number} is wrong")
+                    del data[:64_000]
+                    number += 1
+        say([most - before, statistics.held, number])
+
+
+@role
+async def victim() -> None:
+    """Reads nothing with tag 1; tells who asks with tag 7 how far its memory grew, and how many connections broke."""
+    before = 0
+    broken = 0
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        nonlocal before, broken
+        before = before or resident()
+        try:
+            await connection.receive(7)
+            await connection.send(struct.pack("<qq", resident() - before, broken), 7)
+        except trio.BrokenResourceError:
+            broken += 1
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(
+            lambda task_status: trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status)
+        )
+        say(listener.address)
+        await until_told()
+        nursery.cancel_scope.cancel()
 
 
 @role

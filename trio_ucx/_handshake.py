@@ -68,21 +68,27 @@ class Services:
             return
         try:
             hello = wire.decode_hello(data)
-        except wire.ProtocolError:
+        except wire.ProtocolError as error:
+            self._refused(error.client_id, f"{error}; this side is {SOFTWARE}")
             return
         if isinstance(hello, wire.Refusal):
-            connecting = self.connecting.pop(hello.client_id, None)
-            if connecting is not None:
-                connecting.refused(hello.reason)
+            self._refused(hello.client_id, hello.reason)
         elif isinstance(hello, wire.UnknownVersion):
             if hello.address:
                 self._refuse_stranger(hello.address, hello.client_id, wrong_version(hello.version))
+            else:
+                self._refused(hello.client_id, wrong_version(hello.version))
         elif hello.kind == wire.WELCOME:
             connecting = self.connecting.pop(hello.client_id, None)
             if connecting is not None:
                 connecting.welcomed(hello)
         elif hello.address:
             self._opened_by_address(hello)
+
+    def _refused(self, client_id: int, reason: str) -> None:
+        connecting = self.connecting.pop(client_id, None)
+        if connecting is not None:
+            connecting.refused(reason)
 
     def _opened_by_address(self, hello: wire.Hello) -> None:
         if hello.service:

@@ -109,11 +109,13 @@ class Reception:
         link: Link | None = None
         done = False
         try:
-            with trio.move_on_after(self.hello_timeout):
+            with trio.move_on_after(self.hello_timeout) as scope:
                 link = await self._greet(core, came)
                 done = link is not None
-        except (ConnectionError, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client's failure, of which the client knows
+            if scope.cancelled_caught:
+                logger.info("turned away %s: no hello within %s seconds", core.label, self.hello_timeout)
+        except (ConnectionError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            logger.info("lost %s in the handshake: %s", core.label, error)
         except Exception:
             logger.exception("the handshake with %s failed", core.label)
         finally:
@@ -132,12 +134,15 @@ class Reception:
         data: bytes = await came.wait()
         try:
             hello = wire.decode_hello(data)
-        except wire.ProtocolError:
+        except wire.ProtocolError as error:
+            logger.info("turned away %s: %s", core.label, error)
             return None
         if isinstance(hello, wire.UnknownVersion):
+            logger.info("turned away %s: %s", core.label, wrong_version(hello.version))
             refuse(core, hello.client_id, wrong_version(hello.version))
             return None
         if isinstance(hello, wire.Refusal) or hello.kind != wire.OPEN:
+            logger.info("turned away %s: it did not ask for a connection", core.label)
             return None
         core.check()
         link, answer = welcome(self.services, core, hello, self.options)

@@ -38,7 +38,13 @@ _BODY = struct.Struct("<IQQQ16sQIQ")
 
 
 class ProtocolError(Exception):
-    """The peer sent something that the wire format does not allow."""
+    """The peer sent something that the wire format does not allow.
+
+    Attributes:
+        client_id: whom a malformed hello was for; 0 if it does not say.
+    """
+
+    client_id = 0
 
 
 @attrs.frozen
@@ -123,18 +129,20 @@ def decode_hello(data: bytes) -> Hello | Refusal | UnknownVersion:
         raise ProtocolError("the peer does not speak trio_ucx: its hello has no magic")
     _, version, kind, client_id, address_length = _HEAD.unpack_from(data)
     start = _HEAD.size + address_length
+    malformed = ProtocolError("the peer's hello is malformed")
+    malformed.client_id = client_id
     if kind == REFUSE:
         return Refusal(client_id, data[_HEAD.size :].decode(errors="replace"))
     if start > len(data):
-        raise ProtocolError("the peer's hello is shorter than it says")
+        raise malformed
     address = data[_HEAD.size : start]
     if version != VERSION:
         return UnknownVersion(version, client_id, address)
     if kind not in (OPEN, WELCOME) or len(data) < start + _BODY.size:
-        raise ProtocolError("the peer's hello is malformed")
+        raise malformed
     server_id, service, window, threshold, host, namespace, pid, began = _BODY.unpack_from(data, start)
     if not is_connection_id(client_id) or (kind == WELCOME and not is_connection_id(server_id)) or window < 1:
-        raise ProtocolError("the peer's hello has a wrong connection id or window")
+        raise malformed
     return Hello(
         kind=kind,
         client_id=client_id,
