@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 import sys
 from collections.abc import Callable
@@ -277,6 +278,15 @@ async def victim() -> None:
         say(listener.address)
         await until_told()
         nursery.cancel_scope.cancel()
+
+
+@role
+async def tight(spare: int) -> None:
+    """``echo`` with hardly any file descriptors left."""
+    async with ucp.open_worker():
+        used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    await echo([0])
 
 
 @role

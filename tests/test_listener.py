@@ -189,3 +189,21 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
                 assert await client.receive() == pattern(1000)
         assert served == 1 or (not await trio.sleep(0.2) and served == 1)
         nursery.cancel_scope.cancel()
+
+
+async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Worker, transports: str) -> None:
+    """...and takes others as soon as it has some again, which UCX by itself would not."""
+    async with open_peer("tight", 50, transports=transports) as peer:
+        address, _ = await peer.hear()
+        for _ in range(2):
+            opened = []
+            with pytest.raises(ConnectionRefusedError):
+                while len(opened) < 50:
+                    opened.append(await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=3))
+            assert len(opened) >= 4
+            for client in opened:
+                await client.send(b"still there?")
+                with trio.fail_after(3):
+                    assert await client.receive() == b"still there?"
+                client.abort()
+            await trio.sleep(0.3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import secrets
 from collections import deque
 
@@ -17,13 +19,17 @@ from ._handshake import Services, refuse, send_hello, welcome, wrong_version
 from ._link import Link
 from ._session import Options
 from .ucp import ErrorMode, UCXError, Worker, WorkerAddress
-from .ucp._address import Resolved
+from .ucp._address import Resolved, format_address
 from .ucp._listener import ListenerCore, client_of
 from .ucp._operations import EndpointCore
 from .ucp._pending import Signal
 from .ucp._util import OpenedNotConstructed
 
 logger = logging.getLogger("trio_ucx")
+
+#: What a client needs, with one TCP lane for each of several network devices, and what the program may need besides.
+DESCRIPTORS_EACH = 6
+SPARE_DESCRIPTORS = 16
 
 
 @attrs.frozen
@@ -71,11 +77,11 @@ class Reception:
 
     def _client_came(self, request: int) -> None:
         """By socket address. Called by the engine's delivery."""
-        if self.full:
+        client = client_of(request)
+        if self.full or not self._descriptors_left(format_address(client)):
             self.refused += 1
             self.core.reject(request)
             return
-        client = client_of(request)
         try:
             core = self.worker._accept_core(request, client, ErrorMode.PEER)
         except (OSError, UCXError):
@@ -86,6 +92,23 @@ class Reception:
         core.on_failure = lambda: hello.finish(Error(ConnectionError("the client went away")))
         self._start(core, hello)
 
+    def _descriptors_left(self, client: str) -> bool:
+        """Whether there are file descriptors for one more client.
+
+        UCX must never run out of them: at the first accept() that fails for that, its TCP stops listening for good.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            lowest = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            lowest = limit
+        else:
+            os.close(lowest)
+        if lowest + SPARE_DESCRIPTORS + DESCRIPTORS_EACH * len(self.handshaking) < limit:
+            return True
+        logger.warning("turned away %s: file descriptors are running out (RLIMIT_NOFILE is %d)", client, limit)
+        return False
+
     def _opened_by_address(self, hello: wire.Hello) -> None:
         """By worker address. Called by the engine's delivery."""
         try:
@@ -93,7 +116,7 @@ class Reception:
         except (OSError, UCXError):
             self.refused += 1
             return
-        if self.full:
+        if self.full or not self._descriptors_left(core.label):
             self.refused += 1
             refuse(core, hello.client_id, "too many clients are waiting to be accepted; try again later")
             return
