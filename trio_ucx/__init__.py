@@ -11,6 +11,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _transfers, _link, _handshake      one connection over UCX; how it comes about
                      _connection, _listener             what the user holds
                      _shared, _highlevel                opening and serving
+                     anyio                              Connections for libraries written for anyio
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
 
