@@ -175,6 +175,17 @@ async def test_pool_results_that_come_out_of_order(over: str, hire: Any, tmp_pat
         assert int(results[0]) in traces(tmp_path, "started")
 
 
+async def test_pool_map_drops_what_is_not_taken(over: str, hire: Any, tmp_path: Path) -> None:
+    async with open_pool() as pool:
+        hire(pool)
+        tasks = [Task("echo", b"first"), *[Task("wait", os.fsencode(tmp_path))] * 10]
+        async with aclosing(pool.map(tasks)) as results:
+            assert await anext(results) == b"first"
+            await until(lambda: traces(tmp_path, "started"))
+        assert await pool.run(Task("echo", b"next")) == b"next"
+        assert len(traces(tmp_path, "cancelled")) == 1
+
+
 async def test_pool_maps_no_further_than_needed(hire: Any) -> None:
     numbers = itertools.count()
     async with open_pool() as pool:
@@ -183,7 +194,6 @@ async def test_pool_maps_no_further_than_needed(hire: Any) -> None:
             assert [await anext(results) for _ in range(10)] == [b"%d" % number for number in range(10)]
         assert next(numbers) <= 10 + worker_pool.AHEAD
         assert await pool.run(Task("echo", b"next")) == b"next"
-        assert not pool._queue
 
 
 @pytest.mark.parametrize(
@@ -501,24 +511,25 @@ async def test_pool_does_not_trust_its_workers(over: str, hire: Any) -> None:
         assert await pool.run(Task("echo", b"next")) == b"next"
 
 
-@pytest.mark.parametrize("abort", [False, True])
-async def test_pool_worker_that_takes_a_task_and_leaves(over: str, hire: Any, abort: bool) -> None:
+@pytest.mark.parametrize("how", ["aborts", "answers by half", "reads by half"])
+async def test_pool_worker_that_takes_a_task_and_leaves(over: str, hire: Any, how: str) -> None:
     ended: list[object] = []
+    payload = pattern(10**6)
     async with open_pool() as pool, trio.open_nursery() as nursery:
-        nursery.start_soon(expect, ended, Task("echo", b"payload"), pool)
+        nursery.start_soon(expect, ended, Task("echo", payload), pool)
         async with trio_ucx.connect(pool.address) as connection:
             assert await connection.receive() == b"echo"
-            if abort:
+            if how == "aborts":
                 connection.abort()
-            else:
-                assert await connection.receive() == b"payload"
-                await connection.send(b"")  # half an answer
+            elif how == "answers by half":
+                assert await connection.receive() == payload
+                await connection.send(b"")
         await until(lambda: pool.workers == 0)
-        assert (pool.lost, pool.repeated) == (int(abort), 1)
+        assert (pool.lost, pool.repeated) == (int(how == "aborts"), 1)
         assert ended == []
         hire(pool)
         await until(lambda: ended)
-    assert ended == [b"payload"]
+    assert ended == [payload]
 
 
 # ---- the demonstration ----

@@ -135,10 +135,14 @@ class Simulated(Session):
             self.wire.clear()
             self.lost()
 
+    @property
+    def can_deliver(self) -> bool:
+        return bool(self.wire) and not self.peer.closed and not self.peer.gone
+
     def deliver(self) -> bool:
         """The next thing on its way to the peer arrives."""
         peer = self.peer
-        if not self.wire or peer.closed or peer.gone:
+        if not self.can_deliver:
             return False
         thing = self.wire.popleft()
         if isinstance(thing, bytes):
@@ -322,7 +326,7 @@ class World:
                     if side.closing:
                         side.close()
                     moved |= before != (len(side.got), side.end, side.write, side.session.closed, side.said_goodbye)
-                moved |= bool(side.session.wire or side.session.transfers) and not side.session.peer.closed
+                moved |= side.session.can_deliver or bool(side.session.transfers)
             self._notice()
             if not moved:
                 return
