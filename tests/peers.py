@@ -281,6 +281,21 @@ async def victim() -> None:
 
 
 @role
+async def closes_listeners(count: int) -> None:
+    """Opens and closes listeners when told to, and goes on using their memory."""
+    async with ucp.open_worker() as worker:
+        for _ in range(count):
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+            say(listener.address)
+            await ask()
+            await listener.aclose()
+            rubbish = [os.urandom(200 + number) for number in range(300)]
+            say("closed")
+            await trio.sleep(0.05)
+            del rubbish
+
+
+@role
 async def tight(spare: int) -> None:
     """``echo`` with hardly any file descriptors left."""
     async with ucp.open_worker():

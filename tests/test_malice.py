@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -200,3 +201,18 @@ async def test_flood_beyond_the_window_is_bounded(transports: str) -> None:
 async def _answer(connection: trio_ucx.Connection) -> tuple[int, int]:
     with trio.fail_after(5):
         return struct.unpack("<qq", await connection.receive(7))
+
+
+async def test_request_that_comes_after_the_listener_was_closed(transports: str) -> None:
+    """UCX by itself would call the freed listener: in another process, because that would end it."""
+    async with open_peer("closes_listeners", 20, transports=transports) as peer:
+        for _ in range(20):
+            address = await peer.hear()
+            with socket.create_connection(tuple(address)) as client:
+                await trio.sleep(0.05)  # UCX accepts it
+                await peer.tell()
+                assert await peer.hear() == "closed"
+                with contextlib.suppress(OSError):
+                    client.sendall(struct.pack("<QB7x", 64, 0) + bytes(64))
+                await trio.sleep(0.01)
+        assert await peer.ended() == 0

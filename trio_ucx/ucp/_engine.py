@@ -32,6 +32,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,9 @@ STUCK_TIMEOUT = 0.1
 #: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
 STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 _MAX_BACKOFF = 0.002
+
+#: All that there are in this process.
+engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 _forks = 0
 
@@ -160,6 +164,7 @@ class Engine:
         self.on_closed: Callable[[], None] | None = None
         live_handles["worker"] += 1
         context.engines.add(self)
+        engines.add(self)
 
     # ---- checks ----
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,9 +16,9 @@ from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
-from ._address import Resolved
+from ._address import Resolved, format_address
 from ._endpoint import Endpoint, ErrorMode, read_sockaddr
-from ._engine import Engine
+from ._engine import Engine, engines
 from ._operations import live_handles
 from ._pending import Signal
 from ._status import Status, os_error_from_status
@@ -26,6 +29,35 @@ if TYPE_CHECKING:
 
 #: Connection requests that may wait at a listener; further clients are rejected.
 BACKLOG = 256
+
+
+#: Seconds that closing a listener waits, if need be, for UCX to notice that clients were dropped. Usually one
+#: millisecond is enough.
+DROP_TIMEOUT = 0.1
+
+
+def _connections_at(address: tuple[str, int]) -> list[socket.socket]:
+    """This process's established TCP connections whose local address this is; close them, they are duplicates."""
+    host, port = address
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry)))
+            try:
+                mine = connection.family in (socket.AF_INET, socket.AF_INET6) and (
+                    connection.getsockname()[1] == port
+                    and host in (connection.getsockname()[0], "0.0.0.0", "::")
+                    and connection.getpeername() is not None  # raises for what listens
+                )
+            except OSError:
+                mine = False
+            if mine:
+                found.append(connection)
+            else:
+                connection.close()
+    return found
 
 
 class ListenerCore:
@@ -95,10 +127,12 @@ class ListenerCore:
         if self.handle is None:
             return
         self.engine.settle()  # requests that are in the ring
-        while self.waiting:
-            self.reject(self.waiting.popleft())
-        for request in list(self.unanswered):
+        rejected = set()
+        for request in [*self.waiting, *self.unanswered]:
+            rejected.add(format_address(client_of(request)))
             self.reject(request)
+        self.waiting.clear()
+        self._drop_silent_clients(rejected)
         handle, self.handle = self.handle, None
         del self.engine.listeners[self.id]
         self.engine.children.pop(self.id, None)
@@ -106,6 +140,26 @@ class ListenerCore:
         live_handles["listener"] -= 1
         self.engine.on_broken.pop(self.id, None)
         self.fail_acceptors(trio.ClosedResourceError("this listener was closed"))
+
+    def _drop_silent_clients(self, rejected: set[str]) -> None:
+        """Ends the connections of clients that have sent no request yet.
+
+        UCX leaves them open when a listener is destroyed, and calls the freed listener when their request comes: any
+        program that can reach the port could crash us. They cannot be asked for, so they are found by their addresses.
+        """
+        ours = rejected | {core.label for engine in engines for core in engine.endpoints.values()}
+        give_up = time.monotonic() + DROP_TIMEOUT
+        while time.monotonic() < give_up:
+            silent = False
+            for connection in _connections_at(self.address):
+                with connection, suppress(OSError):
+                    ip, peer_port, *_ = connection.getpeername()
+                    if format_address((ip.partition("%")[0], peer_port)) not in ours:
+                        silent = True
+                        connection.shutdown(socket.SHUT_RDWR)  # which UCX's own thread notices, and closes it
+            if not silent:
+                return
+            time.sleep(0.0005)
 
     def fail_acceptors(self, error: Exception) -> None:
         while self._acceptors:

@@ -11,7 +11,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
-from ._address import SocketAddress, WorkerAddress, resolve, split_address
+from ._address import SocketAddress, WorkerAddress, format_address, resolve, split_address
 from ._buffers import Buffer, Pinned
 from ._context import DEFAULT_FEATURES, Config, Context
 from ._endpoint import Endpoint, ErrorMode, post_flush
@@ -148,7 +148,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _accept_core(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> EndpointCore:
         return self._make_endpoint(
-            f"{client[0]}:{client[1]}",
+            format_address(client),
             lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, error_mode.value, out),
         )
 
