@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import ssl
 import struct
 import subprocess
@@ -43,6 +45,16 @@ def assert_lanes(connection: trio_ucx.Connection | ucp.Endpoint, transports: str
         assert names == {"tcp"}
     else:
         assert names & {"sysv", "posix"}, names
+
+
+def free_port() -> int:
+    """A port to listen at on any address of this host. None that a connection might have been given meanwhile."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, given_out)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class Peer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers import free_port
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
@@ -44,12 +44,6 @@ def executable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=60,
     )
     return target
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Program:

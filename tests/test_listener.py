@@ -11,7 +11,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import Stopwatch, open_peer, open_raw_pair, pattern
+from helpers import Stopwatch, free_port, open_peer, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
@@ -68,8 +68,8 @@ def test_functions_take_what_trio_s_take() -> None:
 async def test_address_that_does_not_answer_does_not_hold_up_the_next(
     worker: ucp.Worker, names: dict[str, list[str]], delay: float | None
 ) -> None:
-    async with await worker.open_listener("127.0.0.2", 0) as deaf:
-        port = deaf.address[1]
+    port = free_port()
+    async with await worker.open_listener("127.0.0.2", port) as deaf:
         names["host"] = ["127.0.0.2", "127.0.0.1"]
         [listener] = await trio_ucx.open_ucx_listeners(port, host="127.0.0.1", worker=worker)
         async with listener, trio.open_nursery() as nursery:
@@ -93,8 +93,7 @@ async def test_address_that_does_not_answer_does_not_hold_up_the_next(
 
 async def test_all_addresses_fail(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     names["host"] = ["127.0.0.1", "127.0.0.2", "::1"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(OSError, match="all attempts to connect to host") as caught:
         await trio_ucx.open_ucx_stream("host", port, worker=worker, connect_timeout=3)
     assert isinstance(caught.value.__cause__, ExceptionGroup)
@@ -128,6 +127,18 @@ async def test_both_families_of_a_name(names: dict[str, list[str]]) -> None:
     await listeners[1].aclose()
 
 
+async def test_server_gets_its_port_back(worker: ucp.Worker) -> None:
+    """Although the connections that it closed are in TIME_WAIT for a minute."""
+    [listener] = await trio_ucx.open_ucx_listeners(free_port(), host="127.0.0.1", worker=worker)
+    address = listener.address
+    async with ucp.open_worker(config={"TLS": "tcp"}) as other:
+        async with listener, trio_ucx.connect(address, worker=other), await listener.accept() as server:
+            server.abort()  # the side that closes first keeps the address
+    [again] = await trio_ucx.open_ucx_listeners(address[1], host="127.0.0.1", worker=worker)
+    async with again, trio_ucx.connect(address, worker=worker) as client:
+        await client.send(b"x")
+
+
 async def test_errno(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     async with listener:
@@ -138,12 +149,11 @@ async def test_errno(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
         with pytest.raises(OSError) as caught:
             await trio_ucx.open_ucx_listeners(taken.getsockname()[1], host="127.0.0.1", worker=worker)
         assert caught.value.errno == errno.EADDRINUSE
-        free = taken.getsockname()[1]
     with pytest.raises(OSError) as caught:
         await trio_ucx.open_ucx_listeners(0, host="198.51.100.1", worker=worker)
     assert caught.value.errno == errno.EADDRNOTAVAIL
     with pytest.raises(ConnectionRefusedError) as refused:
-        await trio_ucx.open_ucx_stream("127.0.0.1", free, worker=worker)
+        await trio_ucx.open_ucx_stream("127.0.0.1", free_port(), worker=worker)
     assert refused.value.errno == errno.ECONNREFUSED
     with pytest.raises(socket.gaierror, match="nobody"):
         await trio_ucx.open_ucx_stream("nobody", 1, worker=worker)
