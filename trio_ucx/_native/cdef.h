@@ -78,9 +78,11 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit);
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
 int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
 int tu_worker_signal(tu_worker_t *worker);
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
+
+/* operation.c */
+int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,

@@ -141,26 +141,21 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
  * of it once the closing operation has completed. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 {
-    tu_operation_t *operation = tu_operation_begin(endpoint->worker);
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-        .flags        = UCP_EP_CLOSE_FLAG_FORCE,
-        .cb           = {.send = tu_operation_sent},
-        .user_data    = operation,
-    };
     ucp_ep_h ep = endpoint->ep;
-    uint64_t id;
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (verdict != 0) {
+        return verdict;
     }
-    id             = operation->id;
-    endpoint->ep   = NULL;
-    *endpoint->link = endpoint->next;
+    post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+    post.param.flags         = UCP_EP_CLOSE_FLAG_FORCE;
+    endpoint->ep             = NULL;
+    *endpoint->link          = endpoint->next;
     if (endpoint->next != NULL) {
         endpoint->next->link = endpoint->link;
     }
-    return tu_operation_posted(operation, id, ucp_ep_close_nbx(ep, &param));
+    return tu_post_end(&post, ucp_ep_close_nbx(ep, &post.param));
 }
 
 void tu_endpoint_free(tu_endpoint_t *endpoint)
@@ -173,19 +168,13 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
 
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
 {
-    tu_operation_t *operation = tu_operation_begin(endpoint->worker);
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-        .cb           = {.send = tu_operation_sent},
-        .user_data    = operation,
-    };
-    uint64_t id;
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (verdict != 0) {
+        return verdict;
     }
-    id = operation->id;
-    return tu_operation_posted(operation, id, ucp_ep_flush_nbx(endpoint->ep, &param));
+    return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
 }
 
 int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port)
@@ -235,19 +224,13 @@ int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
 /* Sends a hello as an active message; with reply, the receiver learns which endpoint it came from. */
 int64_t tu_endpoint_send_hello(tu_endpoint_t *endpoint, unsigned am_id, const void *data, size_t length, int reply)
 {
-    tu_operation_t *operation = tu_operation_begin(endpoint->worker);
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-        .flags        = UCP_AM_SEND_FLAG_EAGER | (reply ? UCP_AM_SEND_FLAG_REPLY : 0),
-        .cb           = {.send = tu_operation_sent},
-        .user_data    = operation,
-    };
-    uint64_t id;
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (verdict != 0) {
+        return verdict;
     }
-    id = operation->id;
-    return tu_operation_posted(operation, id,
-                               ucp_am_send_nbx(endpoint->ep, am_id, NULL, 0, data, length, &param));
+    post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+    post.param.flags         = UCP_AM_SEND_FLAG_EAGER | (reply ? UCP_AM_SEND_FLAG_REPLY : 0);
+    return tu_post_end(&post, ucp_am_send_nbx(endpoint->ep, am_id, NULL, 0, data, length, &post.param));
 }

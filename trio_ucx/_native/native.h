@@ -84,12 +84,22 @@ int tu_ring_has_slack(const tu_worker_t *worker);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
 
-/* Operations (worker.c): begin takes a slot and reserves its record, posted turns UCX's answer into a verdict, done is
- * what a completion callback calls. */
-tu_operation_t *tu_operation_begin(tu_worker_t *worker);
-int64_t tu_operation_posted(tu_operation_t *operation, uint64_t id, ucs_status_ptr_t answer);
+/* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
+ * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict
+ * of what could not begin. Done is what a completion callback calls. */
+typedef struct tu_post {
+    tu_operation_t *operation;
+    uint64_t id;
+    ucp_request_param_t param;
+    void *address;             /* what UCX's calls name "buffer" */
+    size_t count;
+} tu_post_t;
+
+int64_t tu_post_begin(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers);
+int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer);
 void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag);
 void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
+void tu_operations_free(tu_worker_t *worker);
 
 /* Socket addresses (endpoint.c). */
 int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,

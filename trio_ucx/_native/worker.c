@@ -1,9 +1,8 @@
-/* The worker: its ring of records, its table of operations, and the turn that moves everything. */
+/* The worker: its ring of records, and the turn that moves everything. */
 #include <string.h>
 
 #include "native.h"
 
-#define BLOCK_SLOTS 256
 #define BUSY_RETRIES 4
 #define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
 
@@ -79,116 +78,6 @@ static size_t ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
     return count;
 }
 
-/* ---- operations ---- */
-
-static int slots_grow(tu_worker_t *worker)
-{
-    tu_operation_t **blocks = realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
-    tu_operation_t *block;
-    size_t i;
-
-    if (blocks == NULL) {
-        return -1;
-    }
-    worker->blocks = blocks;
-    block          = calloc(BLOCK_SLOTS, sizeof(*block));
-    if (block == NULL) {
-        return -1;
-    }
-    blocks[worker->block_count] = block;
-    for (i = BLOCK_SLOTS; i-- > 0;) {
-        block[i].worker    = worker;
-        block[i].slot      = (uint32_t)(worker->block_count * BLOCK_SLOTS + i);
-        block[i].next_free = worker->free_slots;
-        worker->free_slots = &block[i];
-    }
-    worker->block_count++;
-    return 0;
-}
-
-static void operation_release(tu_operation_t *operation)
-{
-    tu_worker_t *worker = operation->worker;
-
-    free(operation->iov);
-    operation->iov       = NULL;
-    operation->id        = 0;
-    operation->request   = NULL;
-    operation->next_free = worker->free_slots;
-    worker->free_slots   = operation;
-    worker->counts.operations--;
-    tu_ring_unreserve(worker);
-}
-
-tu_operation_t *tu_operation_begin(tu_worker_t *worker)
-{
-    tu_operation_t *operation;
-
-    if (worker->free_slots == NULL && slots_grow(worker) < 0) {
-        return NULL;
-    }
-    if (tu_ring_reserve(worker) < 0) {
-        return NULL;
-    }
-    operation             = worker->free_slots;
-    worker->free_slots    = operation->next_free;
-    operation->generation = (operation->generation + 1) & 0x3fffffffu;
-    if (operation->generation == 0) {
-        operation->generation = 1;
-    }
-    operation->id      = ((uint64_t)operation->generation << 32) | operation->slot;
-    operation->request = NULL;
-    worker->counts.operations++;
-    return operation;
-}
-
-int64_t tu_operation_posted(tu_operation_t *operation, uint64_t id, ucs_status_ptr_t answer)
-{
-    if (!UCS_PTR_IS_PTR(answer)) {
-        operation_release(operation);
-        return UCS_PTR_RAW_STATUS(answer);
-    }
-    if (operation->id == id) { /* else it completed during the call: the record is in the ring already */
-        operation->request = answer;
-    }
-    return (int64_t)id;
-}
-
-void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag)
-{
-    tu_worker_t *worker = operation->worker;
-    uint64_t id         = operation->id;
-
-    operation_release(operation);
-    tu_ring_append(worker, TU_RECORD_OPERATION, id, status, length, tag, 0);
-    ucp_request_free(request);
-}
-
-void tu_operation_sent(void *request, ucs_status_t status, void *user_data)
-{
-    tu_operation_done(user_data, request, status, 0, 0);
-}
-
-/* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
- * still works on it. */
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
-{
-    uint32_t slot = (uint32_t)id;
-    tu_operation_t *operation;
-
-    if (slot / BLOCK_SLOTS >= worker->block_count) {
-        return 1;
-    }
-    operation = &worker->blocks[slot / BLOCK_SLOTS][slot % BLOCK_SLOTS];
-    if (operation->id != id) {
-        return 1;
-    }
-    if (operation->request != NULL) {
-        ucp_request_cancel(worker->worker, operation->request);
-    }
-    return operation->id != id;
-}
-
 /* ---- the worker ---- */
 
 int tu_worker_create(tu_context_t *context, tu_worker_t **out)
@@ -234,15 +123,10 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
 
 void tu_worker_destroy(tu_worker_t *worker)
 {
-    size_t i, slot;
+    size_t i;
 
     ucp_worker_destroy(worker->worker);
-    for (i = 0; i < worker->block_count; i++) {
-        for (slot = 0; slot < BLOCK_SLOTS; slot++) {
-            free(worker->blocks[i][slot].iov);
-        }
-        free(worker->blocks[i]);
-    }
+    tu_operations_free(worker);
     for (i = 0; i < worker->used; i++) {
         tu_record_t *record = &worker->ring[(worker->first + i) & (worker->capacity - 1)];
 
@@ -250,7 +134,6 @@ void tu_worker_destroy(tu_worker_t *worker)
             free((void *)(uintptr_t)record->pointer);
         }
     }
-    free(worker->blocks);
     free(worker->ring);
     free(worker);
 }
@@ -396,17 +279,11 @@ void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 
 int64_t tu_worker_flush(tu_worker_t *worker)
 {
-    tu_operation_t *operation = tu_operation_begin(worker);
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-        .cb           = {.send = tu_operation_sent},
-        .user_data    = operation,
-    };
-    uint64_t id;
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, worker, NULL);
 
-    if (operation == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (verdict != 0) {
+        return verdict;
     }
-    id = operation->id;
-    return tu_operation_posted(operation, id, ucp_worker_flush_nbx(worker->worker, &param));
+    return tu_post_end(&post, ucp_worker_flush_nbx(worker->worker, &post.param));
 }
