@@ -13,7 +13,7 @@ from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
 from trio_ucx.ucp import _engine
 
-_closed: list[_engine.WorkerStatistics] = []
+_closed: list[ucp.WorkerStatistics] = []
 _finish_close = _engine.Engine._finish_close
 
 

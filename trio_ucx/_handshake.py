@@ -47,6 +47,12 @@ class Services:
         self.greeting: dict[int, Callable[[bytes], None]] = {}
         #: What takes the OPENs that come by worker address, by service.
         self.services: dict[int, Callable[[wire.Hello], None]] = {}
+        taken = self.engine.am_ids.setdefault(wire.HELLO_AM_ID, "the Connections")
+        if taken != "the Connections":
+            raise ValueError(
+                f"Connections shake hands by active messages with id {wire.HELLO_AM_ID}, which go to {taken} of this "
+                "worker: open that with another id, or on another worker"
+            )
         status = lib.tu_worker_accept_hellos(self.engine.handle, wire.HELLO_AM_ID, wire.MAX_HELLO)
         if status != Status.OK:
             raise UCXError(status, "registering the hello handler")

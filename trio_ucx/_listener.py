@@ -22,7 +22,7 @@ from .ucp import ErrorMode, UCXError, Worker, WorkerAddress
 from .ucp._address import Resolved, format_address
 from .ucp._listener import ListenerCore, client_of
 from .ucp._operations import EndpointCore
-from .ucp._pending import Signal
+from .ucp._pending import Signal, Waiters
 from .ucp._util import OpenedNotConstructed
 
 logger = logging.getLogger("trio_ucx")
@@ -62,13 +62,13 @@ class Reception:
         self.service = secrets.randbits(63) | 1
         self.handshaking: set[EndpointCore] = set()
         self.ready: deque[Link] = deque()
-        self.acceptors: deque[Signal] = deque()
+        self.acceptors = Waiters()
         self.accepted = 0
         self.refused = 0
         engine = worker._engine
         engine.listeners[self.core.id] = self._client_came
         engine.children[self.core.id] = self.close
-        engine.on_broken[self.core.id] = self._fail_acceptors
+        engine.on_broken[self.core.id] = self.acceptors.fail
         self.services.services[self.service] = self._opened_by_address
 
     @property
@@ -177,12 +177,8 @@ class Reception:
         return link
 
     def _connected(self, link: Link) -> None:
-        while self.acceptors:
-            acceptor = self.acceptors.popleft()
-            if acceptor.outcome is None:
-                acceptor.finish(Value(link))
-                return
-        self.ready.append(link)
+        if not self.acceptors.give(link):
+            self.ready.append(link)
 
     async def accept(self) -> Link:
         self.core.check()
@@ -191,13 +187,7 @@ class Reception:
             link = self.ready.popleft()
             await trio.lowlevel.cancel_shielded_checkpoint()
         else:
-            acceptor = Signal()
-            self.acceptors.append(acceptor)
-            try:
-                link = await acceptor.wait()
-            finally:
-                if acceptor in self.acceptors:
-                    self.acceptors.remove(acceptor)
+            link = await self.acceptors.wait()
         self.accepted += 1
         return link
 
@@ -210,11 +200,7 @@ class Reception:
             core.fail(UCXError(-25, f"the listener closed before {core.label} was accepted"))
         while self.ready:
             self.ready.popleft().abort()
-        self._fail_acceptors(trio.ClosedResourceError("this listener was closed"))
-
-    def _fail_acceptors(self, error: Exception) -> None:
-        while self.acceptors:
-            self.acceptors.popleft().finish(Error(error))
+        self.acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
 
 @attrs.define(eq=False, repr=False)

@@ -29,6 +29,15 @@ class Lib(Protocol):
     TU_RECORD_FAILURE: int
     TU_RECORD_REQUEST: int
     TU_RECORD_HELLO: int
+    TU_RECORD_AM: int
+    TU_RECORD_STREAM: int
+    TU_RECORD_CUT: int
+    TU_AM_COPIED: int
+    TU_AM_LENT: int
+    TU_AM_RENDEZVOUS: int
+    TU_AM_SEND_AUTO: int
+    TU_AM_SEND_EAGER: int
+    TU_AM_SEND_RENDEZVOUS: int
     TU_MORE: int
     TU_ARMED: int
     TU_BUSY: int
@@ -107,4 +116,37 @@ class Lib(Protocol):
         self, worker: WorkerHandle, message: int, address: CData, length: int, received: CData, /
     ) -> int: ...
     def tu_tag_probe(self, worker: WorkerHandle, tag: int, mask: int, remove: int, received: CData, /) -> int: ...
+
+    def tu_am_open(
+        self,
+        worker: WorkerHandle,
+        id: int,
+        am_id: int,
+        max_messages: int,
+        max_bytes: int,
+        refuse: int,
+        cut: int,
+        out: CData,
+        /,
+    ) -> int: ...
+    def tu_am_max_header(self, worker: WorkerHandle, /) -> int: ...
+    def tu_am_next(self, queue: CData, /) -> CData: ...
+    def tu_am_counts(self, queue: CData, out: CData, /) -> None: ...
+    def tu_am_close(self, queue: CData, /) -> None: ...
+    def tu_am_receive(self, worker: WorkerHandle, message: CData, buffers: CData, /) -> int: ...
+    def tu_am_forget(self, message: CData, /) -> None: ...
+    def tu_am_release(self, worker: WorkerHandle, message: CData, /) -> None: ...
+    def tu_am_send(
+        self,
+        endpoint: EndpointHandle,
+        am_id: int,
+        header: CData,
+        header_length: int,
+        buffers: CData,
+        reply: int,
+        protocol: int,
+        /,
+    ) -> int: ...
+    def tu_stream_send(self, endpoint: EndpointHandle, buffers: CData, /) -> int: ...
+    def tu_stream_release(self, worker: WorkerHandle, data: int, /) -> None: ...
     def free(self, memory: CData, /) -> None: ...

@@ -8,6 +8,7 @@ typedef struct tu_context tu_context_t;
 typedef struct tu_worker tu_worker_t;
 typedef struct tu_endpoint tu_endpoint_t;
 typedef struct tu_listener tu_listener_t;
+typedef struct tu_am_queue tu_am_queue_t;
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
 #define TU_RECORD_FIELDS 6
@@ -16,6 +17,9 @@ typedef struct tu_listener tu_listener_t;
 #define TU_RECORD_FAILURE 2    /* id, status: an endpoint failed */
 #define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
 #define TU_RECORD_HELLO 4      /* id, length, pointer: a hello came, from endpoint id (0: unknown) */
+#define TU_RECORD_AM 5         /* id: the queue of active messages is no longer empty */
+#define TU_RECORD_STREAM 6     /* id, length, pointer: an endpoint received a piece of its stream */
+#define TU_RECORD_CUT 7        /* id, status: an endpoint is to be closed for what it sent */
 
 typedef struct tu_record {
     uint64_t kind;
@@ -37,6 +41,32 @@ typedef struct tu_received {
     uint64_t length;
     uint64_t tag;
 } tu_received_t;
+
+/* Where the data of an active message is. */
+#define TU_AM_COPIED 0         /* in the message itself */
+#define TU_AM_LENT 1           /* in UCX's memory, until tu_am_release */
+#define TU_AM_RENDEZVOUS 2     /* with the sender, until tu_am_receive */
+
+typedef struct tu_am_message {
+    struct tu_am_message *next;
+    int kind;
+    uint64_t endpoint;         /* id of the endpoint to reply to; 0: not asked for, or none of ours */
+    uint64_t length;
+    size_t header_length;
+    char *header;
+    void *data;
+} tu_am_message_t;
+
+typedef struct tu_am_counts {
+    uint64_t messages;
+    uint64_t bytes;
+    uint64_t dropped;
+    uint64_t refused;
+} tu_am_counts_t;
+
+#define TU_AM_SEND_AUTO 0
+#define TU_AM_SEND_EAGER 1
+#define TU_AM_SEND_RENDEZVOUS 2
 
 typedef struct tu_counts {
     uint64_t progress_calls;
@@ -116,5 +146,22 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length,
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
+
+/* am.c */
+int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
+               int cut, tu_am_queue_t **out);
+size_t tu_am_max_header(tu_worker_t *worker);
+tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
+void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out);
+void tu_am_close(tu_am_queue_t *queue);
+int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_buffers_t *buffers);
+void tu_am_forget(tu_am_message_t *message);
+void tu_am_release(tu_worker_t *worker, tu_am_message_t *message);
+int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
+                   const tu_buffers_t *buffers, int reply, int protocol);
+
+/* stream.c */
+int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
+void tu_stream_release(tu_worker_t *worker, uint64_t data);
 
 void free(void *memory);

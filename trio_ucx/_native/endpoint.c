@@ -74,9 +74,11 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
         free(endpoint);
         return UCS_ERR_NO_MEMORY;
     }
-    endpoint->worker        = worker;
-    endpoint->id            = id;
-    params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
+    endpoint->worker         = worker;
+    endpoint->id             = id;
+    endpoint->error_handling = error_handling;
+    params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_USER_DATA;
+    params->user_data       = endpoint;
     params->err_mode        = error_handling ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
     if (error_handling) {
         params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLER;
@@ -137,8 +139,8 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
     return endpoint_create(worker, id, &params, error_handling, out);
 }
 
-/* Closes by force. Whatever the verdict, the endpoint can carry nothing more; tu_endpoint_free releases what is left
- * of it once the closing operation has completed. */
+/* Closes by force; without error handling UCX can only flush. Whatever the verdict, the endpoint can carry nothing
+ * more; tu_endpoint_free releases what is left of it once the closing operation has completed. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 {
     ucp_ep_h ep = endpoint->ep;
@@ -149,7 +151,7 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
         return verdict;
     }
     post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-    post.param.flags         = UCP_EP_CLOSE_FLAG_FORCE;
+    post.param.flags         = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     endpoint->ep             = NULL;
     *endpoint->link          = endpoint->next;
     if (endpoint->next != NULL) {
@@ -160,10 +162,18 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 
 void tu_endpoint_free(tu_endpoint_t *endpoint)
 {
+    tu_worker_t *worker = endpoint->worker;
+
     if (!endpoint->failed) {
-        tu_ring_unreserve(endpoint->worker);
+        tu_ring_unreserve(worker);
     }
-    free(endpoint);
+    if (endpoint->error_handling) {
+        free(endpoint);
+    } else { /* UCX keeps its half while the peer has the other, and gives it as an active message's sender */
+        endpoint->id   = 0;
+        endpoint->next = worker->closed;
+        worker->closed = endpoint;
+    }
 }
 
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)

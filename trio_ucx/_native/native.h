@@ -27,6 +27,7 @@
 
 struct tu_context {
     ucp_context_h context;
+    uint64_t features;
     ucp_config_t *config;      /* kept for `python -m trio_ucx info` */
 };
 
@@ -43,6 +44,7 @@ typedef struct tu_operation {
 struct tu_worker {
     ucp_worker_h worker;
     int efd;
+    int knows_user_data;       /* UCX 1.18 can be asked for an endpoint's */
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
     unsigned hello_id;
@@ -58,7 +60,11 @@ struct tu_worker {
     size_t block_count;
     tu_operation_t *free_slots;
 
+    int streams;               /* whether endpoints may have stream data */
+    ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
+
     tu_endpoint_t *endpoints;
+    tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
     tu_counts_t counts;
 };
 
@@ -66,6 +72,7 @@ struct tu_endpoint {
     tu_worker_t *worker;
     ucp_ep_h ep;               /* NULL once closing began */
     uint64_t id;
+    int error_handling;
     int failed;                /* its record is in the ring, no longer reserved */
     tu_endpoint_t *next;
     tu_endpoint_t **link;
@@ -99,7 +106,15 @@ int64_t tu_post_begin(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *
 int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer);
 void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag);
 void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
+void tu_operation_received(void *request, ucs_status_t status, size_t length, void *user_data);
 void tu_operations_free(tu_worker_t *worker);
+
+/* Active messages (am.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
+int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
+uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
+
+/* Streams (stream.c). */
+void tu_stream_collect(tu_worker_t *worker);
 
 /* Socket addresses (endpoint.c). */
 int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,

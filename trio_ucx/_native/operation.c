@@ -89,6 +89,11 @@ void tu_operation_sent(void *request, ucs_status_t status, void *user_data)
     tu_operation_done(user_data, request, status, 0, 0);
 }
 
+void tu_operation_received(void *request, ucs_status_t status, size_t length, void *user_data)
+{
+    tu_operation_done(user_data, request, status, length, 0);
+}
+
 /* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
  * still works on it. */
 int tu_operation_cancel(tu_worker_t *worker, uint64_t id)

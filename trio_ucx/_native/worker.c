@@ -94,6 +94,8 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
         return UCS_ERR_NO_MEMORY;
     }
     ucp_get_version(&major, &minor, &release);
+    worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
+    worker->knows_user_data      = major > 1 || minor >= 18;
     worker->loses_info           = major == 1 && minor < 17;
     worker->capacity             = 2 * TU_RING_SLACK;
     worker->counts.ring_capacity = worker->capacity;
@@ -123,10 +125,15 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
 
 void tu_worker_destroy(tu_worker_t *worker)
 {
+    tu_endpoint_t *endpoint;
     size_t i;
 
     ucp_worker_destroy(worker->worker);
     tu_operations_free(worker);
+    while ((endpoint = worker->closed) != NULL) {
+        worker->closed = endpoint->next;
+        free(endpoint);
+    }
     for (i = 0; i < worker->used; i++) {
         tu_record_t *record = &worker->ring[(worker->first + i) & (worker->capacity - 1)];
 
@@ -169,8 +176,6 @@ static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_l
                                   const ucp_am_recv_param_t *param)
 {
     tu_worker_t *worker = arg;
-    uint64_t id         = 0;
-    tu_endpoint_t *endpoint;
     void *copy;
 
     (void)header;
@@ -181,36 +186,20 @@ static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_l
     if (length > worker->hello_max || !tu_ring_has_slack(worker)) {
         return UCS_OK; /* nonsense, or a flood: drop it; an honest client tries again after its timeout */
     }
-    if (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) {
-        for (endpoint = worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
-            if (endpoint->ep == param->reply_ep) {
-                id = endpoint->id;
-                break;
-            }
-        }
-    }
     copy = malloc(length + 1);
     if (copy != NULL) {
         memcpy(copy, data, length);
-        tu_ring_append(worker, TU_RECORD_HELLO, id, UCS_OK, length, 0, (uint64_t)(uintptr_t)copy);
+        tu_ring_append(worker, TU_RECORD_HELLO, tu_am_sender(worker, param), UCS_OK, length, 0,
+                       (uint64_t)(uintptr_t)copy);
     }
     return UCS_OK;
 }
 
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length)
 {
-    ucp_am_handler_param_t param = {
-        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
-                      UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
-        .id         = am_id,
-        .flags      = UCP_AM_FLAG_WHOLE_MSG,
-        .cb         = hello_arrived,
-        .arg        = worker,
-    };
-
     worker->hello_id  = am_id;
     worker->hello_max = max_length;
-    return ucp_worker_set_am_recv_handler(worker->worker, &param);
+    return tu_am_handle(worker, am_id, hello_arrived, worker);
 }
 
 /* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. */
@@ -236,13 +225,18 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 {
     int budget  = PROGRESS_BUDGET;
     int retries = BUSY_RETRIES;
+    unsigned moved;
     size_t count;
 
     *armed = TU_MORE;
     for (;;) {
         do {
             worker->counts.progress_calls++;
-        } while (ucp_worker_progress(worker->worker) != 0 && --budget > 0 && worker->used < max);
+            moved = ucp_worker_progress(worker->worker);
+            if (worker->streams) {
+                tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
+            }
+        } while (moved != 0 && --budget > 0 && worker->used < max);
         if (worker->claimed_bit != 0) {
             collect_messages(worker);
         }

@@ -4,12 +4,20 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
     _util, _pending, _buffers, _status, _address      no engine
     _context                                          configuration
+    _loans, _inbox                                    memory that UCX lends
     _operations, _engine                              what is in flight; the progress task: read their docstrings
-    _tag, _endpoint, _listener, _requests             one file per capability
+    _tag, _arrivals, _active_messages, _stream        one file per capability
+    _endpoint, _listener, _requests
     _worker                                           puts them together
 """
 
+from ._active_messages import ActiveMessages as ActiveMessages
+from ._active_messages import ActiveMessagesStatistics as ActiveMessagesStatistics
+from ._active_messages import SendProtocol as SendProtocol
+from ._active_messages import WhenFull as WhenFull
 from ._address import WorkerAddress as WorkerAddress
+from ._arrivals import ActiveMessage as ActiveMessage
+from ._context import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._context import Context as Context
 from ._context import Feature as Feature
 from ._context import open_context as open_context
@@ -18,14 +26,15 @@ from ._endpoint import Endpoint as Endpoint
 from ._endpoint import EndpointStatistics as EndpointStatistics
 from ._endpoint import ErrorMode as ErrorMode
 from ._endpoint import Transport as Transport
-from ._engine import WorkerStatistics as WorkerStatistics
 from ._listener import ConnectionRequest as ConnectionRequest
 from ._listener import RawListener as RawListener
 from ._pending import RequestCancelled as RequestCancelled
 from ._requests import Request as Request
 from ._requests import RequestGroup as RequestGroup
+from ._statistics import WorkerStatistics as WorkerStatistics
 from ._status import Status as Status
 from ._status import UCXError as UCXError
+from ._stream import StreamData as StreamData
 from ._tag import TagMessage as TagMessage
 from ._util import FULL as FULL
 from ._util import publish as _publish
@@ -33,7 +42,11 @@ from ._worker import Worker as Worker
 from ._worker import open_worker as open_worker
 
 __all__ = [
+    "DEFAULT_FEATURES",
     "FULL",
+    "ActiveMessage",
+    "ActiveMessages",
+    "ActiveMessagesStatistics",
     "CloseMode",
     "ConnectionRequest",
     "Context",
@@ -45,10 +58,13 @@ __all__ = [
     "Request",
     "RequestCancelled",
     "RequestGroup",
+    "SendProtocol",
     "Status",
+    "StreamData",
     "TagMessage",
     "Transport",
     "UCXError",
+    "WhenFull",
     "Worker",
     "WorkerAddress",
     "WorkerStatistics",

@@ -51,13 +51,15 @@ class Pinned:
         size: bytes in all.
         address: where the only buffer is (a cffi pointer); meaningless for a list.
         many: the ``tu_buffers_t`` of a list, else None.
+        companion: what else must live as long.
     """
 
-    __slots__ = ("_exports", "_keep", "address", "many", "size")
+    __slots__ = ("_exports", "_keep", "address", "companion", "many", "size")
     _exports: tuple[Any, ...]
 
     def __init__(self, data: Buffer, *, writable: bool = False) -> None:
         self._exports = ()
+        self.companion: Any = None
         if isinstance(data, (list, tuple)):
             exports: list[Any] = []
             try:
@@ -104,13 +106,14 @@ class Pinned:
         """Writable views of the memory, in order."""
         return [memoryview(ffi.buffer(export)) for export in self._exports]
 
-    def fill(self, source: memoryview) -> None:
-        """Copies ``source`` (at most ``size`` bytes) into the buffers."""
-        position = 0
+    def fill(self, source: memoryview, start: int = 0) -> None:
+        """Copies ``source`` into the buffers, behind their first ``start`` bytes; it must fit."""
         for part in self.parts():
-            count = min(len(part), len(source) - position)
-            part[:count] = source[position : position + count]
-            position += count
+            skipped = min(start, len(part))
+            count = min(len(part) - skipped, len(source))
+            part[skipped : skipped + count] = source[:count]
+            source = source[count:]
+            start -= skipped
 
     def copy(self, length: int) -> bytes:
         """A copy of the first ``length`` bytes."""

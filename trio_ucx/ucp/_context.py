@@ -133,6 +133,19 @@ class Context(metaclass=OpenedNotConstructed):
             raise RuntimeError("this context was closed")
         return self._handle
 
+    def require(self, feature: Feature, doing: str) -> None:
+        """Refuses what the context was not opened for: UCX would crash.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if feature not in self.features:
+            raise RuntimeError(
+                f"{doing} needs Feature.{feature.name}, and this context was opened without: "
+                f"open_context(features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}), or the same with "
+                "open_worker"
+            )
+
     def config_text(self) -> str:
         """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
         return _take_text(lib.tu_context_config_text(self._native()))

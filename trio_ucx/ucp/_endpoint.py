@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,10 +12,12 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from ._active_messages import SendProtocol, post_am_send
 from ._buffers import Buffer
 from ._engine import Engine
 from ._operations import EndpointCore, Operation
 from ._status import Status, UCXError, broken, error_from_status
+from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, completed, pending_operation, post_send
 from ._util import OpenedNotConstructed, warn_resource
 
@@ -126,6 +129,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     _local: tuple[str, int] | None = None
     _remote: tuple[str, int] | None = None
     _closing: bool = False
+    _reader: StreamReader = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._reader = StreamReader(self._core)
+        self._core.facade = weakref.ref(self)
 
     @property
     def worker(self) -> Worker:
@@ -203,6 +211,92 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
         await self._send(post_send(self._core, data, tag, sync=True))
+
+    @enable_ki_protection
+    async def am_send(
+        self,
+        id: int,
+        data: Buffer = b"",
+        header: Buffer = b"",
+        *,
+        reply: bool = False,
+        protocol: SendProtocol = SendProtocol.AUTO,
+    ) -> None:
+        """Sends an active message (``ucp_am_send_nbx``) to whoever opened its id: :meth:`Worker.open_active_messages`.
+
+        Returns when ``data`` may be used again. With a rendezvous, that is when the peer has received the message, or
+        released it unread.
+
+        Args:
+            id: 0 to 65535. Where Connections are in use, they have 127.
+            data: a contiguous buffer, or a list of them, which arrives as one.
+            header: goes with the message, and is there before its data. At most :attr:`Worker.max_am_header` bytes.
+            reply: let the receiver know which endpoint it came by (``UCP_AM_SEND_FLAG_REPLY``).
+            protocol: see :class:`SendProtocol`.
+
+        Cancellation: the message may or may not be sent, whole or not at all. ``data`` stays pinned until UCX lets go
+        of it.
+
+        Raises:
+            UCXError: the receiver refused a rendezvous. (Nothing tells of an eager message that was dropped.)
+            trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
+            TypeError, ValueError: not a contiguous buffer; the header is too long; the id is out of range.
+            RuntimeError: the context was opened without ``Feature.AM``.
+        """
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send(post_am_send(self._core, id, data, header, reply, protocol))
+
+    @enable_ki_protection
+    async def stream_send(self, data: Buffer) -> None:
+        """Sends bytes on the endpoint's UCP stream (``ucp_stream_send_nbx``).
+
+        Returns when ``data`` may be used again, which is not yet delivery. UCP streams have no backpressure: the peer
+        holds whatever it does not read.
+
+        Args:
+            data: a contiguous buffer, or a list of them.
+
+        Cancellation: the bytes may or may not be sent, all or none; ``data`` stays pinned until UCX lets go of it.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
+            TypeError, ValueError: not a contiguous buffer.
+            RuntimeError: the context was opened without ``Feature.STREAM``.
+        """
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._send(post_stream_send(self._core, data))
+
+    @enable_ki_protection
+    async def stream_receive(self, buffer: Buffer, *, exact: bool = False) -> int:
+        """Receives bytes of the endpoint's UCP stream into a buffer (``ucp_stream_recv_data_nb``).
+
+        Args:
+            buffer: a writable contiguous buffer, or a list of them.
+            exact: wait until it is full. Otherwise the first bytes suffice.
+
+        Returns:
+            The number of bytes; 0 only for an empty buffer.
+
+        Cancellation: no byte is lost. What the buffer has got is received again by the next call.
+
+        Raises:
+            trio.BrokenResourceError: the peer is gone (UCX cannot tell whether it closed), and everything that had
+                arrived was read; with ``exact``, less than the buffer takes, which another receive still gets.
+            trio.ClosedResourceError: this endpoint was closed.
+            trio.BusyResourceError: another task is receiving.
+            RuntimeError: the context was opened without ``Feature.STREAM``.
+        """
+        return await self._reader.receive_into(buffer, exact)
+
+    @enable_ki_protection
+    async def stream_receive_some(self) -> StreamData:
+        """Receives the next piece of the endpoint's UCP stream, where UCX has put it: no copy.
+
+        Release it; until then it takes UCX's memory. Cancellation and errors are :meth:`stream_receive`'s.
+        """
+        return await self._reader.receive_some()
 
     async def _send(self, operation: Any) -> None:
         if operation is None:

@@ -37,14 +37,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import trio
 from outcome import Error
 
 from .._native import ffi, lib, ucx
 from ._context import Context
+from ._loans import Loan
 from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles
-from ._pending import Signal
+from ._pending import Signal, Waiters
+from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
 
@@ -81,38 +82,6 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-@attrs.frozen
-class WorkerStatistics:
-    """Figures about a :class:`Worker`.
-
-    Attributes:
-        operations_in_flight: posted and not completed.
-        left_over_operations: those of them whose task was cancelled; their buffers stay pinned.
-        completed_operations: completed after they were posted; what completed at once is not counted.
-        endpoints: open endpoints.
-        wakeups: times the progress task woke.
-        busy_arms: times UCX said BUSY when asked to arm.
-        backoffs: times the progress task slept because UCX stayed BUSY.
-        missed_events: times the safety net found work that no event had announced; anything but 0 is a bug in UCX or
-            in trio_ucx.
-        progress_calls: calls of ``ucp_worker_progress``.
-        messages: Connection messages that arrived.
-        background_closes: closes that go on after their task was cancelled.
-    """
-
-    operations_in_flight: int
-    left_over_operations: int
-    completed_operations: int
-    endpoints: int
-    wakeups: int
-    busy_arms: int
-    backoffs: int
-    missed_events: int
-    progress_calls: int
-    messages: int
-    background_closes: int
-
-
 class Engine:
     """One UCX worker, moved by one Trio run."""
 
@@ -141,6 +110,15 @@ class Engine:
         self.mailboxes: dict[int, Callable[[int, int, int], None]] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
+        #: Ids of active messages that are taken, and by what.
+        self.am_ids: dict[int, str] = {}
+        self.max_am_header: int = lib.tu_am_max_header(self.handle)
+        #: What takes the news that a queue of active messages is no longer empty, by its id.
+        self.am_queues: dict[int, Callable[[], None]] = {}
+        #: Memory that UCX lent and nobody will give back, because something still refers to it.
+        self.overdue: list[Loan] = []
+        #: Who waits for a piece of any stream.
+        self.stream_watchers = Waiters()
         self.on_hello: Callable[[int, bytes], None] | None = None
         #: Others to be told of an internal error; called with the exception for who waits.
         self.on_broken: dict[int, Callable[[Exception], None]] = {}
@@ -255,6 +233,23 @@ class Engine:
                 lib.free(memory)
                 if self.on_hello is not None:
                     self.on_hello(id, hello)
+            elif kind == lib.TU_RECORD_AM:
+                announce = self.am_queues.get(id)
+                if announce is not None:
+                    announce()
+            elif kind == lib.TU_RECORD_STREAM:
+                self._deliver_piece(id, pointer, length)
+            elif kind == lib.TU_RECORD_CUT:
+                self._failures.append((id, -status))
+
+    def _deliver_piece(self, id: int, pointer: int, length: int) -> None:
+        core = self.endpoints.get(id)
+        if core is None or core.handle is None:
+            lib.tu_stream_release(self.handle, pointer)
+            return
+        core.stream_inbox().arrived(pointer, length)
+        while self.stream_watchers.give(None):
+            pass
 
     def _deliver_failures(self) -> None:
         failures, self._failures = self._failures, []
@@ -286,6 +281,7 @@ class Engine:
         for operation in list(self.in_flight.values()):
             operation.finish(Error(broken(f"the worker broke: {error!r}", error)))
             operation.leave_over()
+        self.stream_watchers.fail(broken(f"the worker broke: {error!r}", error))
         for tell in list(self.on_broken.values()):
             tell(broken(f"the worker broke: {error!r}", error))
         for core in list(self.endpoints.values()):
@@ -461,6 +457,7 @@ class Engine:
             self.handle = None  # after a fork: the parent's, to be left alone
             return False
         self._closing = True
+        self.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
         for close in list(self.children.values()):
             close()
         for core in list(self.endpoints.values()):
@@ -501,7 +498,9 @@ class Engine:
         live_handles["worker"] -= 1
         self.left_over = 0
         stuck = sorted({operation.doing for operation in self.in_flight.values()})
-        if not stuck or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
+        if self.overdue:
+            _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
+        elif not stuck or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
             # A receive whose sender died in the middle of a message never completes, nor does a send to the full
             # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
             # progress could still touch their buffers, and that ends here.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
-from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
@@ -20,7 +19,7 @@ from ._address import Resolved, format_address
 from ._endpoint import Endpoint, ErrorMode, read_sockaddr
 from ._engine import Engine, engines
 from ._operations import live_handles
-from ._pending import Signal
+from ._pending import Waiters
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
@@ -78,20 +77,16 @@ class ListenerCore:
         self.waiting: deque[int] = deque()
         #: Requests handed out and not answered yet.
         self.unanswered: set[int] = set()
-        self._acceptors: deque[Signal] = deque()
+        self._acceptors = Waiters()
         engine.listeners[self.id] = self._arrived
         engine.children[self.id] = self.close
-        engine.on_broken[self.id] = self.fail_acceptors
+        engine.on_broken[self.id] = self._acceptors.fail
         live_handles["listener"] += 1
 
     def _arrived(self, request: int) -> None:
-        while self._acceptors:
-            acceptor = self._acceptors.popleft()
-            if acceptor.outcome is None:
-                self.unanswered.add(request)
-                acceptor.finish(Value(request))
-                return
-        if len(self.waiting) >= BACKLOG:
+        if self._acceptors.give(request):
+            self.unanswered.add(request)
+        elif len(self.waiting) >= BACKLOG:
             lib.tu_request_reject(self.handle, request)
         else:
             self.waiting.append(request)
@@ -109,14 +104,8 @@ class ListenerCore:
             self.unanswered.add(request)
             await trio.lowlevel.cancel_shielded_checkpoint()
             return request
-        acceptor = Signal()
-        self._acceptors.append(acceptor)
-        try:
-            number: int = await acceptor.wait()
-            return number
-        finally:
-            if acceptor in self._acceptors:
-                self._acceptors.remove(acceptor)
+        number: int = await self._acceptors.wait()
+        return number
 
     def reject(self, request: int) -> None:
         self.unanswered.discard(request)
@@ -139,7 +128,7 @@ class ListenerCore:
         lib.tu_listener_destroy(handle)
         live_handles["listener"] -= 1
         self.engine.on_broken.pop(self.id, None)
-        self.fail_acceptors(trio.ClosedResourceError("this listener was closed"))
+        self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
     def _drop_silent_clients(self, rejected: set[str]) -> None:
         """Ends the connections of clients that have sent no request yet.
@@ -160,10 +149,6 @@ class ListenerCore:
             if not silent:
                 return
             time.sleep(0.0005)
-
-    def fail_acceptors(self, error: Exception) -> None:
-        while self._acceptors:
-            self._acceptors.popleft().finish(Error(error))
 
 
 def client_of(request: int) -> tuple[str, int]:

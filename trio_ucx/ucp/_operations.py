@@ -15,6 +15,7 @@ from outcome import Error, Value
 
 from .._native import lib
 from ._buffers import Pinned
+from ._inbox import Inbox
 from ._pending import Pending, Signal
 from ._status import Status, UCXError, broken, error_from_status
 
@@ -110,8 +111,10 @@ class EndpointCore:
     __slots__ = (
         "engine",
         "error",
+        "facade",
         "handle",
         "id",
+        "inbox",
         "label",
         "on_close",
         "on_failure",
@@ -132,6 +135,10 @@ class EndpointCore:
         self.on_close: Callable[[], None] | None = None
         #: What the layer above has made of it (a Connection's link).
         self.owner: Any = None
+        #: The user's object for it.
+        self.facade: Callable[[], Any] = lambda: None
+        #: What came of its UCP stream, once something came.
+        self.inbox: Inbox | None = None
         self.pending: set[Operation] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
@@ -178,12 +185,19 @@ class EndpointCore:
     def buffers_released(self) -> bool:
         return not any(operation.left_over for operation in self.pending)
 
+    def stream_inbox(self) -> Inbox:
+        if self.inbox is None:
+            self.inbox = Inbox(self.engine)
+        return self.inbox
+
     def fail(self, error: UCXError) -> None:
         """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before."""
         if self.handle is None or self.error is not None:
             return
         self.error = error
         self._force_close()
+        if self.inbox is not None:
+            self.inbox.wake()  # what has arrived can still be read
         callback, self.on_failure = self.on_failure, None
         if callback is not None:
             callback()
@@ -193,6 +207,8 @@ class EndpointCore:
         self.on_failure = None
         if self.handle is not None:
             self._force_close()
+        if self.inbox is not None:
+            self.inbox.discard()
         callback, self.on_close = self.on_close, None
         if callback is not None:
             callback()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,11 @@ class Pending:
         self.notify: Callable[[Pending], None] | None = None
         self._task: trio.lowlevel.Task | None = None
         self._raise_cancel: RaiseCancel | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
+        return self._task is not None
 
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is not None:
@@ -105,3 +111,39 @@ class Signal(Pending):
 
     def set(self) -> None:
         self.finish(Value(None))
+
+
+class Waiters:
+    """Tasks that wait for things of one kind, first come, first served."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: deque[Signal] = deque()
+
+    def __bool__(self) -> bool:
+        while self._queue and not self._queue[0].awaited:
+            self._queue.popleft()  # cancelled, but its task has not run yet: it must be given nothing
+        return bool(self._queue)
+
+    def give(self, thing: Any) -> bool:
+        """Gives it to who waits longest; False when nobody does."""
+        if not self:
+            return False
+        self._queue.popleft().finish(Value(thing))
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Ends all waits with this error."""
+        while self:
+            self._queue.popleft().finish(Error(error))
+
+    async def wait(self) -> Any:
+        """Waits for a thing. Cancelling it loses none."""
+        waiter = Signal()
+        self._queue.append(waiter)
+        try:
+            return await waiter.wait()
+        finally:
+            if waiter in self._queue:
+                self._queue.remove(waiter)

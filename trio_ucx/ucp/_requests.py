@@ -11,9 +11,11 @@ import trio
 from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
+from ._active_messages import SendProtocol, post_am_send
 from ._buffers import Buffer
 from ._endpoint import Endpoint
 from ._pending import Pending, RequestCancelled, Signal
+from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
 from ._util import FULL, OpenedNotConstructed, check_integer
 
@@ -105,6 +107,29 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         self._check(endpoint.worker)
         endpoint._check()
         return self._add(post_send(endpoint._core, data, tag, sync=True))
+
+    @enable_ki_protection
+    def am_send(
+        self,
+        endpoint: Endpoint,
+        id: int,
+        data: Buffer = b"",
+        header: Buffer = b"",
+        *,
+        reply: bool = False,
+        protocol: SendProtocol = SendProtocol.AUTO,
+    ) -> Request:
+        """Posts :meth:`Endpoint.am_send` at once."""
+        self._check(endpoint.worker)
+        endpoint._check()
+        return self._add(post_am_send(endpoint._core, id, data, header, reply, protocol))
+
+    @enable_ki_protection
+    def stream_send(self, endpoint: Endpoint, data: Buffer) -> Request:
+        """Posts :meth:`Endpoint.stream_send` at once."""
+        self._check(endpoint.worker)
+        endpoint._check()
+        return self._add(post_stream_send(endpoint._core, data))
 
     @enable_ki_protection
     def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -57,7 +58,7 @@ def pending_operation(
     pins: Pinned | None,
     doing: str,
     core: EndpointCore | None = None,
-    kind: type[Operation] = Operation,
+    kind: Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation] = Operation,
 ) -> Operation | None:
     """Takes a verdict that is not about a receive: None when the operation completed at once."""
     if verdict > 0:

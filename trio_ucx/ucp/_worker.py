@@ -11,14 +11,16 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, WorkerAddress, format_address, resolve, split_address
 from ._buffers import Buffer, Pinned
-from ._context import DEFAULT_FEATURES, Config, Context
+from ._context import DEFAULT_FEATURES, Config, Context, Feature
 from ._endpoint import Endpoint, ErrorMode, post_flush
-from ._engine import Engine, WorkerStatistics
+from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
 from ._operations import EndpointCore
 from ._requests import RequestGroup, open_group
+from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
 from ._tag import TagMessage, check_tag, completed, pending_operation, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
@@ -275,6 +277,86 @@ class Worker(metaclass=OpenedNotConstructed):
         handle, message._handle = message._handle, None
         await self._received(post_message_receive(self._engine, handle, pins))
         return message.length, message.sender_tag
+
+    # ---- active messages and streams ----
+
+    @property
+    def max_am_header(self) -> int:
+        """The longest header of an active message, in bytes (``ucp_worker_query``)."""
+        return self._engine.max_am_header
+
+    @enable_ki_protection
+    def open_active_messages(
+        self,
+        id: int,
+        *,
+        max_messages: int = 2**62,
+        max_bytes: int = 2**20,
+        max_message_size: int = 2**30,
+        when_full: WhenFull = WhenFull.HOLD,
+    ) -> ActiveMessages:
+        """Opens the queue of active messages with this id, from whatever sender (``ucp_worker_set_am_recv_handler``).
+
+        A context manager, with ``with`` or ``async with``, and an async iterator::
+
+            async with worker.open_active_messages(7) as messages:
+                async for message in messages:
+                    print(message.header, await message.receive())
+
+        Messages that come before, or after it was left, are dropped, and rendezvous refused. The queue takes messages
+        whether or not somebody iterates; what does not fit is dealt with as ``when_full`` says.
+
+        Args:
+            id: 0 to 65535. Where Connections are in use, they have 127.
+            max_messages, max_bytes: what the queue may hold: headers, the data of eager messages, and 128 bytes for
+                each message. An empty queue takes any message.
+            max_message_size: what :meth:`ActiveMessage.receive` allocates at most.
+            when_full: see :class:`WhenFull`.
+
+        Raises:
+            ValueError: the id is out of range, or taken on this worker.
+            RuntimeError: the context was opened without ``Feature.AM``.
+        """
+        return open_queue(self, id, max_messages, max_bytes, max_message_size, when_full)
+
+    @enable_ki_protection
+    def stream_ready(self) -> list[Endpoint]:
+        """The endpoints whose UCP stream has unread data, without waiting (``ucp_stream_worker_poll``).
+
+        Raises:
+            RuntimeError: the context was opened without ``Feature.STREAM``.
+        """
+        self._engine.check()
+        self._context.require(Feature.STREAM, "receiving from UCP streams")
+        self._engine.settle()
+        return self._with_stream_data()
+
+    def _with_stream_data(self) -> list[Endpoint]:
+        ready = [
+            core.facade() for core in self._engine.endpoints.values() if core.inbox is not None and core.inbox.size
+        ]
+        return [endpoint for endpoint in ready if endpoint is not None]
+
+    @enable_ki_protection
+    async def wait_stream_ready(self) -> list[Endpoint]:
+        """Waits until some endpoint's UCP stream has unread data; returns all of which that is true.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.ClosedResourceError: the worker was closed.
+            RuntimeError: the context was opened without ``Feature.STREAM``.
+        """
+        ready = self.stream_ready()
+        if ready:
+            await trio.lowlevel.checkpoint()
+            return ready
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not ready:
+            self._engine.watch_events()
+            await self._engine.stream_watchers.wait()
+            ready = self._with_stream_data()
+        return ready
 
     @enable_ki_protection
     async def flush(self) -> None:

@@ -1,0 +1,64 @@
+/* UCP streams. What arrives is taken off UCX's hands at once, as pieces of memory that UCX lends: UCX would drop what
+ * is unread when the peer closes, and a receive that was posted could not be cancelled without loss. */
+#include "native.h"
+
+/* Takes what has arrived on any endpoint: a record for each piece. */
+void tu_stream_collect(tu_worker_t *worker)
+{
+    ucp_stream_poll_ep_t ready;
+    tu_endpoint_t *endpoint;
+    ucs_status_ptr_t data;
+    size_t length;
+
+    while (ucp_stream_worker_poll(worker->worker, &ready, 1, 0) == 1) {
+        endpoint = ready.user_data;
+        while (tu_ring_reserve(worker) == 0) {
+            data = ucp_stream_recv_data_nb(ready.ep, &length);
+            tu_ring_unreserve(worker);
+            if (!UCS_PTR_IS_PTR(data)) {
+                break;
+            }
+            tu_ring_append(worker, TU_RECORD_STREAM, endpoint->id, UCS_OK, length, 0, (uint64_t)(uintptr_t)data);
+        }
+    }
+}
+
+/* UCX asks for an endpoint, but any of the worker's will do; the one that the data came by may be gone. */
+static ucp_ep_h some_endpoint(tu_worker_t *worker)
+{
+    ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS};
+
+    if (worker->endpoints != NULL) {
+        return worker->endpoints->ep;
+    }
+    if (worker->spare == NULL && ucp_worker_query(worker->worker, &attr) == UCS_OK) {
+        params.address = attr.address;
+        if (ucp_ep_create(worker->worker, &params, &worker->spare) != UCS_OK) {
+            worker->spare = NULL;
+        }
+        ucp_worker_release_address(worker->worker, attr.address);
+    }
+    return worker->spare; /* ends with the worker */
+}
+
+/* Gives a piece back. */
+void tu_stream_release(tu_worker_t *worker, uint64_t data)
+{
+    ucp_ep_h ep = some_endpoint(worker);
+
+    if (ep != NULL) {
+        ucp_stream_data_release(ep, (void *)(uintptr_t)data);
+    }
+}
+
+int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers)
+{
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
+
+    if (verdict != 0) {
+        return verdict;
+    }
+    return tu_post_end(&post, ucp_stream_send_nbx(endpoint->ep, post.address, post.count, &post.param));
+}

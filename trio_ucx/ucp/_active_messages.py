@@ -1,0 +1,262 @@
+"""Active messages: messages with an id, for whoever opened that id, with a header of their own.
+
+A handler in C puts what arrives into a queue of bounded size; Python takes it from there. The data of a message is in
+one of three places: small enough to have been copied into the queue; in memory that UCX lends, until it is released;
+or, with a rendezvous, still with the sender, until it is received.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._arrivals import ActiveMessage, Arrival
+from ._buffers import Buffer, Pinned
+from ._context import Feature
+from ._operations import EndpointCore, Operation, live_handles
+from ._pending import Waiters
+from ._status import Status, UCXError
+from ._tag import pending_operation
+from ._util import OpenedNotConstructed, check_integer, warn_resource
+
+if TYPE_CHECKING:
+    from ._worker import Worker
+
+#: The largest id of active messages.
+MAX_ID = 65535
+
+
+class SendProtocol(enum.Enum):
+    """How an active message travels.
+
+    AUTO leaves it to UCX, by size. EAGER sends the data along at once; the receiver has to have room for it. RENDEZVOUS
+    announces the message; its data stays with the sender until the receiver takes it.
+    """
+
+    AUTO = lib.TU_AM_SEND_AUTO
+    EAGER = lib.TU_AM_SEND_EAGER
+    RENDEZVOUS = lib.TU_AM_SEND_RENDEZVOUS
+
+
+class WhenFull(enum.Enum):
+    """What becomes of a message that finds its receiver's queue full.
+
+    HOLD keeps a rendezvous (its data stays with the sender, who waits) and drops an eager message. REFUSE fails a
+    rendezvous at its sender, and drops an eager message: nobody can tell an eager sender. CUT does the same, and closes
+    the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where it came
+    from). What is dropped is counted.
+    """
+
+    HOLD = "hold"
+    REFUSE = "refuse"
+    CUT = "cut"
+
+
+@attrs.frozen
+class ActiveMessagesStatistics:
+    """Figures about a queue of active messages.
+
+    Attributes:
+        waiting: messages in the queue.
+        waiting_bytes: what they take of its ``max_bytes``: headers, eager data, and 128 bytes for each.
+        dropped: eager messages that found the queue full.
+        refused: rendezvous that did, and failed at their senders.
+    """
+
+    waiting: int
+    waiting_bytes: int
+    dropped: int
+    refused: int
+
+
+@attrs.define(eq=False, repr=False)
+class ActiveMessages(metaclass=OpenedNotConstructed):
+    """The messages of one id, see :meth:`Worker.open_active_messages`: a context manager and an async iterator."""
+
+    _worker: Worker
+    _id: int
+    _max_size: int
+    _handle: Any = None
+    _key: int = 0
+    _waiters: Waiters = attrs.field(factory=Waiters)
+    _statistics: ActiveMessagesStatistics | None = None
+
+    def _open(self, max_messages: int, max_bytes: int, when_full: WhenFull) -> None:
+        engine = self._worker._engine
+        self._key = engine.next_id()
+        out = ffi.new("tu_am_queue_t **")
+        refuse, cut = when_full is not WhenFull.HOLD, when_full is WhenFull.CUT
+        status = lib.tu_am_open(engine.handle, self._key, self._id, max_messages, max_bytes, refuse, cut, out)
+        if status != Status.OK:
+            raise UCXError(status, f"opening active messages with id {self._id}")
+        self._handle = out[0]
+        engine.am_ids[self._id] = "another open_active_messages"
+        engine.am_queues[self._key] = self._announced
+        engine.children[self._key] = self._close
+        engine.on_broken[self._key] = self._waiters.fail
+        live_handles["active message queue"] += 1
+
+    def _announced(self) -> None:
+        while self._waiters and self._handle is not None:
+            native = lib.tu_am_next(self._handle)
+            if native == ffi.NULL:
+                return
+            self._waiters.give(self._wrap(native))
+
+    def _wrap(self, native: Any) -> ActiveMessage:
+        arrival = Arrival(self._worker._engine, native)
+        message: ActiveMessage = ActiveMessage._create(
+            self._id, arrival.header, arrival.length, arrival.rendezvous, arrival, self._max_size
+        )
+        return message
+
+    @enable_ki_protection
+    def receive_nowait(self) -> ActiveMessage:
+        """The next message that has arrived.
+
+        Raises:
+            trio.WouldBlock: there is none.
+            trio.ClosedResourceError: the queue, or its worker, was closed.
+        """
+        self._check()
+        native = lib.tu_am_next(self._handle)
+        if native == ffi.NULL:
+            self._worker._engine.settle()
+            self._check()
+            native = lib.tu_am_next(self._handle)
+            if native == ffi.NULL:
+                raise trio.WouldBlock
+        return self._wrap(native)
+
+    @enable_ki_protection
+    async def receive(self) -> ActiveMessage:
+        """Waits for the next message. Several tasks may wait: first come, first served.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.ClosedResourceError: the queue, or its worker, was closed.
+        """
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if not self._waiters:
+            try:
+                message = self.receive_nowait()
+            except trio.WouldBlock:
+                pass
+            else:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return message
+        self._worker._engine.watch_events()
+        received: ActiveMessage = await self._waiters.wait()
+        return received
+
+    def __aiter__(self) -> ActiveMessages:
+        return self
+
+    async def __anext__(self) -> ActiveMessage:
+        try:
+            return await self.receive()
+        except trio.ClosedResourceError:
+            raise StopAsyncIteration from None
+
+    def statistics(self) -> ActiveMessagesStatistics:
+        """What waits, and what found no room; after the end, as of then."""
+        if self._handle is not None:
+            counts = ffi.new("tu_am_counts_t *")
+            lib.tu_am_counts(self._handle, counts)
+            self._statistics = ActiveMessagesStatistics(counts.messages, counts.bytes, counts.dropped, counts.refused)
+        assert self._statistics is not None
+        return self._statistics
+
+    def _check(self) -> None:
+        self._worker._engine.check()
+        if self._handle is None:
+            raise trio.ClosedResourceError("these active messages were closed")
+
+    def _close(self) -> None:
+        if self._handle is None:
+            return
+        self.statistics()
+        engine = self._worker._engine
+        handle, self._handle = self._handle, None
+        for table in (engine.am_queues, engine.children, engine.on_broken):
+            table.pop(self._key, None)
+        engine.am_ids.pop(self._id, None)
+        lib.tu_am_close(handle)
+        live_handles["active message queue"] -= 1
+        engine.settle()  # senders of rendezvous are answered
+        self._waiters.fail(trio.ClosedResourceError("these active messages were closed"))
+
+    def __enter__(self) -> ActiveMessages:
+        return self
+
+    @enable_ki_protection
+    def __exit__(self, *exc_info: object) -> None:
+        if self._worker._engine.usable:
+            self._close()
+
+    async def __aenter__(self) -> ActiveMessages:
+        await trio.lowlevel.checkpoint()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.__exit__()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def __del__(self) -> None:
+        if self._handle is not None and self._worker._engine.usable:
+            warn_resource(f"unclosed {self!r}", self)
+            self._worker._engine.call_soon(self._close)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.ActiveMessages id {self._id}>"
+
+
+def open_queue(
+    worker: Worker, id: int, max_messages: int, max_bytes: int, max_message_size: int, when_full: WhenFull
+) -> ActiveMessages:
+    """:meth:`Worker.open_active_messages`."""
+    engine = worker._engine
+    engine.check()
+    id = check_integer(id, "the id", 0, MAX_ID)
+    max_messages = check_integer(max_messages, "max_messages", 1, 2**62)
+    max_bytes = check_integer(max_bytes, "max_bytes", 1, 2**62)
+    max_message_size = check_integer(max_message_size, "max_message_size", 0, 2**62)
+    if not isinstance(when_full, WhenFull):
+        raise TypeError(f"when_full must be a WhenFull, not {when_full!r}")
+    worker.context.require(Feature.AM, "receiving active messages")
+    if id in engine.am_ids:
+        raise ValueError(f"active messages with id {id} go to {engine.am_ids[id]} of this worker already")
+    queue: ActiveMessages = ActiveMessages._create(worker, id, max_message_size)
+    queue._open(max_messages, max_bytes, when_full)
+    return queue
+
+
+def post_am_send(
+    core: EndpointCore, id: int, data: Buffer, header: Buffer, reply: bool, protocol: SendProtocol
+) -> Operation | None:
+    """Posts an active message; None when UCX has taken all of it already."""
+    id = check_integer(id, "the id", 0, MAX_ID)
+    if not isinstance(protocol, SendProtocol):
+        raise TypeError(f"protocol must be a SendProtocol, not {protocol!r}")
+    engine = core.engine
+    engine.check()
+    core.check()
+    engine.context.require(Feature.AM, "sending active messages")
+    pinned_header = Pinned(header)
+    length = pinned_header.size
+    kept_header = ffi.new("char[]", pinned_header.copy(length))
+    pinned_header.release()
+    if length > engine.max_am_header:
+        raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
+    pins = Pinned(data)
+    pins.companion = kept_header
+    core.unflushed = True
+    verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)
+    return pending_operation(engine, verdict, pins, "sending an active message", core)

@@ -1,0 +1,276 @@
+"""An active message that arrived: its data, wherever that is, until it was received or released."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._buffers import Buffer, Pinned, new_bytes
+from ._engine import Engine
+from ._loans import Loan
+from ._operations import Operation
+from ._status import Status, UCXError
+from ._tag import pending_operation
+from ._util import OpenedNotConstructed, warn_resource
+
+if TYPE_CHECKING:
+    from ._endpoint import Endpoint
+
+
+class Arrival:
+    """A message that was taken from the queue: owns UCX's part of it, until released."""
+
+    def __init__(self, engine: Engine, native: Any) -> None:
+        self.engine = engine
+        self.id = engine.next_id()
+        self.native: Any = native  # None once UCX's part has ended
+        self.length: int = native.length
+        self.sender: int = native.endpoint
+        self.rendezvous: bool = native.kind == lib.TU_AM_RENDEZVOUS
+        self.header = bytes(ffi.buffer(native.header, native.header_length)) if native.header_length else b""
+        self.loan: Loan | None = None
+        self.copied: bytes | None = None
+        if native.kind == lib.TU_AM_LENT:
+            self.loan = Loan(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._give_back)
+        elif self.rendezvous:
+            engine.children[self.id] = self.release
+        else:
+            self.copied = bytes(ffi.buffer(native.data, self.length)) if self.length else b""
+            self._give_back()
+
+    def _give_back(self) -> None:
+        native, self.native = self.native, None
+        lib.tu_am_release(self.engine.handle, native)
+
+    def release(self) -> None:
+        """Gives up what has not been received. Released already: no effect.
+
+        Raises:
+            BufferError: something made from the data is still in use.
+        """
+        if self.loan is not None:
+            self.loan.end()
+        elif self.native is not None:
+            self.engine.children.pop(self.id, None)
+            if self.engine.usable:
+                self._give_back()
+
+    def drop(self) -> None:
+        if self.loan is not None:
+            self.loan.drop()
+        else:
+            self.release()
+
+    def take(self) -> Any:
+        """UCX's message, which an operation is about to own."""
+        native, self.native = self.native, None
+        self.engine.children.pop(self.id, None)
+        return native
+
+
+class _ReceiveData(Operation):
+    """A rendezvous under way. Its value is the message's length."""
+
+    __slots__ = ("length", "native")
+
+    def __init__(self, engine: Engine, id: int, pins: Pinned | None, doing: str, native: Any, length: int) -> None:
+        super().__init__(engine, id, pins, doing)
+        self.native = native
+        self.length = length
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        lib.tu_am_forget(self.native)
+        super().complete(status, length, tag)
+
+    def value(self, length: int, tag: int) -> int:
+        return self.length
+
+
+@attrs.define(eq=False, repr=False)
+class ActiveMessage(metaclass=OpenedNotConstructed):
+    """An active message that arrived. Receive it, or release it; a context manager that releases.
+
+    Attributes:
+        id: the id that it was sent to.
+        header: its header.
+        length: the bytes of its data.
+        rendezvous: whether the data is still with the sender, and only :meth:`receive` and :meth:`receive_into` get it.
+    """
+
+    id: int
+    header: bytes
+    length: int
+    rendezvous: bool
+    _arrival: Arrival
+    _max_size: int
+    _operation: Operation | None = None
+    _target: Any = None
+    _received: bool = False
+
+    @property
+    def reply_endpoint(self) -> Endpoint | None:
+        """Our endpoint to the sender, if the sender asked for a reply.
+
+        None if it did not, if that endpoint was closed, and if the sender connected by worker address to a worker that
+        has opened no endpoint to it: what UCX has then, it may take away at any time.
+        """
+        core = self._arrival.engine.endpoints.get(self._arrival.sender)
+        return core.facade() if core is not None else None
+
+    @property
+    def data(self) -> memoryview:
+        """The data of an eager message, read-only, where it arrived: no copy. It ends with :meth:`release`.
+
+        Raises:
+            ValueError: a rendezvous; or the message was released, or received.
+        """
+        if self.rendezvous:
+            raise ValueError("the data of a rendezvous is with the sender: receive it")
+        arrival = self._arrival
+        if arrival.loan is not None and not arrival.loan.ended:
+            return arrival.loan.view
+        if arrival.copied is not None:
+            return memoryview(arrival.copied)
+        raise self._gone()
+
+    def _gone(self) -> ValueError:
+        return ValueError("this message was received or released already")
+
+    @enable_ki_protection
+    async def receive(self) -> bytes:
+        """Receives the data (``ucp_am_recv_data_nbx``), and releases the message.
+
+        Cancellation: the message can be received again; a rendezvous that has begun goes on.
+
+        Raises:
+            ValueError: the message was received or released before.
+            UCXError: MESSAGE_TRUNCATED: it is longer than the queue's ``max_message_size``. It can be received into a
+                buffer, or released.
+            trio.BrokenResourceError: the sender was lost before all had arrived.
+        """
+        if self._operation is None and self.length > self._max_size:
+            raise UCXError(
+                Status.MESSAGE_TRUNCATED,
+                f"receiving a message of {self.length} bytes, more than the max_message_size of {self._max_size}",
+            )
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if not self.rendezvous:
+            data = bytes(self.data)
+            self._end()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return data
+        if self._operation is None:
+            self._begin(new_bytes(self.length), writable=False)
+        elif not isinstance(self._target, bytes):
+            raise ValueError("this message is being received into a buffer: go on with receive_into and that buffer")
+        target = self._target
+        await self._finish()
+        assert isinstance(target, bytes)
+        return target
+
+    @enable_ki_protection
+    async def receive_into(self, buffer: Buffer) -> int:
+        """Receives the data into a writable buffer, or a list of them (``ucp_am_recv_data_nbx``); returns the length.
+
+        Cancellation: the message can be received again; a rendezvous that has begun goes on, into the same buffer,
+        which stays pinned, and which the next call must be given.
+
+        Raises:
+            ValueError: the buffer is too small (the message stays); the message was received or released before.
+            trio.BrokenResourceError: the sender was lost before all had arrived.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._operation is not None:
+            if buffer is not self._target:
+                raise ValueError("this message is being received into another buffer: go on with that one")
+            await self._finish()
+            return self.length
+        if not self.rendezvous:
+            with memoryview(self.data) as data:
+                pins = self._pin(buffer, writable=True)
+                pins.fill(data)
+            pins.release()
+            self._end()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return self.length
+        self._begin(buffer, writable=True)
+        await self._finish()
+        return self.length
+
+    def _pin(self, buffer: Buffer, *, writable: bool) -> Pinned:
+        pins = Pinned(buffer, writable=writable)
+        if pins.size < self.length:
+            size = pins.size
+            pins.release()
+            raise ValueError(f"a message of {self.length} bytes does not fit into a buffer of {size}; it stays")
+        return pins
+
+    def _begin(self, buffer: Buffer, *, writable: bool) -> None:
+        arrival = self._arrival
+        engine = arrival.engine
+        if arrival.native is None or self._received:
+            raise self._gone()
+        engine.check()
+        pins = self._pin(buffer, writable=writable)
+        native = arrival.take()
+        verdict = lib.tu_am_receive(engine.handle, native, pins.native_list())
+        self._received = True
+        if verdict <= 0:
+            lib.tu_am_forget(native)
+        self._target = buffer
+        self._operation = pending_operation(
+            engine,
+            verdict,
+            pins,
+            "receiving an active message",
+            kind=lambda engine, id, pins, doing, _: _ReceiveData(engine, id, pins, doing, native, self.length),
+        )
+
+    async def _finish(self) -> None:
+        """Waits for the rendezvous; a cancelled wait leaves it going on."""
+        operation = self._operation
+        if operation is None:
+            self._target = None
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        if operation._task is not None:
+            raise trio.BusyResourceError("another task is receiving this message")
+        operation.engine.watch_events()
+        await operation.watch()
+        self._operation = self._target = None
+
+    @enable_ki_protection
+    def release(self) -> None:
+        """Gives up what has not been received (``ucp_am_data_release``). Released or received already: no effect.
+
+        The sender of a rendezvous is told that it was received: UCX has no other answer.
+
+        Raises:
+            BufferError: something made from :attr:`data` is still in use.
+        """
+        self._end()
+
+    def _end(self) -> None:
+        self._arrival.release()
+        self._arrival.copied = None
+
+    def __enter__(self) -> ActiveMessage:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        arrival = self._arrival
+        if arrival.native is not None and arrival.engine.usable:
+            if self.rendezvous:
+                warn_resource(f"{self!r} was neither received nor released", self)
+            arrival.engine.call_soon(arrival.drop)
+
+    def __repr__(self) -> str:
+        kind = "rendezvous" if self.rendezvous else "eager"
+        return f"<trio_ucx.ucp.ActiveMessage id {self.id}, {kind}, {self.length} bytes>"

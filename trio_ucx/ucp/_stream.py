@@ -1,0 +1,135 @@
+"""UCP streams: bytes without message boundaries, each endpoint's its own.
+
+UCX has no backpressure for them, no end of file, and loses what is unread when the peer closes; so what arrives is
+taken over at once, into the endpoint's inbox. (A :class:`trio_ucx.Connection` has a stream with all three.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from .._native import lib
+from ._buffers import Buffer, Pinned
+from ._context import Feature
+from ._inbox import Inbox, Piece
+from ._operations import EndpointCore, Operation
+from ._tag import pending_operation
+from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+
+@attrs.define(eq=False, repr=False)
+class StreamData(metaclass=OpenedNotConstructed):
+    """A piece of a stream where UCX received it: no copy. Release it; a context manager that releases.
+
+    Attributes:
+        data: the bytes, a read-only memoryview that ends with :meth:`release`.
+    """
+
+    _engine: Engine
+    _piece: Piece
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, read-only. A memoryview that ends with :meth:`release`."""
+        return self._piece.view
+
+    def __len__(self) -> int:
+        return len(self._piece.view)
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._piece.view)
+
+    def release(self) -> None:
+        """Gives the memory back (``ucp_stream_data_release``). Released already: no effect.
+
+        Raises:
+            BufferError: something made from :attr:`data` is still in use.
+        """
+        self._piece.end()
+
+    def __enter__(self) -> StreamData:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        loan = self._piece.loan
+        if loan is not None and not loan.ended and self._engine.usable:
+            warn_resource(f"unreleased {self!r}", self)
+            self._engine.call_soon(loan.drop)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.StreamData {len(self)} bytes>"
+
+
+def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
+    """Posts a send; None when UCX has taken the data already."""
+    core.engine.check()
+    core.check()
+    core.engine.context.require(Feature.STREAM, "sending on a UCP stream")
+    pins = Pinned(data)
+    core.unflushed = True
+    verdict = lib.tu_stream_send(core.handle, pins.native_list())
+    return pending_operation(core.engine, verdict, pins, "sending on a UCP stream", core)
+
+
+class StreamReader:
+    """One task at a time takes what an endpoint's inbox holds, or waits for more."""
+
+    def __init__(self, core: EndpointCore) -> None:
+        self._core = core
+        self._guard = ConflictDetector("another task is receiving from this stream")
+
+    def _inbox(self) -> Inbox:
+        core = self._core
+        core.engine.check()
+        core.engine.context.require(Feature.STREAM, "receiving from a UCP stream")
+        inbox = core.stream_inbox()
+        if core.handle is None and core.error is None:
+            core.check()  # we closed it
+        return inbox
+
+    async def _wait(self, inbox: Inbox) -> None:
+        core = self._core
+        core.check()
+        core.engine.settle()
+        if inbox.size:
+            return
+        core.engine.watch_events()
+        await inbox.wait()
+
+    async def receive_into(self, buffer: Buffer, exact: bool) -> int:
+        pins = Pinned(buffer, writable=True)
+        try:
+            inbox = self._inbox()
+            with self._guard.hold():
+                await trio.lowlevel.checkpoint_if_cancelled()
+                received = inbox.take_into(pins, 0)
+                try:
+                    while received < (pins.size if exact else min(pins.size, 1)):
+                        await self._wait(inbox)
+                        received += inbox.take_into(pins, received)
+                except BaseException:
+                    inbox.put_back(pins.copy(received))
+                    raise
+        finally:
+            pins.release()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return received
+
+    async def receive_some(self) -> StreamData:
+        inbox = self._inbox()
+        with self._guard.hold():
+            await trio.lowlevel.checkpoint_if_cancelled()
+            while not inbox.size:
+                await self._wait(inbox)
+            data: StreamData = StreamData._create(self._core.engine, inbox.take())
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return data
