@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 from collections.abc import AsyncIterator, Iterator
 
@@ -12,6 +13,9 @@ from helpers import TRANSPORTS, Certificates
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
 from trio_ucx.ucp import _engine
+
+# Children must take Ctrl-C even where a shell has started us in the background, which ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _closed: list[ucp.WorkerStatistics] = []
 _finish_close = _engine.Engine._finish_close

@@ -81,50 +81,108 @@ async def running(command: list[str | Path], transports: str) -> AsyncIterator[P
                 await process.wait()
 
 
-@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (65_535, 2), (100_000, 3), (2**24, 2)])
+class Talk:
+    """What the example does in one of its modes, our side of it."""
+
+    def __init__(self, mode: str, worker: ucp.Worker, size: int) -> None:
+        self.mode = mode
+        self.worker = worker
+        self.size = size
+        self.messages: ucp.ActiveMessages | None = None
+
+    async def send(self, endpoint: ucp.Endpoint, data: bytes) -> None:
+        if self.mode == "tag":
+            await endpoint.tag_send(data, TAG)
+        elif self.mode == "stream":
+            await endpoint.stream_send(data)
+        else:
+            await endpoint.am_send(0, data)
+
+    async def receive(self, endpoint: ucp.Endpoint) -> bytes:
+        if self.mode == "am":
+            assert self.messages is not None
+            message = await self.messages.receive()
+            assert message.header == b""
+            return await message.receive()
+        buffer = bytearray(self.size)
+        if self.mode == "stream":
+            assert await endpoint.stream_receive(buffer, exact=True) == self.size
+        else:
+            length, tag = await self.worker.tag_receive(buffer, 0, 0)
+            assert length == self.size and tag in (TAG, 0)
+        return bytes(buffer)
+
+
+@asynccontextmanager
+async def open_talk(mode: str, transports: str, size: int) -> AsyncIterator[Talk]:
+    features = ucp.Feature.STREAM if mode == "stream" else ucp.DEFAULT_FEATURES
+    with ucp.open_context({"TLS": transports}, features=features) as context:
+        async with ucp.open_worker(context=context) as worker:
+            talk = Talk(mode, worker, size)
+            if mode == "am":
+                with worker.open_active_messages(0) as talk.messages:
+                    yield talk
+            else:
+                yield talk
+
+
+#: Bytes of a buffer, buffers of a message, messages.
+SHAPES = [(16, 1, 1), (16, 1, 10), (65_535, 1, 2), (100_000, 1, 3), (5_000, 3, 2), (2**24, 1, 2)]
+
+
+def arguments(mode: str, port: int, size: int, vector: int, iterations: int) -> list[str]:
+    return ["-p", str(port), "-c", mode, "-s", str(size), "-v", str(vector), "-i", str(iterations)]
+
+
+@pytest.mark.parametrize("mode", ["tag", "stream", "am"])
+@pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_client(
-    executable: Path, worker: ucp.Worker, transports: str, size: int, iterations: int
+    executable: Path, transports: str, mode: str, size: int, vector: int, iterations: int
 ) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with (
+        open_talk(mode, transports, size * vector) as talk,
+        await talk.worker.open_listener("127.0.0.1", 0) as listener,
+    ):
         host, port = listener.address
-        command = [executable, "-a", host, "-p", str(port), "-c", "tag", "-s", str(size), "-i", str(iterations)]
+        command = [executable, "-a", host, *arguments(mode, port, size, vector, iterations)]
         async with running(command, transports) as program:
             with trio.fail_after(20):
                 endpoint = await (await listener.accept_request()).accept()
                 try:
-                    first = bytearray(size)
-                    for number in range(iterations):
-                        buffer = bytearray(size)
-                        assert await worker.tag_receive(buffer, TAG) == (size, TAG)
-                        if number == 0:
-                            first = buffer
-                        assert buffer == first
-                    assert first != bytes(size)  # a known text
+                    first = await talk.receive(endpoint)
+                    assert first != bytes(size * vector)  # a known text
+                    for _ in range(iterations - 1):
+                        assert await talk.receive(endpoint) == first
+                    if mode == "am":  # it opens its side of that only when its sends are done, and does not say when
+                        await trio.sleep(0.3)
                     # The program's FIN. It closes by force when it has it, which a large send may take for a failure.
                     with contextlib.suppress(trio.BrokenResourceError):
-                        await endpoint.tag_send(bytes(first), TAG)
+                        await talk.send(endpoint, first)
                     await program.printed(b"received FIN message")
                     assert await program.process.wait() == 0
                 finally:
                     endpoint.abort()
 
 
-@pytest.mark.parametrize(("size", "iterations"), [(16, 1), (16, 10), (65_535, 2), (100_000, 3), (2**24, 2)])
+@pytest.mark.parametrize("mode", ["tag", "stream", "am"])
+@pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_server(
-    executable: Path, worker: ucp.Worker, transports: str, size: int, iterations: int
+    executable: Path, transports: str, mode: str, size: int, vector: int, iterations: int
 ) -> None:
     port = free_port()
-    command = [executable, "-p", str(port), "-c", "tag", "-s", str(size), "-i", str(iterations)]
-    data = bytes(range(97, 123)) * (size // 26 + 1)
-    async with running(command, transports) as program:
+    total = size * vector
+    data = (bytes(range(97, 123)) * (total // 26 + 1))[:total]
+    async with (
+        open_talk(mode, transports, total) as talk,
+        running([executable, *arguments(mode, port, size, vector, iterations)], transports) as program,
+    ):
         await program.printed(b"Waiting for connection")
         with trio.fail_after(20):
-            async with await worker.open_endpoint(f"127.0.0.1:{port}") as endpoint:
+            async with await talk.worker.open_endpoint(f"127.0.0.1:{port}") as endpoint:
                 for _ in range(iterations):
-                    await endpoint.tag_send(data[:size], TAG)
-                buffer = bytearray(size)
-                length, _ = await worker.tag_receive(buffer, 0, 0)
-                assert length == size
+                    await talk.send(endpoint, data)
+                assert len(await talk.receive(endpoint)) == total
         await program.printed(b"sent FIN message")
         await program.printed(b"UCP TEST SUCCESS")
-        assert data[: size - 1] in program.output.read_bytes()  # it takes the last byte for the end of a string
+        # It takes the last byte for the end of a string.
+        assert data[: size - 1] in program.output.read_bytes()

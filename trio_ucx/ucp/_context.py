@@ -56,9 +56,9 @@ if ucx.version >= WELL_CONFIGURABLE:
     DEFAULT_OPTIONS = {
         # Without it, shared memory is silently left out of every endpoint with error handling.
         "MM_ERROR_HANDLING": "y",
-        # UCX's 8k and 64k make large messages over TCP several times slower.
-        "TCP_TX_SEG_SIZE": "256k",
-        "TCP_RX_SEG_SIZE": "256k",
+        # UCX's 8k make large messages over TCP several times slower. No more than 64k: that is how much UCX receives by
+        # default, and a larger segment would overrun the memory of a peer that is not ours.
+        "TCP_TX_SEG_SIZE": "64k",
         # A server connects back to its clients. With UCX's default it waits for that in connect(), and when a client
         # has died meanwhile, UCX frees the TCP endpoint twice (uct_tcp_ep_create_socket_and_connect).
         "TCP_CONN_NB": "y",
