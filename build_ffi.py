@@ -17,7 +17,18 @@ from cffi import FFI
 
 NATIVE = Path("trio_ucx", "_native")
 ROOT = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
-SOURCES = ["library.c", "context.c", "worker.c", "operation.c", "endpoint.c", "listener.c", "tag.c", "am.c", "stream.c"]
+SOURCES = [
+    "library.c",
+    "context.c",
+    "worker.c",
+    "operation.c",
+    "endpoint.c",
+    "listener.c",
+    "tag.c",
+    "am.c",
+    "stream.c",
+    "memory.c",
+]
 
 # cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.
 PREAMBLE = """

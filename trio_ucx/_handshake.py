@@ -17,14 +17,15 @@ from outcome import Error, Value
 from . import _wire as wire
 from ._link import Link
 from ._native import lib, ucx
-from ._peers import this_process
 from ._session import Options
 from ._version import __version__
 from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
 from .ucp._buffers import Pinned
 from .ucp._engine import CONNECTION_BIT
 from .ucp._operations import EndpointCore
+from .ucp._peers import watch_process
 from .ucp._pending import Signal
+from .ucp._process import this_process
 from .ucp._status import os_error_from_status
 from .ucp._tag import pending_operation
 
@@ -168,8 +169,9 @@ class Connecting:
 
     def welcomed(self, hello: wire.Hello) -> None:
         link = Link(self.services.worker, self.core, self.id, hello, self.options)
+        self.core.peer = hello.process
         if self.by_address:
-            link.watch_process(hello.process)
+            watch_process(self.core, hello.process)
         self.answer.finish(Value(link))
 
     def refused(self, reason: str) -> None:
@@ -270,6 +272,7 @@ def welcome(services: Services, core: EndpointCore, hello: wire.Hello, options: 
         software=SOFTWARE,
     )
     link = Link(services.worker, core, my_id, hello, options)
+    core.peer = hello.process
     if hello.address:
-        link.watch_process(hello.process)
+        watch_process(core, hello.process)
     return link, answer.encode()

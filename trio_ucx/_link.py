@@ -27,7 +27,6 @@ from . import _wire as wire
 from ._farewell import Peer
 from ._lanes import Message, State
 from ._native import ffi, lib
-from ._peers import Watch
 from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
@@ -55,22 +54,12 @@ class Link(Session):
         self.my_id = my_id
         self.peer_id = hello.client_id if hello.kind == wire.OPEN else hello.server_id
         self._deadline = math.inf
-        self._watch: Watch | None = None
         self.engine.mailboxes[my_id] = self._message_came
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
         core.on_close = self.close_now
         live_handles["connection"] += 1
-
-    def watch_process(self, process: wire.Process) -> None:
-        """Has the peer's death noticed where UCX would not, or late."""
-        self._watch = Watch.open(self.engine, process, self._died)
-
-    def _died(self) -> None:
-        # What it had sent before is in shared memory or in a socket: take it before UCX closes them.
-        self.engine.settle()
-        self.core.fail(UCXError(Status.CONNECTION_RESET, f"the process at {self.core.label} died"))
 
     # ---- what the session asks ----
 
@@ -233,8 +222,6 @@ class Link(Session):
         if self.closed:
             return
         self.closing = self.closed = True
-        if self._watch is not None:
-            self._watch.close()
         self.engine.children.pop(self.my_id, None)
         self.core.on_close = None
         self.core.close()

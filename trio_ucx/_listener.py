@@ -217,7 +217,8 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
     @property
     def worker_address(self) -> WorkerAddress:
         """Another way to reach this listener: :func:`connect` takes it. Peers that have it need no socket."""
-        return WorkerAddress.from_ucx(self._reception.worker.address.ucx, service=self._reception.service)
+        address = self._reception.worker.address
+        return WorkerAddress.from_ucx(address.ucx, service=self._reception.service, process=address.process)
 
     @property
     def worker(self) -> Worker:

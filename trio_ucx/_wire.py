@@ -16,6 +16,8 @@ from typing import ClassVar
 
 import attrs
 
+from .ucp._process import NOBODY, Process
+
 MAGIC = b"trio_ucx"
 VERSION = 1
 
@@ -48,16 +50,6 @@ class ProtocolError(Exception):
 
 
 @attrs.frozen
-class Process:
-    """Which process a peer is, so that its death can be noticed on the same host."""
-
-    host: bytes = bytes(16)
-    namespace: int = 0
-    pid: int = 0
-    start: int = 0
-
-
-@attrs.frozen
 class Hello:
     """OPEN or WELCOME.
 
@@ -78,7 +70,7 @@ class Hello:
     service: int = 0
     window: int = 0
     threshold: int = 0
-    process: Process = Process()
+    process: Process = NOBODY
     software: str = ""
     address: bytes = b""
 

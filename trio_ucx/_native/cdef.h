@@ -9,6 +9,8 @@ typedef struct tu_worker tu_worker_t;
 typedef struct tu_endpoint tu_endpoint_t;
 typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
+typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
+typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
 #define TU_RECORD_FIELDS 6
@@ -163,5 +165,26 @@ int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, 
 /* stream.c */
 int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
 void tu_stream_release(tu_worker_t *worker, uint64_t data);
+
+/* memory.c */
+#define TU_ATOMIC_ADD 0
+#define TU_ATOMIC_SWAP 1
+#define TU_ATOMIC_COMPARE_SWAP 2
+#define TU_ATOMIC_AND 3
+#define TU_ATOMIC_OR 4
+#define TU_ATOMIC_XOR 5
+int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
+                  tu_memory_t **out);
+int tu_memory_query(tu_memory_t *memory, uint64_t *address, size_t *length, int *memory_type);
+int tu_memory_unmap(tu_context_t *context, tu_memory_t *memory);
+int tu_memory_pack(tu_context_t *context, tu_memory_t *memory, char *out, size_t *size);
+int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, tu_rkey_t **out);
+void tu_rkey_destroy(tu_rkey_t *rkey);
+int tu_rkey_pointer(tu_rkey_t *rkey, uint64_t remote, uint64_t *local);
+int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
+int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
+int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
+                  tu_rkey_t *rkey);
+int tu_worker_fence(tu_worker_t *worker);
 
 void free(void *memory);

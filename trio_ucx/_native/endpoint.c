@@ -139,6 +139,15 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
     return endpoint_create(worker, id, &params, error_handling, out);
 }
 
+static void unlink_endpoint(tu_endpoint_t *endpoint)
+{
+    endpoint->ep    = NULL;
+    *endpoint->link = endpoint->next;
+    if (endpoint->next != NULL) {
+        endpoint->next->link = endpoint->link;
+    }
+}
+
 /* Closes by force; without error handling UCX can only flush. Whatever the verdict, the endpoint can carry nothing
  * more; tu_endpoint_free releases what is left of it once the closing operation has completed. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
@@ -152,11 +161,7 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
     }
     post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
     post.param.flags         = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
-    endpoint->ep             = NULL;
-    *endpoint->link          = endpoint->next;
-    if (endpoint->next != NULL) {
-        endpoint->next->link = endpoint->link;
-    }
+    unlink_endpoint(endpoint);
     return tu_post_end(&post, ucp_ep_close_nbx(ep, &post.param));
 }
 
@@ -166,6 +171,9 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
 
     if (!endpoint->failed) {
         tu_ring_unreserve(worker);
+    }
+    if (endpoint->ep != NULL) {
+        unlink_endpoint(endpoint);
     }
     if (endpoint->error_handling) {
         free(endpoint);

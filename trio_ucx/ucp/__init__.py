@@ -2,12 +2,14 @@
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
-    _util, _pending, _buffers, _status, _address      no engine
+    _util, _pending, _buffers, _status, _address,     no engine
+      _process, _memory
     _context                                          configuration
     _loans, _inbox                                    memory that UCX lends
     _operations, _engine                              what is in flight; the progress task: read their docstrings
+    _peers                                            noticing a dead process
     _tag, _arrivals, _active_messages, _stream        one file per capability
-    _endpoint, _listener, _requests
+    _remote_memory, _endpoint, _listener, _requests
     _worker                                           puts them together
 """
 
@@ -28,7 +30,11 @@ from ._endpoint import ErrorMode as ErrorMode
 from ._endpoint import Transport as Transport
 from ._listener import ConnectionRequest as ConnectionRequest
 from ._listener import RawListener as RawListener
+from ._memory import Access as Access
+from ._memory import Memory as Memory
+from ._memory import MemoryDescriptor as MemoryDescriptor
 from ._pending import RequestCancelled as RequestCancelled
+from ._remote_memory import RemoteMemory as RemoteMemory
 from ._requests import Request as Request
 from ._requests import RequestGroup as RequestGroup
 from ._statistics import WorkerStatistics as WorkerStatistics
@@ -44,6 +50,7 @@ from ._worker import open_worker as open_worker
 __all__ = [
     "DEFAULT_FEATURES",
     "FULL",
+    "Access",
     "ActiveMessage",
     "ActiveMessages",
     "ActiveMessagesStatistics",
@@ -54,7 +61,10 @@ __all__ = [
     "EndpointStatistics",
     "ErrorMode",
     "Feature",
+    "Memory",
+    "MemoryDescriptor",
     "RawListener",
+    "RemoteMemory",
     "Request",
     "RequestCancelled",
     "RequestGroup",

@@ -6,16 +6,20 @@ import ipaddress
 import socket
 import struct
 import zlib
+from typing import Any
 
 import attrs
 import trio
 
+from .._native import ffi, lib
+from ._process import NOBODY, Process, this_process
+from ._status import Status, UCXError
 from ._util import check_integer
 
-#: After UCX's bytes: magic, the listener that is meant (0: any), checksum of all before. UCX ignores what follows its
-#: own bytes, and would crash on damaged ones, so ours are checked.
-_TRAILER = struct.Struct("<4sQI")
-_MAGIC = b"TUWA"
+#: After UCX's bytes: magic, the listener that is meant (0: any), the process (host, pid namespace, pid, start time),
+#: checksum of all before. UCX ignores what follows its own bytes, and would crash on damaged ones, so ours are checked.
+_TRAILER = struct.Struct("<4sQ16sQIQI")
+_MAGIC = b"TUWB"
 
 #: A socket address as people write it.
 SocketAddress = str | tuple[str, int]
@@ -36,6 +40,7 @@ class WorkerAddress:
 
     ucx: bytes
     service: int
+    process: Process
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -43,9 +48,9 @@ class WorkerAddress:
         data = bytes(data)
         body, trailer = data[: -_TRAILER.size], data[-_TRAILER.size :]
         if len(trailer) == _TRAILER.size and body:
-            magic, service, checksum = _TRAILER.unpack(trailer)
+            magic, service, *process, checksum = _TRAILER.unpack(trailer)
             if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, service)
+                self.__attrs_init__(body, service, Process(*process))
                 return
         raise ValueError(
             f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
@@ -58,21 +63,35 @@ class WorkerAddress:
         return cls(data)
 
     @classmethod
-    def from_ucx(cls, blob: bytes, *, service: int = 0) -> WorkerAddress:
+    def from_ucx(cls, blob: bytes, *, service: int = 0, process: Process = NOBODY) -> WorkerAddress:
         """Makes one from the bytes of ``ucp_worker_get_address`` of any UCP program.
 
         UCX does not check them: a damaged blob crashes the process.
         """
         address = cls.__new__(cls)
-        address.__attrs_init__(bytes(blob), service)
+        address.__attrs_init__(bytes(blob), service, process)
         return address
 
     def __bytes__(self) -> bytes:
-        body = self.ucx + _TRAILER.pack(_MAGIC, self.service, 0)[:-4]
+        process = attrs.astuple(self.process)
+        body = self.ucx + _TRAILER.pack(_MAGIC, self.service, *process, 0)[:-4]
         return body + struct.pack("<I", zlib.crc32(body))
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
+
+
+def worker_address(worker: Any) -> WorkerAddress:
+    """The address of a worker of ours, by its native handle."""
+    size = ffi.new("size_t *", 4096)
+    while True:
+        out = ffi.new("char[]", size[0])
+        room = size[0]
+        status = lib.tu_worker_address(worker, out, size)
+        if status != Status.OK:
+            raise UCXError(status, "asking for the worker's address")
+        if size[0] <= room:
+            return WorkerAddress.from_ucx(bytes(ffi.buffer(out, size[0])), process=this_process())
 
 
 @attrs.frozen

@@ -15,6 +15,8 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from ._buffers import Buffer
+from ._memory import Access, Memory, allocate, register
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed
 
@@ -86,6 +88,7 @@ class Context(metaclass=OpenedNotConstructed):
     rendezvous_threshold: int | None
     _handle: Any
     engines: weakref.WeakSet[Engine] = attrs.field(factory=weakref.WeakSet)
+    memories: set[Memory] = attrs.field(factory=set)
 
     @classmethod
     def _open(cls, config: Config | None, features: Feature) -> Context:
@@ -164,15 +167,57 @@ class Context(metaclass=OpenedNotConstructed):
             "shared memory needs MM_ERROR_HANDLING=y on both sides)"
         )
 
+    @enable_ki_protection
+    def register(self, buffer: Buffer, *, access: Access = Access.ALL) -> Memory:
+        """Registers a buffer, for peers to reach by themselves (``ucp_mem_map``).
+
+        Peers need its :attr:`Memory.descriptor`, which they :meth:`Endpoint.attach`. The buffer stays pinned (a
+        bytearray cannot be resized, say) until the memory is closed. Over shared memory, peers reach what
+        :meth:`allocate` gives directly; anything else, and everything over TCP, by messages to this process, which one
+        of the context's workers has to progress.
+
+        Args:
+            buffer: a contiguous buffer, writable unless ``access`` is ``Access.READ``.
+            access: what peers may do. A peer that uses trio_ucx keeps to it; only RDMA hardware enforces it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer, read-only, or empty.
+            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            UCXError, MemoryError: UCX cannot register it.
+        """
+        self._require_memory()
+        return register(self, buffer, access)
+
+    @enable_ki_protection
+    def allocate(self, nbytes: int, *, access: Access = Access.ALL) -> Memory:
+        """Allocates memory of the kind that peers reach best (``ucp_mem_map``); its contents are undefined at first.
+
+        Args:
+            nbytes: how much.
+            access: what peers may do, see :meth:`register`.
+
+        Raises:
+            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            UCXError, MemoryError: UCX has none.
+        """
+        self._require_memory()
+        return allocate(self, nbytes, access)
+
+    def _require_memory(self) -> None:
+        if not self.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
+            self.require(Feature.RMA, "registering memory")
+
     def _close(self) -> None:
         if self._handle is None:
             return
-        handle, self._handle = self._handle, None
         _live_contexts.discard(self)
         for engine in list(self.engines):
             if engine.usable:
                 engine.close_now()
-        if not self.engines:
+        for memory in list(self.memories):
+            memory.close_unasked()
+        handle, self._handle = self._handle, None
+        if handle is not None and not self.engines and not self.memories:
             lib.tu_context_destroy(handle)
 
     def __repr__(self) -> str:

@@ -15,7 +15,9 @@ from .._native import ffi, lib
 from ._active_messages import SendProtocol, post_am_send
 from ._buffers import Buffer
 from ._engine import Engine
+from ._memory import MemoryDescriptor
 from ._operations import EndpointCore, Operation
+from ._remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, completed, pending_operation, post_send
@@ -297,6 +299,20 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Release it; until then it takes UCX's memory. Cancellation and errors are :meth:`stream_receive`'s.
         """
         return await self._reader.receive_some()
+
+    @enable_ki_protection
+    def attach(self, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+        """Takes hold of memory of the peer's (``ucp_ep_rkey_unpack``), by what its :attr:`Memory.descriptor` gave.
+
+        Raises:
+            TypeError, ValueError: it is no descriptor, or damaged; it is known to be of another process than this
+                endpoint leads to. (Known is that of a Connection's endpoint, and of one opened by a WorkerAddress.)
+            UCXError: no transport in use reaches memory of that kind.
+            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
+        """
+        self._check()
+        return attach(self, self._core, descriptor)
 
     async def _send(self, operation: Any) -> None:
         if operation is None:

@@ -41,6 +41,7 @@ import trio
 from outcome import Error
 
 from .._native import ffi, lib, ucx
+from ._address import worker_address
 from ._context import Context
 from ._loans import Loan
 from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles
@@ -124,6 +125,8 @@ class Engine:
         self.on_broken: dict[int, Callable[[Exception], None]] = {}
         #: Everything to be closed before the worker: called with no arguments, must not raise.
         self.children: dict[int, Callable[[], None]] = {}
+        #: To be called when nothing is under way any more, just before the worker is destroyed.
+        self.at_end: dict[int, Callable[[], None]] = {}
         self.left_over = 0
         #: Closes that go on after their task was cancelled.
         self.background: set[object] = set()
@@ -140,6 +143,7 @@ class Engine:
         self.statistics_at_close: WorkerStatistics | None = None
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
+        self.address = worker_address(self.handle)
         live_handles["worker"] += 1
         context.engines.add(self)
         engines.add(self)
@@ -486,6 +490,8 @@ class Engine:
 
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
+        for end in list(self.at_end.values()):
+            end()
         for fd in (self.efd, self._net_timer, self._backoff_timer, self._backoff_fd):
             with _ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)

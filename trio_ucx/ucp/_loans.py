@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Loan:
-    """A read-only view of memory of UCX's, which goes back to it by :meth:`end`.
+    """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
 
     The engine knows all loans and ends them before it destroys its worker. A worker whose memory somebody still looks
     at by then is left alone instead: better a leak than a crash.
@@ -21,11 +21,14 @@ class Loan:
 
     __slots__ = ("_engine", "_give_back", "_id", "view")
 
-    def __init__(self, engine: Engine, address: int, length: int, give_back: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, address: int, length: int, give_back: Callable[[], None], *, writable: bool = False
+    ) -> None:
         self._engine = engine
         self._give_back = give_back
         self._id = engine.next_id()
-        self.view = memoryview(ffi.buffer(ffi.cast("char *", address), length)).toreadonly()
+        view = memoryview(ffi.buffer(ffi.cast("char *", address), length))
+        self.view = view if writable else view.toreadonly()
         engine.children[self._id] = self.drop
 
     @property

@@ -17,10 +17,13 @@ from .._native import lib
 from ._buffers import Pinned
 from ._inbox import Inbox
 from ._pending import Pending, Signal
+from ._process import NOBODY
 from ._status import Status, UCXError, broken, error_from_status
 
 if TYPE_CHECKING:
+    from ._address import WorkerAddress
     from ._engine import Engine
+    from ._peers import Watch
 
 #: Native handles alive in this process, by kind. After everything is closed, all zero.
 live_handles: collections.Counter[str] = collections.Counter()
@@ -109,9 +112,13 @@ class EndpointCore:
     """The engine's side of an endpoint: its handle, its operations, and what became of it."""
 
     __slots__ = (
+        "__weakref__",
+        "companion",
+        "connected",
         "engine",
         "error",
         "facade",
+        "forcible",
         "handle",
         "id",
         "inbox",
@@ -119,8 +126,11 @@ class EndpointCore:
         "on_close",
         "on_failure",
         "owner",
+        "peer",
+        "peer_address",
         "pending",
         "unflushed",
+        "watch",
         "watchers",
     )
 
@@ -135,6 +145,9 @@ class EndpointCore:
         self.on_close: Callable[[], None] | None = None
         #: What the layer above has made of it (a Connection's link).
         self.owner: Any = None
+        #: Which process it leads to, and to which worker, where that is known.
+        self.peer = NOBODY
+        self.peer_address: WorkerAddress | None = None
         #: The user's object for it.
         self.facade: Callable[[], Any] = lambda: None
         #: What came of its UCP stream, once something came.
@@ -142,6 +155,14 @@ class EndpointCore:
         self.pending: set[Operation] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
+        #: The endpoint without error handling beside it, for atomics (_remote_memory.py).
+        self.companion: EndpointCore | None = None
+        #: Whether it is known to be up, and will not change its lanes any more.
+        self.connected = False
+        #: Whether UCX may close it by force.
+        self.forcible = True
+        #: What looks whether the peer's process lives.
+        self.watch: Watch | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
         #: Set, and forgotten, whenever something about its operations changes.
@@ -213,7 +234,13 @@ class EndpointCore:
         if callback is not None:
             callback()
 
+    def stop_watching(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
+
     def _force_close(self) -> None:
+        self.stop_watching()
         handle, self.handle = self.handle, None
         engine = self.engine
         for operation in list(self.pending):
@@ -222,12 +249,31 @@ class EndpointCore:
                 assert problem is not None
                 operation.finish(Error(problem))
                 operation.leave_over()
-        verdict = lib.tu_endpoint_close(handle)
-        if verdict > 0:
-            CloseOperation(engine, verdict, self, handle)
-        else:
+        companion, self.companion = self.companion, None
+        if companion is not None:
+            companion.follow(self)
+        if not self.forcible:
+            # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
+            # peer that died, that is for ever: the worker ends it.
+            if self.error is None:
+                verdict = lib.tu_endpoint_close(handle)
+                if verdict > 0:
+                    Operation(engine, verdict, None, "closing an endpoint without error handling").leave_over()
             self.closed(handle)
+        else:
+            verdict = lib.tu_endpoint_close(handle)
+            if verdict > 0:
+                CloseOperation(engine, verdict, self, handle)
+            else:
+                self.closed(handle)
         engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def follow(self, other: EndpointCore) -> None:
+        """Ends as the endpoint did that watched for it."""
+        self.on_failure = None
+        if self.handle is not None:
+            self.error = other.error
+            self._force_close()
 
     def closed(self, handle: Any) -> None:
         """UCX has closed it."""

@@ -19,6 +19,7 @@ from ._endpoint import Endpoint, ErrorMode, post_flush
 from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
 from ._operations import EndpointCore
+from ._peers import watch_process
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
@@ -37,7 +38,6 @@ class Worker(metaclass=OpenedNotConstructed):
     _context: Context
     _engine: Engine
     _owns_context: bool
-    _address: WorkerAddress | None = None
     #: The upper layer's state of this worker (handshakes); None until it has Connections.
     _services: Any = None
 
@@ -70,19 +70,7 @@ class Worker(metaclass=OpenedNotConstructed):
     @property
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``)."""
-        if self._address is None:
-            self._engine.check()
-            size = ffi.new("size_t *", 4096)
-            while True:
-                out = ffi.new("char[]", size[0])
-                room = size[0]
-                status = lib.tu_worker_address(self._engine.handle, out, size)
-                if status != Status.OK:
-                    raise UCXError(status, "asking for the worker's address")
-                if size[0] <= room:
-                    break
-            self._address = WorkerAddress.from_ucx(bytes(ffi.buffer(out, size[0])))
-        return self._address
+        return self._engine.address
 
     def statistics(self) -> WorkerStatistics:
         """What it has in flight, and how it has been moving; after its close, as of then."""
@@ -126,16 +114,32 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _connect_worker(self, address: WorkerAddress, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
         native = ffi.from_buffer("char[]", address.ucx)
-        return self._make_endpoint(
+        core = self._make_endpoint(
             repr(address),
+            error_mode,
             lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, error_mode.value, out),
         )
+        core.peer = address.process
+        core.peer_address = address
+        watch_process(core, address.process)
+        return core
+
+    def _connect_companion(self, address: WorkerAddress) -> EndpointCore:
+        """An endpoint that another one watches for."""
+        native = ffi.from_buffer("char[]", address.ucx)
+        core = self._make_endpoint(
+            f"{address!r}, for atomics",
+            ErrorMode.NONE,
+            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, ErrorMode.NONE.value, out),
+        )
+        return core
 
     def _connect_socket(self, address: Any, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
         if address.family != self._context.family:
             raise wrong_family(address, self._engine)
         return self._make_endpoint(
             str(address),
+            error_mode,
             lambda id, out: lib.tu_endpoint_connect(
                 self._engine.handle,
                 id,
@@ -151,6 +155,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _accept_core(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> EndpointCore:
         return self._make_endpoint(
             format_address(client),
+            error_mode,
             lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, error_mode.value, out),
         )
 
@@ -159,7 +164,7 @@ class Worker(metaclass=OpenedNotConstructed):
         endpoint._remote = client
         return endpoint
 
-    def _make_endpoint(self, label: str, create: Any) -> EndpointCore:
+    def _make_endpoint(self, label: str, error_mode: ErrorMode, create: Any) -> EndpointCore:
         engine = self._engine
         engine.check()
         id = engine.next_id()
@@ -168,6 +173,7 @@ class Worker(metaclass=OpenedNotConstructed):
         if status != Status.OK:
             raise os_error_from_status(status, f"connecting to {label}", self._context.reach_hint(status))
         core = EndpointCore(engine, id, out[0], label)
+        core.forcible = error_mode is not ErrorMode.NONE
         engine.settle()
         return core
 
@@ -357,6 +363,21 @@ class Worker(metaclass=OpenedNotConstructed):
             await self._engine.stream_watchers.wait()
             ready = self._with_stream_data()
         return ready
+
+    @enable_ki_protection
+    def fence(self) -> None:
+        """Orders remote memory operations: those after it happen after those before it, endpoint by endpoint.
+
+        ``ucp_worker_fence``. It does not order atomics with puts and gets: those go over different connections.
+
+        Raises:
+            trio.ClosedResourceError: the worker was closed.
+        """
+        self._engine.check()
+        status = lib.tu_worker_fence(self._engine.handle)
+        self._engine.settle()
+        if status != Status.OK:
+            raise UCXError(status, "fencing the worker")
 
     @enable_ki_protection
     async def flush(self) -> None:

@@ -1,0 +1,306 @@
+"""Memory that peers may read and write by themselves: registration, and the descriptor that lets them."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._address import WorkerAddress
+from ._buffers import Buffer, Pinned
+from ._operations import live_handles
+from ._process import NOBODY, Process, this_process
+from ._status import Status, UCXError
+from ._util import OpenedNotConstructed, check_integer, warn_resource
+
+if TYPE_CHECKING:
+    from ._context import Context
+
+
+class Access(enum.IntFlag):
+    """What peers may do with registered memory."""
+
+    READ = 1
+    WRITE = 2
+    ATOMIC = 4
+    ALL = 7
+
+
+#: The type, for the class that has a property of that name.
+View = memoryview
+
+#: UCX's protection bits: what we do with the memory, what peers do.
+_LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8, 1 << 9
+
+#: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the lengths of the
+#: remote key and of a worker's address, which follow; behind them, a checksum of all before.
+_DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQII")
+_MAGIC, _VERSION = b"TURM", 1
+_CHECKSUM = struct.Struct("<I")
+_MAX_ADDRESS = 2**64 - 1
+
+
+@attrs.frozen(repr=False)
+class MemoryDescriptor:
+    """What a peer needs in order to reach a piece of our memory, for :meth:`Endpoint.attach`.
+
+    ``bytes(descriptor)`` serialises it, :meth:`from_bytes` brings it back. :attr:`Memory.descriptor` makes one. For the
+    memory of a UCP program without trio_ucx, make one of the address, the length and the packed key that it sends.
+
+    Attributes:
+        address: where the memory begins, in its process.
+        nbytes: its length.
+        rkey: UCX's packed remote key.
+        access: what peers may do. UCX itself does not check that over TCP.
+        worker: the address of a worker of the memory's context; atomics need one (:class:`RemoteMemory`).
+        process: whose memory it is; for :meth:`Endpoint.attach` to notice a descriptor that went to the wrong place.
+    """
+
+    address: int
+    nbytes: int
+    rkey: bytes
+    access: Access = Access.ALL
+    worker: WorkerAddress | None = None
+    process: Process = NOBODY
+
+    def __bytes__(self) -> bytes:
+        worker = bytes(self.worker) if self.worker is not None else b""
+        body = (
+            _DESCRIPTOR.pack(
+                _MAGIC,
+                _VERSION,
+                self.access,
+                self.address,
+                self.nbytes,
+                *attrs.astuple(self.process),
+                len(self.rkey),
+                len(worker),
+            )
+            + self.rkey
+            + worker
+        )
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> MemoryDescriptor:
+        """Reads what ``bytes(descriptor)`` gave.
+
+        Raises:
+            ValueError: it is damaged or something else. (UCX itself would crash.)
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a memory descriptor is made from bytes, not {type(data).__name__}")
+        data = bytes(data)
+        body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+        if len(body) < _DESCRIPTOR.size or body[:4] != _MAGIC:
+            raise ValueError(
+                f"these {len(data)} bytes are no memory descriptor: it is Memory.descriptor that makes them"
+            )
+        if checksum != _CHECKSUM.pack(zlib.crc32(body)):
+            raise ValueError("this memory descriptor was damaged on the way")
+        _, version, access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
+        if version != _VERSION:
+            raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
+        process, (rkey_length, worker_length) = Process(*rest[:4]), rest[4:]
+        rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
+        if len(rkey) != rkey_length or len(worker) != worker_length or address + nbytes > _MAX_ADDRESS:
+            raise ValueError("this memory descriptor contradicts itself")
+        return cls(address, nbytes, rkey, Access(access & 7), WorkerAddress(worker) if worker else None, process)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
+
+
+@attrs.define(eq=False, repr=False)
+class Memory(metaclass=OpenedNotConstructed):
+    """Memory that UCX knows, for peers to reach: :meth:`Context.register`, :meth:`Context.allocate`. A context manager.
+
+    Attributes:
+        context: the context that it is registered with.
+        address: where it begins.
+        nbytes: its length in bytes.
+        access: what peers may do.
+    """
+
+    context: Context
+    address: int
+    nbytes: int
+    access: Access
+    _handle: Any
+    _view: View | None
+    _pins: Pinned | None
+    _rkey: bytes | None = None
+
+    @property
+    def memoryview(self) -> View:
+        """The memory itself, as bytes. It ends with :meth:`close`.
+
+        Raises:
+            ValueError: it was closed; or it is device memory.
+        """
+        self._check()
+        if self._view is None:
+            raise ValueError("this is no host memory")
+        return self._view
+
+    @property
+    def rkey(self) -> bytes:
+        """UCX's packed remote key (``ucp_rkey_pack``)."""
+        self._check()
+        if self._rkey is None:
+            size = ffi.new("size_t *", 1024)
+            while True:
+                out = ffi.new("char[]", size[0])
+                room = size[0]
+                status = lib.tu_memory_pack(self.context._native(), self._handle, out, size)
+                if status != Status.OK:
+                    raise UCXError(status, "packing a remote key")
+                if size[0] <= room:
+                    break
+            self._rkey = bytes(ffi.buffer(out, size[0]))
+        return self._rkey
+
+    @property
+    def descriptor(self) -> bytes:
+        """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
+
+        Includes the address of a worker of the context, if one is open: atomics need it.
+        """
+        self._check()
+        worker = next((engine.address for engine in list(self.context.engines) if engine.handle is not None), None)
+        return bytes(MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process()))
+
+    def _check(self) -> None:
+        if self._handle is None:
+            raise ValueError("this memory was closed")
+        self.context._native()
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __buffer__(self, flags: int, /) -> View:
+        return self.memoryview
+
+    @enable_ki_protection
+    def close(self) -> None:
+        """Ends the registration (``ucp_mem_unmap``); frees what was allocated. Closed already: no effect.
+
+        Peers that still have the descriptor can reach it no more: over RDMA their operations fail. Over TCP and for
+        most shared memory UCX does not check, and what they write then lands wherever the address leads. Tell them
+        first.
+
+        Raises:
+            BufferError: something made from :attr:`memoryview` (a numpy array, say) is still in use.
+        """
+        if self._handle is None:
+            return
+        if self._view is not None:
+            try:
+                self._view.release()
+            except BufferError:
+                raise BufferError(
+                    "this memory is still in use: drop what was made from it (numpy arrays, other memoryviews) first"
+                ) from None
+        handle, self._handle = self._handle, None
+        self.context.memories.discard(self)
+        lib.tu_memory_unmap(self.context._native(), handle)
+        if self._pins is not None:
+            self._pins.release()
+        live_handles["memory"] -= 1
+
+    def close_unasked(self) -> bool:
+        """Its context ends. False when the memory is in use and must stay."""
+        warn_resource(f"unclosed {self!r}", self)
+        try:
+            self.close()
+        except BufferError:
+            return False
+        return True
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.close()
+        except BufferError as error:
+            if exc_info[0] is None:
+                raise
+            warn_resource(f"{self!r} stays open: {error}", self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handle is None else repr(self.access)
+        return f"<trio_ucx.ucp.Memory of {self.nbytes} bytes at {self.address:#x}, {state}>"
+
+
+def register(context: Context, buffer: Buffer, access: Access) -> Memory:
+    """:meth:`Context.register`."""
+    access = check_access(access)
+    writable = bool(access & (Access.WRITE | Access.ATOMIC))
+    pins = Pinned(buffer, writable=writable)
+    try:
+        if pins.many is not None:
+            raise TypeError("register buffers one by one, not a list of them")
+        if pins.size == 0:
+            raise ValueError("there is nothing to register in an empty buffer")
+        protection = _protection(access, writable)
+        return _map(context, pins.address, pins.size, access, protection, pins, pins.parts()[0])
+    except BaseException:
+        pins.release()
+        raise
+
+
+def allocate(context: Context, nbytes: int, access: Access) -> Memory:
+    """:meth:`Context.allocate`."""
+    access = check_access(access)
+    nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
+    return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None, None)
+
+
+def check_access(access: Access) -> Access:
+    if not isinstance(access, Access):
+        raise TypeError(f"access must be of Access.READ, WRITE and ATOMIC, not {access!r}")
+    return access
+
+
+def _protection(access: Access, writable: bool) -> int:
+    protection = _LOCAL_READ | (_LOCAL_WRITE if writable else 0)
+    if access & (Access.READ | Access.ATOMIC):
+        protection |= _REMOTE_READ
+    if access & (Access.WRITE | Access.ATOMIC):
+        protection |= _REMOTE_WRITE
+    return protection
+
+
+def _map(
+    context: Context,
+    address: Any,
+    nbytes: int,
+    access: Access,
+    protection: int,
+    pins: Pinned | None,
+    view: memoryview | None,
+) -> Memory:
+    native = context._native()
+    out = ffi.new("tu_memory_t **")
+    status = lib.tu_memory_map(native, address, nbytes, -1, protection, out)
+    if status == Status.NO_MEMORY:
+        raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
+    if status != Status.OK:
+        raise UCXError(status, f"registering {nbytes} bytes of memory")
+    base = int(ffi.cast("uintptr_t", address))
+    if pins is None:
+        found, length, kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
+        lib.tu_memory_query(out[0], found, length, kind)
+        base = found[0]
+        # UCX says how much it got, which may be more than was asked for.
+        view = memoryview(ffi.buffer(ffi.cast("char *", base), nbytes))
+    memory: Memory = Memory._create(context, base, nbytes, access, out[0], view, pins)
+    context.memories.add(memory)
+    live_handles["memory"] += 1
+    return memory

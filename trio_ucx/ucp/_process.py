@@ -1,0 +1,52 @@
+"""Which process somebody is."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import attrs
+
+
+@attrs.frozen
+class Process:
+    """Which process a peer is, so that its death can be noticed on the same host, and its memory told from others'."""
+
+    host: bytes = bytes(16)
+    namespace: int = 0
+    pid: int = 0
+    start: int = 0
+
+
+#: Nobody in particular.
+NOBODY = Process()
+
+
+@cache
+def _host() -> bytes:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return bytes.fromhex(text.strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def start_time(pid: int) -> int:
+    """In clock ticks since boot; 0 when there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def this_process() -> Process:
+    return Process(_host(), _namespace(), os.getpid(), start_time(os.getpid()))

@@ -1,0 +1,468 @@
+"""Memory of a peer: put, get, and atomics.
+
+Theory of atomics
+=================
+
+UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
+handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
+ever; nor can it be closed by force. So an endpoint gets a *companion* with the first atomic: a second endpoint to the
+same process, by worker address, without error handling. The endpoint watches for both: when it fails, or is closed,
+whatever waits on the companion is told. What UCX still has pending there ends with the worker, which UCX destroys under
+it without harm (measured with UCX 1.22, TCP and shared memory).
+
+What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
+a companion's connection to a dead peer is freed only with the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from ._buffers import Buffer, Pinned, new_bytes
+from ._context import Feature
+from ._loans import Loan
+from ._memory import Access, MemoryDescriptor
+from ._operations import EndpointCore, Operation, live_handles
+from ._process import NOBODY
+from ._status import Status, UCXError
+from ._tag import completed, pending_operation
+from ._util import OpenedNotConstructed, check_integer, warn_resource
+
+if TYPE_CHECKING:
+    from ._endpoint import Endpoint
+    from ._engine import Engine
+
+
+class Key:
+    """An unpacked remote key: destroyed when it was closed and nothing uses it any more."""
+
+    def __init__(self, core: EndpointCore, packed: bytes) -> None:
+        self._engine = core.engine
+        self._id = core.engine.next_id()
+        self._uses = 0
+        self._closed = False
+        out = ffi.new("tu_rkey_t **")
+        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed), out)
+        if status != Status.OK:
+            raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
+        self.handle: Any = out[0]
+        self._engine.at_end[self._id] = self._destroy
+        live_handles["remote key"] += 1
+
+    def _destroy(self) -> None:
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        self._engine.at_end.pop(self._id, None)
+        if self._uses == 0 and self._engine.usable:  # else it goes with the worker, whose memory it is
+            lib.tu_rkey_destroy(handle)
+        live_handles["remote key"] -= 1
+
+    def hold(self) -> None:
+        self._uses += 1
+
+    def let_go(self) -> None:
+        self._uses -= 1
+        if self._closed and self._uses == 0:
+            self._destroy()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._uses == 0:
+            self._destroy()
+
+
+async def _connect(core: EndpointCore) -> None:
+    """Waits until the endpoint is up. No checkpoint if it is known to be.
+
+    A remote key that was unpacked before makes UCX 1.22 crash on endpoints by socket address: it adapts the key to the
+    new lanes, and stumbles over the connection manager's, which has no interface (ucp_ep_reconfig_internal).
+    """
+    if not core.connected:
+        operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "connecting", core)
+        if operation is not None:
+            await completed(operation, core.engine)
+        core.connected = True
+
+
+class _Access(Operation):
+    """A put, a get or an atomic under way: holds the key, and the words of an atomic."""
+
+    __slots__ = ("key", "words")
+
+    def __init__(
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key, words: Any
+    ) -> None:
+        super().__init__(engine, id, pins, doing, core)
+        self.key = key
+        self.words = words
+        key.hold()
+
+    def release(self) -> None:
+        super().release()
+        self.key.let_go()
+
+
+def _under(key: Key, words: Any) -> Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation]:
+    return lambda engine, id, pins, doing, core: _Access(engine, id, pins, doing, core, key, words)
+
+
+@attrs.define(eq=False, repr=False)
+class RemoteMemory(metaclass=OpenedNotConstructed):
+    """Memory of a peer, by :meth:`Endpoint.attach`. A context manager.
+
+    Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
+    left our memory, not yet reached the peer's: :meth:`flush` says when it has.
+
+    Atomics need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with
+    error handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies, who
+    waits gets BrokenResourceError, and the atomic may or may not have happened. They are not ordered with puts and
+    gets: flush in between. They are atomic towards UCX atomics of the same width; over TCP and shared memory, which are
+    done by processors, also towards atomic instructions of the owner's.
+
+    Attributes:
+        nbytes: its length in bytes.
+        access: what its owner allows.
+    """
+
+    nbytes: int
+    access: Access
+    _endpoint: Endpoint
+    _core: EndpointCore
+    _descriptor: MemoryDescriptor
+    #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
+    _keys: dict[str, Key] = attrs.field(factory=dict)
+    _loan: Loan | None = None
+    _closed: bool = False
+
+    # ---- put and get ----
+
+    @enable_ki_protection
+    async def get(self, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Reads from the peer's memory (``ucp_get_nbx``).
+
+        Args:
+            offset: where to begin.
+            nbytes: how much; by default all from there on.
+
+        Cancellation: returns at once; the reading goes on, into memory that nobody sees.
+
+        Raises:
+            ValueError: beyond the end; not allowed by :attr:`access`; closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        offset = check_integer(offset, "offset", 0, self.nbytes)
+        nbytes = self.nbytes - offset if nbytes is None else check_integer(nbytes, "nbytes", 0, 2**62)
+        self._check(Access.READ, "read", offset, nbytes)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        data = new_bytes(nbytes)
+        await self._transfer(lib.tu_get, Pinned(data), offset, "reading remote memory")
+        return data
+
+    @enable_ki_protection
+    async def get_into(self, buffer: Buffer, offset: int = 0) -> int:
+        """Reads from the peer's memory into a writable buffer, as much as that takes (``ucp_get_nbx``).
+
+        Returns:
+            The number of bytes.
+
+        Cancellation: returns at once; the buffer stays pinned until UCX lets go of it.
+
+        Raises:
+            TypeError, ValueError: not a writable contiguous buffer (lists of them UCX does not take); beyond the end;
+                not allowed by :attr:`access`; closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        pins = self._pin(buffer, Access.READ, "read", offset)
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        except BaseException:
+            pins.release()
+            raise
+        size = pins.size
+        await self._transfer(lib.tu_get, pins, offset, "reading remote memory")
+        return size
+
+    @enable_ki_protection
+    async def put(self, data: Buffer, offset: int = 0) -> None:
+        """Writes into the peer's memory (``ucp_put_nbx``).
+
+        Returns when ``data`` may be used again. The peer is not told; send it a message after :meth:`flush`.
+
+        Cancellation: the data may or may not be written, wholly or in part; it stays pinned until UCX lets go of it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer (lists of them UCX does not take); beyond the end; not
+                allowed by :attr:`access`; closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        pins = self._pin(data, Access.WRITE, "write", offset)
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        except BaseException:
+            pins.release()
+            raise
+        self._core.unflushed = True
+        await self._transfer(lib.tu_put, pins, offset, "writing remote memory")
+
+    @enable_ki_protection
+    async def flush(self) -> None:
+        """Waits until everything that was put, and every atomic, has happened at the peer (``ucp_ep_flush_nbx``).
+
+        Cancellation: they go on.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        self._check_open()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        engine = self._core.engine
+        companion = self._core.companion
+        for core in [self._core] if companion is None else [self._core, companion]:
+            core.check()
+            operation = pending_operation(engine, lib.tu_endpoint_flush(core.handle), None, "flushing", core)
+            if operation is not None:
+                await completed(operation, engine)
+        self._core.unflushed = False
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    @enable_ki_protection
+    def map(self) -> memoryview:
+        """The memory itself, where this process reaches it by load and store (``ucp_rkey_ptr``).
+
+        That is so for memory that its owner allocated (:meth:`Context.allocate`), over shared memory. Read-only without
+        ``Access.WRITE``. It ends with :meth:`close`.
+
+        Raises:
+            UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`.
+            ValueError: closed.
+        """
+        self._check_open()
+        if self._loan is None:
+            pointer = ffi.new("uint64_t *")
+            key = self._key("load and store", self._core)
+            status = lib.tu_rkey_pointer(key.handle, self._descriptor.address, pointer)
+            if status != Status.OK:
+                raise UCXError(status, "this memory cannot be reached by load and store: use get and put")
+            writable = bool(self.access & Access.WRITE)
+            self._loan = Loan(self._core.engine, pointer[0], self.nbytes, lambda: None, writable=writable)
+        return self._loan.view
+
+    # ---- atomics ----
+
+    @enable_ki_protection
+    async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Adds to an integer of the peer's (``ucp_atomic_op_nbx`` with ADD). Returns before that has happened: flush.
+
+        Args:
+            value: what to add; negative numbers as two's complement. The sum wraps around.
+            offset: where the integer is, a multiple of its size.
+            bits: 64 or 32.
+
+        Cancellation: it may or may not happen.
+
+        Raises:
+            ValueError: beyond the end; not aligned; not allowed by :attr:`access`; no worker's address; closed.
+            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def and_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise and, as :meth:`add`."""
+        await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def or_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise or, as :meth:`add`."""
+        await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def xor(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise exclusive or, as :meth:`add`."""
+        await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def fetch_add(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Adds, and returns what was there before, unsigned. Arguments, cancellation and errors are :meth:`add`'s."""
+        return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_and(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise and; returns what was there before, as :meth:`fetch_add`."""
+        return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_or(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise or; returns what was there before, as :meth:`fetch_add`."""
+        return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_xor(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise exclusive or; returns what was there before, as :meth:`fetch_add`."""
+        return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def swap(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Stores ``value``; returns what was there before, as :meth:`fetch_add`."""
+        return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def compare_swap(self, expected: int, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Stores ``value`` if ``expected`` is there; returns what was there before, as :meth:`fetch_add`."""
+        return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
+
+    async def _atomic(self, kind: int, value: int, swapped: int | None, offset: int, bits: int, *, fetch: bool) -> int:
+        if bits not in (32, 64):
+            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
+        size = bits // 8
+        operand = _word(value, bits)
+        reply = 0 if swapped is None else _word(swapped, bits)
+        offset = check_integer(offset, "offset", 0, 2**62)
+        self._check(Access.ATOMIC, "use atomics on", offset, size)
+        if (self._descriptor.address + offset) % size:
+            raise ValueError(f"an atomic of {bits} bits needs an address that is a multiple of {size}")
+        engine = self._core.engine
+        engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        core = self._companion()
+        await _connect(core)
+        self._check_open()
+        core.check()
+        key = self._key("atomics", core)
+        words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
+        remote = self._descriptor.address + offset
+        verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
+        operation = pending_operation(engine, verdict, None, "an atomic operation", core, _under(key, words))
+        if operation is None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await completed(operation, engine)
+        return int(words[1])
+
+    def _companion(self) -> EndpointCore:
+        """The endpoint without error handling beside ours."""
+        core = self._core
+        if core.companion is None:
+            address = core.peer_address or self._descriptor.worker
+            if address is None:
+                raise ValueError(
+                    "atomics need the address of a worker of the peer's: open the endpoint by one, or make the "
+                    "descriptor while a worker of the memory's context is open"
+                )
+            core.companion = self._endpoint.worker._connect_companion(address)
+        return core.companion
+
+    def _key(self, use: str, core: EndpointCore) -> Key:
+        if use not in self._keys:
+            self._keys[use] = Key(core, self._descriptor.rkey)
+        return self._keys[use]
+
+    # ---- checks ----
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this remote memory was closed")
+        self._endpoint._check()
+
+    def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None:
+        self._check_open()
+        if access not in self.access:
+            raise ValueError(f"its owner does not allow to {doing} this memory: {self.access!r}")
+        if offset + nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes from offset {offset} on reach beyond the end of {self.nbytes}")
+
+    def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
+        offset = check_integer(offset, "offset", 0, 2**62)
+        self._check_open()
+        pins = Pinned(buffer, writable=access is Access.READ)
+        try:
+            if pins.many is not None:
+                raise TypeError("UCX has no gather and scatter for remote memory: take the buffers one by one")
+            self._check(access, doing, offset, pins.size)
+        except BaseException:
+            pins.release()
+            raise
+        return pins
+
+    async def _transfer(self, call: Any, pins: Pinned, offset: int, doing: str) -> None:
+        if pins.size == 0:
+            pins.release()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        core = self._core
+        try:
+            core.engine.context.require(Feature.RMA, doing)
+            await _connect(core)
+            self._check_open()
+            key = self._key("put and get", core)
+        except BaseException:
+            pins.release()
+            raise
+        verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+        operation = pending_operation(core.engine, verdict, pins, doing, core, _under(key, None))
+        if operation is None:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await completed(operation, core.engine)
+
+    @enable_ki_protection
+    def close(self) -> None:
+        """Lets go of it (``ucp_rkey_destroy``), once nothing is under way. Closed already: no effect.
+
+        Raises:
+            BufferError: something made from :meth:`map` is still in use.
+        """
+        if self._closed:
+            return
+        if self._loan is not None:
+            self._loan.end()
+        self._closed = True
+        for key in self._keys.values():
+            key.close()
+
+    def __enter__(self) -> RemoteMemory:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.close()
+        except BufferError as error:
+            if exc_info[0] is None:
+                raise
+            warn_resource(f"{self!r} stays open: {error}", self)
+
+    def __del__(self) -> None:
+        if not self._closed and self._core.engine.usable:
+            warn_resource(f"unclosed {self!r}", self)
+            for key in self._keys.values():
+                self._core.engine.call_soon(key.close)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else repr(self.access)
+        return f"<trio_ucx.ucp.RemoteMemory of {self.nbytes} bytes at {self._core.label}, {state}>"
+
+
+def _word(value: int, bits: int) -> int:
+    number: int = check_integer(value, "the value", -(2 ** (bits - 1)), 2**bits - 1)
+    return number % (1 << bits)
+
+
+def attach(endpoint: Endpoint, core: EndpointCore, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+    """:meth:`Endpoint.attach`."""
+    if not isinstance(descriptor, MemoryDescriptor):
+        descriptor = MemoryDescriptor.from_bytes(descriptor)
+    context = core.engine.context
+    if not context.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
+        context.require(Feature.RMA, "using remote memory")
+    if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
+        raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
+    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, endpoint, core, descriptor)
+    return memory
