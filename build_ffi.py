@@ -25,6 +25,7 @@ SOURCES = [
     "endpoint.c",
     "listener.c",
     "tag.c",
+    "strided.c",
     "am.c",
     "stream.c",
     "memory.c",

@@ -17,7 +17,7 @@ from ._session import QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
-from .ucp._tag import completed
+from .ucp._tag import check_reaches, completed
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 #: The most mutable data that `send_nowait` copies.
@@ -129,7 +129,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         ``window`` of unread messages, and, with a large message, until the peer receives it.
 
         Args:
-            data: a contiguous buffer, or a list of them, which arrives as one message. Large ones are not copied.
+            data: a contiguous buffer, or a list of them, which arrives as one message; or a ``ucp.Strided``. Large ones
+                are not copied. Device memory goes to UCX as it is.
             tag: the lane, 0 to 2**31 - 1.
 
         Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
@@ -138,7 +139,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError: this connection was closed.
             trio.BrokenResourceError: the peer closed it, or is gone.
-            TypeError, ValueError: not a contiguous buffer; the tag is out of range.
+            TypeError, ValueError: not such a buffer; the tag is out of range.
         """
         tag = check_tag(tag)
         self._link.check()
@@ -193,7 +194,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Receives the next message of a lane into a buffer; a large message directly, without a copy.
 
         Args:
-            buffer: writable and contiguous, or a list of such buffers, filled in order.
+            buffer: writable and contiguous, or a list of such buffers, filled in order; or a ``ucp.Strided``. In device
+                memory, too.
             tag: the lane.
 
         Returns:
@@ -205,13 +207,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped. The message names both
                 lengths.
-            TypeError, ValueError: not a writable contiguous buffer; a wrong tag.
+            RuntimeError: the device of the buffer failed; the message is lost.
+            TypeError, ValueError: not such a buffer; a wrong tag.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
         """
         tag = check_tag(tag)
         self._link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        return cast(int, await self._received(tag, Want.INTO, Pinned(buffer, writable=True)))
+        return cast(int, await self._received(tag, Want.INTO, self._to_receive_into(buffer)))
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
@@ -253,6 +256,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         return cast(int, await self._received(tag, Want.LENGTH))
 
+    def _to_receive_into(self, buffer: Buffer) -> Pinned:
+        pins = Pinned(buffer, writable=True)
+        pins.check_copies()  # small messages are in memory of ours first
+        check_reaches(self._link.engine, pins)
+        return pins
+
     async def _received(self, tag: int, want: Want, pins: Pinned | None = None) -> Any:
         return await completed(self._link.receive(tag, want, pins), self._link.engine)
 
@@ -285,7 +294,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
         tag = check_tag(tag)
         self._link.check()
-        return self._link.receive(tag, Want.INTO, Pinned(buffer, writable=True))
+        return self._link.receive(tag, Want.INTO, self._to_receive_into(buffer))
 
     # ---- the byte stream ----
 
@@ -501,12 +510,13 @@ def _close_in_background(link: Link) -> None:
 def _immutable(data: Buffer) -> Buffer:
     """The same bytes in objects that nobody will change."""
     budget = NOWAIT_COPY_LIMIT
+    several = isinstance(data, (list, tuple))
 
     def copy(part: Any) -> bytes:
         nonlocal budget
         if isinstance(part, bytes):
             return part
-        pins = Pinned([part])
+        pins = Pinned([part] if several else part)  # what must not be in a list is refused
         try:
             budget -= pins.size
             if budget < 0:
@@ -518,4 +528,4 @@ def _immutable(data: Buffer) -> Buffer:
         finally:
             pins.release()
 
-    return [copy(part) for part in data] if isinstance(data, (list, tuple)) else copy(data)
+    return [copy(part) for part in data] if several else copy(data)

@@ -41,7 +41,7 @@ class Want(enum.Enum):
 class Message:
     """A message of a lane."""
 
-    __slots__ = ("data", "handle", "lane", "length", "owner", "pins", "state")
+    __slots__ = ("data", "error", "handle", "lane", "length", "owner", "pins", "state")
 
     def __init__(self, lane: Lane, handle: int, length: int) -> None:
         self.lane = lane
@@ -50,6 +50,8 @@ class Message:
         self.state = State.HELD
         #: Its bytes, once READY in memory of ours.
         self.data: bytes | None = None
+        #: Why it could not be copied between that and the user's buffer, which was a device's.
+        self.error: Exception | None = None
         #: The user's buffer that it is written to or lies in.
         self.pins: Pinned | None = None
         #: Whose that buffer is; None when that receive was cancelled.
@@ -185,8 +187,20 @@ class Lane:
     def _copy_out(self, message: Message) -> None:
         """Gives a user's buffer back: from now on the message is in memory of ours."""
         if message.pins is not None:
-            message.data = message.pins.copy(message.length)
+            try:
+                message.data = message.pins.copy(message.length)
+            except RuntimeError as error:
+                message.error = error
             self._detach(message)
+
+    def _copy_in(self, message: Message, pins: Pinned) -> None:
+        """Fills a user's buffer from memory of ours."""
+        self._copy_out(message)
+        if message.data is not None:
+            try:
+                pins.fill(memoryview(message.data))
+            except RuntimeError as error:
+                message.error = error
 
     def _detach(self, message: Message) -> None:
         """Separates a message from a user's buffer. Its receive goes on holding it; without one it is released."""
@@ -288,13 +302,12 @@ class Lane:
             result = message.data
         else:
             if message.owner is not receive:
-                self._copy_out(message)
-                assert receive.pins is not None and message.data is not None
-                receive.pins.fill(memoryview(message.data))
+                assert receive.pins is not None
+                self._copy_in(message, receive.pins)
             self._detach(message)
             result = message.length
         self.mover.consumed(message)
-        self._finish(receive, Value(result))
+        self._finish(receive, Value(result) if message.error is None else Error(message.error))
 
     def _finish(self, receive: Receive, result: outcome.Outcome[Any]) -> None:
         if receive.pins is not None:

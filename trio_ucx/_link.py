@@ -33,7 +33,7 @@ from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._operations import EndpointCore, Operation, live_handles
 from .ucp._status import broken, error_from_status
-from .ucp._tag import post_pinned_send
+from .ucp._tag import check_reaches, post_pinned_send
 
 if TYPE_CHECKING:
     from ._wire import Frame
@@ -94,6 +94,9 @@ class Link(Session):
             sending.lane = lane
         return sending
 
+    def check_memory(self, pins: Pinned) -> None:
+        check_reaches(self.engine, pins)
+
     def unfinished(self) -> Iterable[SendOperation]:
         return (operation for operation in self.core.pending if isinstance(operation, SendOperation))
 
@@ -133,7 +136,9 @@ class Link(Session):
             self.engine.discard_message(handle)
             raise wire.ProtocolError(f"a control frame of {length} bytes")
         data = ffi.new("char[]", wire.MAX_FRAME)
-        verdict = lib.tu_message_receive_one(self.engine.handle, handle, data, wire.MAX_FRAME, self.engine.received)
+        verdict = lib.tu_message_receive_one(
+            self.engine.handle, handle, data, wire.MAX_FRAME, lib.TU_MEMORY_HOST, self.engine.received
+        )
         if verdict != 0:
             if verdict > 0:
                 Operation(self.engine, verdict, None, "receiving a control frame").leave_over()
@@ -147,7 +152,7 @@ class Link(Session):
         engine = self.engine
         if pins.many is None:
             verdict = lib.tu_message_receive_one(
-                engine.handle, message.handle, pins.address, pins.size, engine.received
+                engine.handle, message.handle, pins.address, pins.size, pins.memory, engine.received
             )
         else:
             verdict = lib.tu_message_receive(engine.handle, message.handle, pins.many, engine.received)

@@ -94,6 +94,13 @@ class Session:
         """
         raise NotImplementedError
 
+    def check_memory(self, pins: Pinned) -> None:
+        """Refuses memory that cannot be sent from.
+
+        Raises:
+            ValueError: ``pins`` are such, and released.
+        """
+
     def control(self, frame: Frame) -> None:
         """Sends a control frame, which is never charged. Never raises."""
         raise NotImplementedError
@@ -136,6 +143,7 @@ class Session:
         """Sends now or as soon as there is credit; None when UCX has taken it already."""
         self.check_sendable()
         pins = Pinned(data)
+        self.check_memory(pins)
         if self.outbound.take(lane, pins.size):
             return self._posted(lane, pins)
         queued = QueuedSend(self, lane, pins)

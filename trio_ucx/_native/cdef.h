@@ -32,11 +32,23 @@ typedef struct tu_record {
     uint64_t pointer;
 } tu_record_t;
 
-/* One contiguous buffer, or (count > 1) a gather/scatter list of them. */
+/* An array in host memory whose elements do not lie one after the other. */
+typedef struct tu_strided tu_strided_t;
+
+#define TU_STRIDED_DIMENSIONS 64   /* as many as Python's buffer protocol has */
+
+/* The kind of memory: 1 + ucs_memory_type_t, so that what is left out means that UCX finds out. */
+#define TU_MEMORY_UNKNOWN 0
+#define TU_MEMORY_HOST 1
+
+/* One contiguous buffer, or (count > 1) a gather/scatter list of them, all of one kind of memory; or a strided array,
+ * and the rest does not matter. */
 typedef struct tu_buffers {
     size_t count;
     void **addresses;
     size_t *lengths;
+    int memory;
+    const tu_strided_t *strided;
 } tu_buffers_t;
 
 typedef struct tu_received {
@@ -105,6 +117,7 @@ void tu_text_free(char *text);
 int tu_worker_create(tu_context_t *context, tu_worker_t **out);
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
+uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, char *out, size_t *size);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit);
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
@@ -140,12 +153,12 @@ int tu_request_reject(tu_listener_t *listener, uint64_t request);
 
 /* tag.c */
 int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
-int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, uint64_t tag);
+int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
 int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,
                            tu_received_t *received);
-int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length,
+int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
 
@@ -186,5 +199,10 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
                   tu_rkey_t *rkey);
 int tu_worker_fence(tu_worker_t *worker);
+/* strided.c: strides in bytes, outermost dimension first. Pack and unpack answer how much they copied. */
+int tu_strided_create(void *address, size_t item, size_t dimensions, const size_t *shape, const ptrdiff_t *strides,
+                      tu_strided_t **out);
+size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length);
+size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length);
 
 void free(void *memory);

@@ -35,7 +35,7 @@ typedef struct tu_operation {
     tu_worker_t *worker;
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
-    ucp_dt_iov_t *iov;         /* must outlive the operation */
+    void *described;           /* the list or strided array that UCX reads until the operation completes */
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
@@ -46,6 +46,7 @@ struct tu_worker {
     int efd;
     int knows_user_data;       /* UCX 1.18 can be asked for an endpoint's */
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
+    uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
     unsigned hello_id;
     size_t hello_max;
@@ -59,6 +60,7 @@ struct tu_worker {
     tu_operation_t **blocks;   /* slots, in blocks that never move: UCX holds pointers to them */
     size_t block_count;
     tu_operation_t *free_slots;
+    ucp_datatype_t strided;    /* 0 until it is needed */
 
     int streams;               /* whether endpoints may have stream data */
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
@@ -115,6 +117,9 @@ uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
 
 /* Streams (stream.c). */
 void tu_stream_collect(tu_worker_t *worker);
+/* Strided arrays (strided.c): to be posted as one element of the datatype, at the address of its description. */
+ucs_status_t tu_strided_datatype(ucp_datatype_t *out);
+tu_strided_t *tu_strided_copy(const tu_strided_t *strided);
 
 /* Socket addresses (endpoint.c). */
 int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,

@@ -7,11 +7,10 @@
 
 /* ---- the table ---- */
 
-/* What UCX reads until the operation completes. */
 static void forget_buffers(tu_operation_t *operation)
 {
-    free(operation->iov);
-    operation->iov = NULL;
+    free(operation->described);
+    operation->described = NULL;
 }
 
 static int slots_grow(tu_worker_t *worker)
@@ -125,17 +124,55 @@ void tu_operations_free(tu_worker_t *worker)
         free(worker->blocks[i]);
     }
     free(worker->blocks);
+    if (worker->strided != 0) {
+        ucp_dt_destroy(worker->strided);
+    }
 }
 
 /* ---- posting ---- */
 
-/* Fills in the datatype, and gives the operation the list that UCX reads until it completes. */
+static ucs_status_t describe_strided(tu_post_t *post, const tu_strided_t *strided)
+{
+    tu_worker_t *worker = post->operation->worker;
+    ucs_status_t status;
+
+    if (worker->strided == 0) {
+        status = tu_strided_datatype(&worker->strided);
+        if (status != UCS_OK) {
+            worker->strided = 0;
+            return status;
+        }
+    }
+    post->operation->described = tu_strided_copy(strided);
+    if (post->operation->described == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    /* UCX would look up the address that it is given, which is the description's. */
+    post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    post->param.memory_type   = UCS_MEMORY_TYPE_HOST;
+    post->param.datatype      = worker->strided;
+    post->address             = post->operation->described;
+    post->count               = 1;
+    return UCS_OK;
+}
+
+/* Fills in the datatype, and gives the operation what UCX reads of it until it completes. */
 static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
 {
     ucp_dt_iov_t *iov;
     size_t i;
 
     post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+    if (buffers->strided != NULL) {
+        return describe_strided(post, buffers->strided);
+    }
+    if (buffers->memory != TU_MEMORY_UNKNOWN) {
+        if (!(post->operation->worker->memory_types >> (buffers->memory - 1) & 1)) {
+            return UCS_ERR_UNSUPPORTED; /* UCX would take it for host memory, and crash */
+        }
+        post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        post->param.memory_type   = (ucs_memory_type_t)(buffers->memory - 1);
+    }
     if (buffers->count <= 1) {
         post->param.datatype = ucp_dt_make_contig(1);
         post->address        = buffers->count == 1 ? buffers->addresses[0] : NULL;
@@ -150,10 +187,10 @@ static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
         iov[i].buffer = buffers->addresses[i];
         iov[i].length = buffers->lengths[i];
     }
-    post->operation->iov = iov;
-    post->param.datatype = ucp_dt_make_iov();
-    post->address        = iov;
-    post->count          = buffers->count;
+    post->operation->described = iov;
+    post->param.datatype       = ucp_dt_make_iov();
+    post->address              = iov;
+    post->count                = buffers->count;
     return UCS_OK;
 }
 

@@ -1,4 +1,4 @@
-/* Tag messages: send, receive, probe; contiguous or gather/scatter. */
+/* Tag messages: send, receive, probe; of any buffers. */
 #include <string.h>
 
 #include "native.h"
@@ -20,10 +20,10 @@ int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64
                                      ucp_tag_send_nbx(endpoint->ep, post.address, post.count, tag, &post.param));
 }
 
-int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, uint64_t tag)
+int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag)
 {
     void *addresses[1] = {(void *)(uintptr_t)address};
-    tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length};
+    tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length, .memory = memory};
 
     return tu_tag_send(endpoint, &one, tag, 0);
 }
@@ -83,10 +83,10 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
     return end_receive(&post, answer, &info, received);
 }
 
-int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length,
+int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received)
 {
-    tu_buffers_t one = {.count = 1, .addresses = &address, .lengths = &length};
+    tu_buffers_t one = {.count = 1, .addresses = &address, .lengths = &length, .memory = memory};
 
     return tu_message_receive(worker, message, &one, received);
 }

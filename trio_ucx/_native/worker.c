@@ -86,7 +86,8 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
         .thread_mode = UCS_THREAD_MODE_SINGLE,
     };
-    tu_worker_t *worker = calloc(1, sizeof(*worker));
+    ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    tu_worker_t *worker     = calloc(1, sizeof(*worker));
     unsigned major, minor, release;
     ucs_status_t status;
 
@@ -103,6 +104,9 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
     if (worker->ring == NULL) {
         free(worker);
         return UCS_ERR_NO_MEMORY;
+    }
+    if (ucp_context_query(context->context, &attr) == UCS_OK) {
+        worker->memory_types = attr.memory_types;
     }
     status = ucp_worker_create(context->context, &params, &worker->worker);
     if (status == UCS_OK) {
@@ -143,6 +147,11 @@ void tu_worker_destroy(tu_worker_t *worker)
     }
     free(worker->ring);
     free(worker);
+}
+
+uint64_t tu_worker_memory_types(tu_worker_t *worker)
+{
+    return worker->memory_types;
 }
 
 int tu_worker_efd(tu_worker_t *worker)

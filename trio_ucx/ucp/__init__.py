@@ -2,8 +2,9 @@
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
-    _util, _pending, _buffers, _status, _address,     no engine
-      _process, _memory
+    _util, _pending, _status, _process, _address      no engine
+    _cuda, _memory_kinds, _strided, _buffers          what can be sent, and received into
+    _memory                                           what peers can reach by themselves
     _context                                          configuration
     _loans, _inbox                                    memory that UCX lends
     _operations, _engine                              what is in flight; the progress task: read their docstrings
@@ -33,6 +34,8 @@ from ._listener import RawListener as RawListener
 from ._memory import Access as Access
 from ._memory import Memory as Memory
 from ._memory import MemoryDescriptor as MemoryDescriptor
+from ._memory_kinds import DeviceBuffer as DeviceBuffer
+from ._memory_kinds import MemoryType as MemoryType
 from ._pending import RequestCancelled as RequestCancelled
 from ._remote_memory import RemoteMemory as RemoteMemory
 from ._requests import Request as Request
@@ -41,6 +44,7 @@ from ._statistics import WorkerStatistics as WorkerStatistics
 from ._status import Status as Status
 from ._status import UCXError as UCXError
 from ._stream import StreamData as StreamData
+from ._strided import Strided as Strided
 from ._tag import TagMessage as TagMessage
 from ._util import FULL as FULL
 from ._util import publish as _publish
@@ -57,12 +61,14 @@ __all__ = [
     "CloseMode",
     "ConnectionRequest",
     "Context",
+    "DeviceBuffer",
     "Endpoint",
     "EndpointStatistics",
     "ErrorMode",
     "Feature",
     "Memory",
     "MemoryDescriptor",
+    "MemoryType",
     "RawListener",
     "RemoteMemory",
     "Request",
@@ -71,6 +77,7 @@ __all__ = [
     "SendProtocol",
     "Status",
     "StreamData",
+    "Strided",
     "TagMessage",
     "Transport",
     "UCXError",

@@ -21,7 +21,7 @@ from ._context import Feature
 from ._operations import EndpointCore, Operation, live_handles
 from ._pending import Waiters
 from ._status import Status, UCXError
-from ._tag import pending_operation
+from ._tag import check_reaches, pending_operation
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
@@ -256,6 +256,7 @@ def post_am_send(
     if length > engine.max_am_header:
         raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
     pins = Pinned(data)
+    check_reaches(engine, pins)
     pins.companion = kept_header
     core.unflushed = True
     verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)

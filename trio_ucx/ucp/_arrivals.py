@@ -14,7 +14,7 @@ from ._engine import Engine
 from ._loans import Loan
 from ._operations import Operation
 from ._status import Status, UCXError
-from ._tag import pending_operation
+from ._tag import check_reaches, pending_operation
 from ._util import OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             raise self._gone()
         engine.check()
         pins = self._pin(buffer, writable=writable)
+        check_reaches(engine, pins)
         native = arrival.take()
         verdict = lib.tu_am_receive(engine.handle, native, pins.native_list())
         self._received = True

@@ -188,7 +188,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         threshold is taken only when the peer receives it.
 
         Args:
-            data: a contiguous buffer, or a list of them, which arrives as one message.
+            data: a contiguous buffer, or a list of them, which arrives as one message; or a :class:`Strided`. Device
+                memory goes to UCX as it is.
             tag: 64 bits, for the receiver to choose by.
 
         Cancellation: the message may or may not be sent, whole or not at all. ``data`` stays pinned until UCX lets go
@@ -196,7 +197,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
-            TypeError, ValueError: not a contiguous buffer; the tag is out of range.
+            TypeError, ValueError: not such a buffer; the tag is out of range.
         """
         tag = check_tag(tag)
         self._check()

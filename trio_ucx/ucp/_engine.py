@@ -420,7 +420,7 @@ class Engine:
 
     def discard_message(self, message: int) -> None:
         """Takes a message off UCX's hands and throws it away."""
-        verdict = lib.tu_message_receive_one(self.handle, message, ffi.NULL, 0, self.received)
+        verdict = lib.tu_message_receive_one(self.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, self.received)
         if verdict > 0:
             ReceiveOperation(self, verdict, None, "discarding a message").leave_over()
 

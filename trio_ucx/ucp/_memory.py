@@ -37,6 +37,9 @@ View = memoryview
 #: UCX's protection bits: what we do with the memory, what peers do.
 _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8, 1 << 9
 
+#: What of the kinds of memory that a Pinned may be in we can look at.
+_HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
+
 #: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the lengths of the
 #: remote key and of a worker's address, which follow; behind them, a checksum of all before.
 _DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQII")
@@ -244,12 +247,12 @@ def register(context: Context, buffer: Buffer, access: Access) -> Memory:
     writable = bool(access & (Access.WRITE | Access.ATOMIC))
     pins = Pinned(buffer, writable=writable)
     try:
-        if pins.many is not None:
-            raise TypeError("register buffers one by one, not a list of them")
+        if pins.address is None:
+            raise TypeError("register contiguous buffers, one by one: no list, no strided array")
         if pins.size == 0:
             raise ValueError("there is nothing to register in an empty buffer")
         protection = _protection(access, writable)
-        return _map(context, pins.address, pins.size, access, protection, pins, pins.parts()[0])
+        return _map(context, pins.address, pins.size, access, protection, pins)
     except BaseException:
         pins.release()
         raise
@@ -259,7 +262,7 @@ def allocate(context: Context, nbytes: int, access: Access) -> Memory:
     """:meth:`Context.allocate`."""
     access = check_access(access)
     nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
-    return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None, None)
+    return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None)
 
 
 def check_access(access: Access) -> Access:
@@ -284,22 +287,23 @@ def _map(
     access: Access,
     protection: int,
     pins: Pinned | None,
-    view: memoryview | None,
 ) -> Memory:
     native = context._native()
     out = ffi.new("tu_memory_t **")
-    status = lib.tu_memory_map(native, address, nbytes, -1, protection, out)
+    kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
+    status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
     if status == Status.NO_MEMORY:
         raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
     if status != Status.OK:
         raise UCXError(status, f"registering {nbytes} bytes of memory")
-    base = int(ffi.cast("uintptr_t", address))
+    base, on_host = int(ffi.cast("uintptr_t", address)), pins is None or pins.memory in _HOST_MEMORY
     if pins is None:
-        found, length, kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
-        lib.tu_memory_query(out[0], found, length, kind)
+        found, length, found_kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
+        lib.tu_memory_query(out[0], found, length, found_kind)  # the length may be more than was asked for
         base = found[0]
-        # UCX says how much it got, which may be more than was asked for.
-        view = memoryview(ffi.buffer(ffi.cast("char *", base), nbytes))
+    view = memoryview(ffi.buffer(ffi.cast("char *", base), nbytes)) if on_host else None
+    if view is not None and not protection & _LOCAL_WRITE:
+        view = view.toreadonly()
     memory: Memory = Memory._create(context, base, nbytes, access, out[0], view, pins)
     context.memories.add(memory)
     live_handles["memory"] += 1

@@ -31,7 +31,7 @@ from ._memory import Access, MemoryDescriptor
 from ._operations import EndpointCore, Operation, live_handles
 from ._process import NOBODY
 from ._status import Status, UCXError
-from ._tag import completed, pending_operation
+from ._tag import check_reaches, completed, pending_operation
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
@@ -384,9 +384,13 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         self._check_open()
         pins = Pinned(buffer, writable=access is Access.READ)
         try:
-            if pins.many is not None:
-                raise TypeError("UCX has no gather and scatter for remote memory: take the buffers one by one")
+            if pins.address is None:
+                raise TypeError(
+                    "UCX has no gather and scatter, and no strided arrays, for remote memory: take contiguous buffers "
+                    "one by one"
+                )
             self._check(access, doing, offset, pins.size)
+            check_reaches(self._core.engine, pins)
         except BaseException:
             pins.release()
             raise

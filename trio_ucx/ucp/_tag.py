@@ -11,6 +11,7 @@ import trio
 from .._native import lib
 from ._buffers import Buffer, Pinned
 from ._engine import Engine
+from ._memory_kinds import MemoryType
 from ._operations import EndpointCore, Operation, ReceiveOperation
 from ._pending import Pending
 from ._status import Status, UCXError, error_from_status
@@ -41,6 +42,26 @@ class TagMessage(metaclass=OpenedNotConstructed):
 
 def check_tag(tag: int) -> int:
     return check_integer(tag, "the tag", 0, FULL)
+
+
+_HOST = lib.TU_MEMORY_HOST
+
+
+def check_reaches(engine: Engine, pins: Pinned) -> None:
+    """Refuses memory that the worker's transports do not reach, which UCX would take for host memory.
+
+    Raises:
+        ValueError: ``pins`` are such, and released.
+    """
+    if pins.memory <= _HOST:
+        return
+    kind = MemoryType(pins.memory - 1)
+    if not lib.tu_worker_memory_types(engine.handle) >> kind & 1:
+        pins.release()
+        raise ValueError(
+            f"the transports of this worker do not reach {kind.name} memory: its option TLS (UCX_TLS) must have "
+            f"{'rocm' if 'ROCM' in kind.name else 'cuda'} in it, and UCX a device and its module for it"
+        )
 
 
 async def completed(operation: Pending, engine: Engine) -> Any:
@@ -84,9 +105,10 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
 def post_pinned_send(
     core: EndpointCore, pins: Pinned, tag: int, *, sync: bool = False, kind: type[Operation] = Operation
 ) -> Operation | None:
+    check_reaches(core.engine, pins)
     core.unflushed = True
     if pins.many is None and not sync:
-        verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, tag)
+        verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, tag)
     else:
         verdict = lib.tu_tag_send(core.handle, pins.native_list(), tag, sync)
     return pending_operation(core.engine, verdict, pins, "sending a message", core, kind)
@@ -96,6 +118,7 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
     """Posts a receive; the value when a message was there already."""
     engine.check()
     pins = Pinned(buffer, writable=True)
+    check_reaches(engine, pins)
     verdict = lib.tu_tag_receive(engine.handle, pins.native_list(), tag, mask, engine.received)
     return _received(engine, verdict, pins, "receiving a message")
 
@@ -103,7 +126,9 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
 def post_message_receive(engine: Engine, handle: int, pins: Pinned) -> ReceiveOperation | tuple[int, int]:
     """The same for a message that a probe took off the queue. ``pins`` are released or owned by the operation."""
     if pins.many is None:
-        verdict = lib.tu_message_receive_one(engine.handle, handle, pins.address, pins.size, engine.received)
+        verdict = lib.tu_message_receive_one(
+            engine.handle, handle, pins.address, pins.size, pins.memory, engine.received
+        )
     else:
         verdict = lib.tu_message_receive(engine.handle, handle, pins.native_list(), engine.received)
     return _received(engine, verdict, pins, "receiving a message")

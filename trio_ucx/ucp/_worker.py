@@ -23,7 +23,15 @@ from ._peers import watch_process
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
-from ._tag import TagMessage, check_tag, completed, pending_operation, post_message_receive, post_receive
+from ._tag import (
+    TagMessage,
+    check_reaches,
+    check_tag,
+    completed,
+    pending_operation,
+    post_message_receive,
+    post_receive,
+)
 from ._util import FULL, OpenedNotConstructed, check_integer
 
 
@@ -209,7 +217,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """Receives one message of whatever sender (``ucp_tag_recv_nbx``).
 
         Args:
-            buffer: a writable contiguous buffer, or a list of them.
+            buffer: a writable contiguous buffer, or a list of them; or a :class:`Strided`. In device memory, too.
             tag: what the sender's tag must be,
             mask: in the bits that are set here.
 
@@ -221,7 +229,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost.
-            TypeError, ValueError: not a writable contiguous buffer; tag or mask out of range.
+            TypeError, ValueError: not such a buffer; tag or mask out of range.
             trio.ClosedResourceError: the worker was closed.
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
@@ -274,6 +282,7 @@ class Worker(metaclass=OpenedNotConstructed):
         self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
         pins = Pinned(buffer, writable=True)
+        check_reaches(self._engine, pins)
         if pins.size < message.length:
             size = pins.size
             pins.release()
