@@ -24,6 +24,7 @@ SOURCES = [
     "operation.c",
     "endpoint.c",
     "listener.c",
+    "query.c",
     "tag.c",
     "strided.c",
     "am.c",

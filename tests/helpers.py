@@ -13,7 +13,7 @@ import ssl
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,19 @@ class Peer:
 
 
 @asynccontextmanager
-async def open_peer(role: str, *args: Any, transports: str | None = None, **environment: str) -> AsyncIterator[Peer]:
-    """Starts ``role`` of ``tests/peers.py``; ends it with the block, by force if need be. It must exit with 0."""
+async def open_peer(
+    role: str, *args: Any, transports: str | None = None, under: Sequence[str] = (), **environment: str
+) -> AsyncIterator[Peer]:
+    """Starts ``role`` of ``tests/peers.py``; ends it with the block, by force if need be. It must exit with 0.
+
+    Args:
+        under: a command that runs the command after it.
+    """
     env = {**os.environ, **environment}
     if transports is not None:
         env["UCX_TLS"] = transports
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-W", "error", "-X", "faulthandler", str(HERE / "peers.py"), role, json.dumps(args)],
+        [*under, sys.executable, "-W", "error", "-X", "faulthandler", str(HERE / "peers.py"), role, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=env,

@@ -55,7 +55,9 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], **options: Any) -
     """Serves until told to stop; says the socket address and the worker address first."""
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(
-            lambda task_status: trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status, **options)
+            lambda task_status: trio_ucx.serve_ucx(
+                handler, 0, task_status=task_status, **{"host": "127.0.0.1", **options}
+            )
         )
         say([listener.address, bytes(listener.worker_address).hex()])
         await until_told()
@@ -87,13 +89,30 @@ async def echo(tags: list[int]) -> None:
 
 
 @role
-async def silent(window: int = 2**20) -> None:
+async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
     """Accepts, and reads nothing."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await trio.sleep_forever()
 
-    await serve(handler, window=window)
+    await serve(handler, window=window, host=host)
+
+
+@role
+async def waiting(host: str, keepalive: float) -> None:
+    """A client whose server says nothing: says how it ends, and after how many seconds from when it was told."""
+    async with ucp.open_worker(keepalive_interval=keepalive) as worker:
+        port = await ask()
+        connection = await trio_ucx.open_ucx_stream(host, port, worker=worker)
+        say("connected")
+        await ask()
+        start = trio.current_time()
+        with trio.move_on_after(15):
+            try:
+                await connection.receive()
+            except trio.BrokenResourceError as error:
+                say([type(error).__name__, trio.current_time() - start])
+        connection.abort()
 
 
 @role

@@ -380,6 +380,61 @@ async def test_context_options() -> None:
     assert dict(os.environ) == before
 
 
+async def test_names_ids_and_keepalive(worker: ucp.Worker) -> None:
+    for options, kind, match in (
+        ({"name": ""}, ValueError, "1 to 31 bytes"),
+        ({"name": "x" * 32}, ValueError, "1 to 31 bytes"),
+        ({"name": "a\0b"}, ValueError, "null"),
+        ({"name": b"bytes"}, TypeError, "name must be a str"),
+        ({"client_id": 0}, ValueError, "client_id must be between 1 and"),
+        ({"client_id": 2**64}, ValueError, "client_id"),
+        ({"client_id": "1"}, TypeError, "client_id"),
+        ({"keepalive_interval": -1}, ValueError, "keepalive_interval"),
+        ({"keepalive_interval": "1s"}, TypeError, "keepalive_interval"),
+        ({"keepalive_interval": 1, "config": {"KEEPALIVE_INTERVAL": "1s"}}, ValueError, "either keepalive_interval="),
+        ({"keepalive_interval": 1, "context": worker.context}, ValueError, "keepalive_interval= to open_context"),
+        ({"features": ucp.Feature.TAG, "context": worker.context}, ValueError, "features= to open_context"),
+    ):
+        given: dict[str, Any] = dict(options)
+        with pytest.raises(kind, match=match):
+            async with ucp.open_worker(**given):
+                pass
+    with pytest.raises(ValueError, match="1 to 31 bytes"), ucp.open_context(name="x" * 32):
+        pass
+
+
+async def test_endpoint_options(worker: ucp.Worker) -> None:
+    async with await worker.open_listener("127.0.0.1", 0) as listener:
+        for options, kind, match in (
+            ({"name": 5}, TypeError, "name must be a str"),
+            ({"error_mode": "peer"}, TypeError, "ErrorMode"),
+            ({"local_address": 5}, TypeError, "local_address must be a str"),
+            ({"local_address": "localhost"}, ValueError, "numeric IP address"),
+        ):
+            given: dict[str, Any] = dict(options)
+            await refuses(lambda given=given: worker.open_endpoint(listener.address, **given), kind, match)
+        endpoint = await worker.open_endpoint(listener.address)
+        request = await listener.accept_request()
+        await refuses(lambda: request.accept(name="x" * 32), ValueError, "1 to 31 bytes")
+        await refuses(lambda: request.accept(error_mode=1), TypeError, "ErrorMode")
+        server = await request.accept()  # it is still to be answered
+        await refuses(lambda: endpoint.evaluate(-1), ValueError, "nbytes")
+        await refuses(lambda: endpoint.evaluate(1.5), TypeError, "nbytes")
+        server.abort()
+        endpoint.abort()
+
+
+async def test_local_address(worker: ucp.Worker) -> None:
+    for local, kind in (("localhost", ValueError), ("", ValueError), ("127.0.0.1:80", ValueError), (5, TypeError)):
+        given: dict[str, Any] = {"worker": worker, "local_address": local}
+        await refuses(lambda given=given: trio_ucx.open_ucx_stream("127.0.0.1", 1, **given), kind, "local_address")
+        await refuses(lambda given=given: trio_ucx.connect("127.0.0.1:1", **given), kind, "local_address")
+    for open_one in (trio_ucx.connect, worker.open_endpoint):
+        await refuses(
+            lambda open_one=open_one: open_one(worker.address, local_address="127.0.0.1"), ValueError, "worker address"
+        )
+
+
 async def test_shared_memory_alone_reaches_no_socket_address() -> None:
     async with ucp.open_worker(config={"TLS": "tcp,sm,self"}) as worker:
         async with await worker.open_listener("127.0.0.1", 0) as listener:

@@ -159,6 +159,11 @@ async def use_open_ucx_stream(stage: Stage) -> None:
     with assert_checkpoints():
         connection = await trio_ucx.open_ucx_stream(*stage.listener.address, worker=stage.worker)
     connection.abort()
+    with assert_checkpoints():
+        connection = await trio_ucx.open_ucx_stream(
+            *stage.listener.address, worker=stage.worker, local_address="127.0.0.1"
+        )
+    connection.abort()
 
 
 @calls("open_ucx_listeners", "Listener.aclose", "Listener.__aenter__", "Listener.__aexit__")
@@ -195,14 +200,19 @@ async def use_open_connection_pair(stage: Stage) -> None:
 @calls("open_worker")
 async def use_open_worker(stage: Stage) -> None:
     await enter_and_exit(ucp.open_worker)
+    await enter_and_exit(partial(ucp.open_worker, name="named", client_id=1, keepalive_interval=1))
 
 
 @calls("Worker.open_endpoint")
 async def use_worker_open_endpoint(stage: Stage) -> None:
     for address in (stage.raw_listener.address, stage.worker.address):
-        with assert_checkpoints():
-            endpoint = await stage.worker.open_endpoint(address)
-        endpoint.abort()
+        for name in (None, "named"):
+            with assert_checkpoints():
+                endpoint = await stage.worker.open_endpoint(address, name=name)
+            endpoint.abort()
+    with assert_checkpoints():
+        endpoint = await stage.worker.open_endpoint(stage.raw_listener.address, local_address="127.0.0.1")
+    endpoint.abort()
 
 
 @calls("Worker.open_listener", "RawListener.aclose", "RawListener.__aenter__", "RawListener.__aexit__")

@@ -22,7 +22,7 @@ from ._version import __version__
 from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
 from .ucp._buffers import Pinned
 from .ucp._engine import CONNECTION_BIT
-from .ucp._operations import EndpointCore
+from .ucp._operations import EndpointCore, under_way
 from .ucp._peers import watch_process
 from .ucp._pending import Signal
 from .ucp._process import this_process
@@ -208,8 +208,9 @@ class Connecting:
             address=address,
         )
         link: Link | None = None
+        waiting_for = ""
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(timeout) as scope:
                 try:
                     await send_hello(self.core, hello.encode(), reply=not address)
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -217,6 +218,8 @@ class Connecting:
                         self._failed()  # perhaps before we could be told
                 engine.watch_events()
                 link = await self.answer.wait()
+            if scope.cancelled_caught:
+                waiting_for = under_way(self.core.under_way())
         finally:
             if link is None and self.by_address and self.answer.outcome is None:
                 self._give_up_by_address()
@@ -230,7 +233,7 @@ class Connecting:
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"no hello from {self.core.label} within {timeout:.3g} seconds: is it a trio_ucx listener, of a "
-                f"compatible UCX (this side is {SOFTWARE})?"
+                f"compatible UCX (this side is {SOFTWARE})?{waiting_for}"
                 + self.services.worker.context.reach_hint(Status.UNREACHABLE),
             )
         return link

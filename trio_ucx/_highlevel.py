@@ -23,6 +23,7 @@ from ._shared import shared_worker
 from .ucp import Worker, WorkerAddress
 from .ucp._address import Resolved, SocketAddress, resolve, split_address
 from .ucp._listener import check_port, wrong_family
+from .ucp._opening import EndpointOptions, check_local_address, check_source
 from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
@@ -53,44 +54,76 @@ def check_worker(worker: Worker | None) -> Worker | None:
     return worker
 
 
-def _check_delay(delay: float | None) -> float:
-    return math.inf if delay is None else check_timeout(delay, "happy_eyeballs_delay")
+@attrs.frozen
+class _Way:
+    """How to get to a listener.
+
+    Attributes:
+        timeout: seconds for everything.
+        delay: see ``happy_eyeballs_delay``.
+        local: the address of ours to connect from.
+    """
+
+    worker: Worker | None
+    timeout: float
+    delay: float
+    local: Resolved | None
+
+    @classmethod
+    def check(
+        cls,
+        address: Address,
+        worker: Worker | None,
+        connect_timeout: float,
+        happy_eyeballs_delay: float | None,
+        local_address: str | None,
+    ) -> _Way:
+        if isinstance(address, WorkerAddress) and local_address is not None:
+            raise ValueError("local_address= is for connections to a host and port, not to a worker address")
+        return cls(
+            check_worker(worker),
+            check_timeout(connect_timeout, "connect_timeout"),
+            math.inf if happy_eyeballs_delay is None else check_timeout(happy_eyeballs_delay, "happy_eyeballs_delay"),
+            check_local_address(local_address),
+        )
 
 
-async def _open(
-    address: Address, worker: Worker | None, connect_timeout: float, options: Options, delay: float
-) -> Connection:
+async def _open(address: Address, way: _Way, options: Options) -> Connection:
     await trio.lowlevel.checkpoint()
     if isinstance(address, WorkerAddress):
-        target = worker or shared_worker()
+        target = way.worker or shared_worker()
         services, ours = Services.of(target), target.address.ucx
         connecting = Connecting(services, target._connect_worker(address), options)
-        link = await connecting.run(connect_timeout, service=address.service, address=ours)
+        link = await connecting.run(way.timeout, service=address.service, address=ours)
         return Connection._wrap(link)
-    return await _open_by_name(*split_address(address), worker, connect_timeout, options, delay)
+    return await _open_by_name(*split_address(address), way, options)
 
 
-async def _open_by_name(
-    host: str, port: int, worker: Worker | None, connect_timeout: float, options: Options, delay: float
-) -> Connection:
+async def _open_by_name(host: str, port: int, way: _Way, options: Options) -> Connection:
     """Tries the addresses of a host name, each ``delay`` seconds after the one before, or when that failed."""
-    deadline = trio.current_time() + connect_timeout
+    deadline = trio.current_time() + way.timeout
     addresses: list[Resolved] | None = None
     with trio.move_on_at(deadline):
         addresses = await resolve(host, port)
     if addresses is None:
-        raise TimeoutError(errno.ETIMEDOUT, f"looking up {host!r} took longer than {connect_timeout} seconds")
+        raise TimeoutError(errno.ETIMEDOUT, f"looking up {host!r} took longer than {way.timeout} seconds")
     attempts: list[tuple[Worker, Resolved]] = []
     errors: list[Exception] = []
     for address in _families_alternating(addresses):
-        target = worker or shared_worker(address.family)
+        if way.local is not None:
+            try:
+                check_source(way.local, address)
+            except OSError as mismatch:
+                errors.append(mismatch)
+                continue
+        target = way.worker or shared_worker(address.family)
         if address.family == target.context.family:
             attempts.append((target, address))
         else:
             errors.append(wrong_family(address, target._engine))
     if len(attempts) == 1 and not errors:
-        return Connection._wrap(await _attempt(*attempts[0], options, deadline))
-    links = await _race(attempts, options, deadline, delay, errors)
+        return Connection._wrap(await _attempt(*attempts[0], way, options, deadline))
+    links = await _race(attempts, way, options, deadline, errors)
     for link in links[1:]:
         link.abort()
     if links:
@@ -114,13 +147,14 @@ def _families_alternating(addresses: list[Resolved]) -> list[Resolved]:
     return [addresses[0], others[0], *(address for address in addresses[1:] if address is not others[0])]
 
 
-async def _attempt(target: Worker, address: Resolved, options: Options, deadline: float) -> Link:
-    connecting = Connecting(Services.of(target), target._connect_socket(address), options)
+async def _attempt(target: Worker, address: Resolved, way: _Way, options: Options, deadline: float) -> Link:
+    core = target._connect_socket(address, EndpointOptions(local=way.local))
+    connecting = Connecting(Services.of(target), core, options)
     return await connecting.run(max(0.0, deadline - trio.current_time()))
 
 
 async def _race(
-    attempts: list[tuple[Worker, Resolved]], options: Options, deadline: float, delay: float, errors: list[Exception]
+    attempts: list[tuple[Worker, Resolved]], way: _Way, options: Options, deadline: float, errors: list[Exception]
 ) -> list[Link]:
     """The connections that came about, the first first; more than one only if they came at the same time."""
     links: list[Link] = []
@@ -128,7 +162,7 @@ async def _race(
     @enable_ki_protection
     async def run(target: Worker, address: Resolved, failed: trio.Event) -> None:
         try:
-            links.append(await _attempt(target, address, options, deadline))
+            links.append(await _attempt(target, address, way, options, deadline))
         except Exception as error:
             errors.append(error)
             failed.set()
@@ -140,7 +174,7 @@ async def _race(
             for target, address in attempts:
                 failed = trio.Event()
                 nursery.start_soon(run, target, address, failed)
-                with trio.move_on_after(delay):
+                with trio.move_on_after(way.delay):
                     await failed.wait()
     except BaseException:
         for link in links:
@@ -180,6 +214,7 @@ def connect(
     window: int = 2**20,
     max_message_size: int = 2**30,
     happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
+    local_address: str | None = None,
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that gives a :class:`Connection`.
 
@@ -195,6 +230,9 @@ def connect(
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
         happy_eyeballs_delay: when a name has several addresses, seconds after which the next is tried besides; the
             first that answers is taken. None waits until the one before has failed.
+        local_address: the numeric address of ours to connect from, which the server sees: one that a network
+            interface has. It is for the socket by which the two find each other; on which devices the messages then
+            go UCX chooses, and its option NET_DEVICES restricts.
 
     Cancellation: of entering: no connection is left behind.
 
@@ -205,11 +243,9 @@ def connect(
     """
     if not isinstance(address, WorkerAddress):
         address = split_address(address)
-    check_worker(worker)
-    connect_timeout = check_timeout(connect_timeout, "connect_timeout")
+    way = _Way.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
     options = make_options(close_timeout, window, max_message_size)
-    delay = _check_delay(happy_eyeballs_delay)
-    return _Connect(lambda: _open(address, worker, connect_timeout, options, delay))
+    return _Connect(lambda: _open(address, way, options))
 
 
 @enable_ki_protection
@@ -223,16 +259,15 @@ async def open_ucx_stream(
     window: int = 2**20,
     max_message_size: int = 2**30,
     happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
+    local_address: str | None = None,
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
     Arguments, cancellation and errors are :func:`connect`'s.
     """
     address = split_address((host, port))
-    check_worker(worker)
-    connect_timeout = check_timeout(connect_timeout, "connect_timeout")
-    options = make_options(close_timeout, window, max_message_size)
-    return await _open(address, worker, connect_timeout, options, _check_delay(happy_eyeballs_delay))
+    way = _Way.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
+    return await _open(address, way, make_options(close_timeout, window, max_message_size))
 
 
 @enable_ki_protection

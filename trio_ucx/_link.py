@@ -31,7 +31,7 @@ from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
-from .ucp._operations import EndpointCore, Operation, live_handles
+from .ucp._operations import EndpointCore, Operation, live_handles, under_way
 from .ucp._status import broken, error_from_status
 from .ucp._tag import check_reaches, post_pinned_send
 
@@ -205,6 +205,7 @@ class Link(Session):
                 self.engine.watch_events()
                 await self.core.wait_until(lambda: self.core.handle is None or not self.farewell.peer_waits)
         undelivered = self.undelivered
+        waiting_for = under_way(self.core.under_way()) if undelivered else ""
         error = self.core.error
         self.close_now()
         if undelivered and not self.told:
@@ -213,7 +214,8 @@ class Link(Session):
             elif self.farewell.peer is Peer.SAID_GOODBYE:
                 reason = "the peer closed the connection first"
             else:
-                reason = f"the peer did not acknowledge within close_timeout, {self.options.close_timeout} seconds"
+                limit = f"close_timeout, {self.options.close_timeout} seconds"
+                reason = f"the peer did not acknowledge within {limit}{waiting_for}"
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
 
     def abort(self) -> None:

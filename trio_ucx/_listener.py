@@ -18,9 +18,10 @@ from ._connection import Connection
 from ._handshake import Services, refuse, send_hello, welcome, wrong_version
 from ._link import Link
 from ._session import Options
-from .ucp import ErrorMode, UCXError, Worker, WorkerAddress
+from .ucp import UCXError, Worker, WorkerAddress
 from .ucp._address import Resolved, format_address
 from .ucp._listener import ListenerCore, client_of
+from .ucp._opening import EndpointOptions
 from .ucp._operations import EndpointCore
 from .ucp._pending import Signal, Waiters
 from .ucp._util import OpenedNotConstructed
@@ -83,7 +84,7 @@ class Reception:
             self.core.reject(request)
             return
         try:
-            core = self.worker._accept_core(request, client, ErrorMode.PEER)
+            core = self.worker._accept_core(request, client, EndpointOptions())
         except (OSError, UCXError):
             self.refused += 1  # it went away meanwhile
             return

@@ -90,6 +90,36 @@ typedef struct tu_counts {
     uint64_t operations;
 } tu_counts_t;
 
+typedef struct tu_address {
+    int family;
+    char ip[48];
+    unsigned port;
+    unsigned scope;
+} tu_address_t;
+
+#define TU_NAME_SIZE 32        /* UCX's UCP_ENTITY_NAME_MAX, the null character included */
+
+/* How an endpoint is to be, whatever it leads to. */
+typedef struct tu_endpoint_options {
+    int error_mode;            /* UCX's ucp_err_handling_mode_t */
+    int send_client_id;        /* tell a listener the worker's client id */
+    char name[TU_NAME_SIZE];   /* "": UCX makes one up */
+} tu_endpoint_options_t;
+
+typedef struct tu_context_attributes {
+    size_t request_size;
+    int thread_mode;
+    uint64_t memory_types;     /* bit n: UCX's ucs_memory_type_t n */
+    char name[TU_NAME_SIZE];
+} tu_context_attributes_t;
+
+typedef struct tu_worker_attributes {
+    int thread_mode;
+    size_t max_am_header;
+    size_t max_debug_string;
+    char name[TU_NAME_SIZE];
+} tu_worker_attributes_t;
+
 /* What tu_worker_turn leaves the worker in. */
 #define TU_MORE 0
 #define TU_ARMED 1
@@ -106,15 +136,15 @@ int tu_wait_create(int efd, int timer);
 int tu_readable(int fd);
 
 /* context.c */
-int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, tu_context_t **out,
-                      size_t *rejected);
+int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, const char *name,
+                      tu_context_t **out, size_t *rejected);
 void tu_context_destroy(tu_context_t *context);
 char *tu_context_config_text(tu_context_t *context);
 char *tu_context_info_text(tu_context_t *context);
 void tu_text_free(char *text);
 
 /* worker.c */
-int tu_worker_create(tu_context_t *context, tu_worker_t **out);
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out);
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
@@ -130,17 +160,16 @@ int64_t tu_worker_flush(tu_worker_t *worker);
 int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* endpoint.c */
-int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
-                        int error_handling, tu_endpoint_t **out);
-int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, int error_handling,
+int tu_is_interface_address(const tu_address_t *address);
+int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,
+                        const tu_endpoint_options_t *options, tu_endpoint_t **out);
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out);
-int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, int error_handling,
+int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              tu_endpoint_t **out);
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port);
-int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
 int64_t tu_endpoint_send_hello(tu_endpoint_t *endpoint, unsigned am_id, const void *data, size_t length, int reply);
 
 /* listener.c */
@@ -149,7 +178,19 @@ int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char 
 int tu_listener_sockaddr(tu_listener_t *listener, char *host, size_t size, unsigned *port);
 void tu_listener_destroy(tu_listener_t *listener);
 int tu_request_client(uint64_t request, char *host, size_t size, unsigned *port);
+int tu_request_client_id(uint64_t request, uint64_t *client_id);
 int tu_request_reject(tu_listener_t *listener, uint64_t request);
+
+/* query.c */
+int tu_library_thread_mode(int *mode);
+int tu_context_attributes(tu_context_t *context, tu_context_attributes_t *out);
+int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out);
+int tu_address_uid(const char *address, uint64_t *uid);
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port);
+int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
+int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size);
+int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds);
+int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t size);
 
 /* tag.c */
 int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);

@@ -6,8 +6,8 @@
 
 /* Reads the UCX_* environment, then applies the options over it, without touching the environment. On an option that
  * UCX refuses, *rejected is its index; otherwise it is count. */
-int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, tu_context_t **out,
-                      size_t *rejected)
+int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, const char *name,
+                      tu_context_t **out, size_t *rejected)
 {
     ucp_params_t params = {
         .field_mask        = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED,
@@ -18,6 +18,10 @@ int tu_context_create(const char **names, const char **values, size_t count, uin
     ucs_status_t status;
     size_t i;
 
+    if (name != NULL) {
+        params.field_mask |= UCP_PARAM_FIELD_NAME;
+        params.name        = name;
+    }
     *rejected = count;
     if (context == NULL) {
         return UCS_ERR_NO_MEMORY;

@@ -1,7 +1,7 @@
 /* Endpoints: to a socket address, to a worker address, from a connection request. */
 #include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netinet/in.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "native.h"
@@ -48,6 +48,33 @@ int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t 
     return inet_ntop(address->ss_family, ip, host, (socklen_t)size) != NULL ? UCS_OK : UCS_ERR_INVALID_ADDR;
 }
 
+/* Whether a network interface has exactly this address: the kernel also binds to others, such as 127.0.0.2, but UCX
+ * then finds no interface, and neither connects nor says so. -1: the system does not say. */
+int tu_is_interface_address(const tu_address_t *address)
+{
+    struct ifaddrs *all, *each;
+    char host[64];
+    unsigned port;
+    int found = 0;
+
+    if (getifaddrs(&all) < 0) {
+        return -1;
+    }
+    for (each = all; each != NULL && !found; each = each->ifa_next) {
+        struct sockaddr_storage storage;
+
+        if (each->ifa_addr == NULL || each->ifa_addr->sa_family != address->family) {
+            continue;
+        }
+        memset(&storage, 0, sizeof(storage));
+        memcpy(&storage, each->ifa_addr,
+               address->family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+        found = tu_sockaddr_text(&storage, host, sizeof(host), &port) == UCS_OK && strcmp(host, address->ip) == 0;
+    }
+    freeifaddrs(all);
+    return found;
+}
+
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
     tu_endpoint_t *endpoint = arg;
@@ -61,8 +88,8 @@ static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
     }
 }
 
-static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params, int error_handling,
-                           tu_endpoint_t **out)
+static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
+                           const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
     tu_endpoint_t *endpoint = calloc(1, sizeof(*endpoint));
     ucs_status_t status;
@@ -76,14 +103,18 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
     }
     endpoint->worker         = worker;
     endpoint->id             = id;
-    endpoint->error_handling = error_handling;
-    params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_USER_DATA;
-    params->user_data       = endpoint;
-    params->err_mode        = error_handling ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
-    if (error_handling) {
+    endpoint->error_handling = options->error_mode != UCP_ERR_HANDLING_MODE_NONE;
+    params->field_mask      |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_USER_DATA;
+    params->user_data        = endpoint;
+    params->err_mode         = (ucp_err_handling_mode_t)options->error_mode;
+    if (endpoint->error_handling) {
         params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLER;
         params->err_handler.cb  = endpoint_failed;
         params->err_handler.arg = endpoint;
+    }
+    if (options->name[0] != '\0') {
+        params->field_mask |= UCP_EP_PARAM_FIELD_NAME;
+        params->name        = options->name;
     }
     status = ucp_ep_create(worker->worker, params, &endpoint->ep);
     if (status != UCS_OK) {
@@ -101,23 +132,35 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
     return UCS_OK;
 }
 
-int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
-                        int error_handling, tu_endpoint_t **out)
+int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,
+                        const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
-    struct sockaddr_storage address;
+    struct sockaddr_storage remote_address, local_address;
     ucp_ep_params_t params = {
         .field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR,
         .flags      = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
     };
 
-    if (tu_sockaddr_make(&address, &params.sockaddr.addrlen, family, ip, port, scope) < 0) {
+    if (tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
+                         remote->scope) < 0) {
         return UCS_ERR_INVALID_ADDR;
     }
-    params.sockaddr.addr = (struct sockaddr *)&address;
-    return endpoint_create(worker, id, &params, error_handling, out);
+    params.sockaddr.addr = (struct sockaddr *)&remote_address;
+    if (local != NULL) {
+        if (tu_sockaddr_make(&local_address, &params.local_sockaddr.addrlen, local->family, local->ip, local->port,
+                             local->scope) < 0) {
+            return UCS_ERR_INVALID_ADDR;
+        }
+        params.field_mask          |= UCP_EP_PARAM_FIELD_LOCAL_SOCK_ADDR;
+        params.local_sockaddr.addr  = (struct sockaddr *)&local_address;
+    }
+    if (options->send_client_id) {
+        params.flags |= UCP_EP_PARAMS_FLAGS_SEND_CLIENT_ID;
+    }
+    return endpoint_create(worker, id, &params, options, out);
 }
 
-int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, int error_handling,
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out)
 {
     ucp_ep_params_t params = {
@@ -125,10 +168,10 @@ int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address,
         .address    = (const ucp_address_t *)address,
     };
 
-    return endpoint_create(worker, id, &params, error_handling, out);
+    return endpoint_create(worker, id, &params, options, out);
 }
 
-int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, int error_handling,
+int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              tu_endpoint_t **out)
 {
     ucp_ep_params_t params = {
@@ -136,7 +179,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
         .conn_request = (ucp_conn_request_h)(uintptr_t)request,
     };
 
-    return endpoint_create(worker, id, &params, error_handling, out);
+    return endpoint_create(worker, id, &params, options, out);
 }
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
@@ -193,50 +236,6 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
         return verdict;
     }
     return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
-}
-
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port)
-{
-    ucp_ep_attr_t attr = {
-        .field_mask = remote ? UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR : UCP_EP_ATTR_FIELD_LOCAL_SOCKADDR,
-    };
-    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
-
-    if (status != UCS_OK) {
-        return status;
-    }
-    return tu_sockaddr_text(remote ? &attr.remote_sockaddr : &attr.local_sockaddr, host, size, port);
-}
-
-/* Writes "transport/device" for each lane, one a line. Needs UCX 1.14. */
-int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
-{
-#if UCP_API_VERSION >= UCP_VERSION(1, 14)
-    ucp_transport_entry_t entries[64];
-    ucp_ep_attr_t attr = {
-        .field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS,
-        .transports = {.entries = entries, .num_entries = 64, .entry_size = sizeof(entries[0])},
-    };
-    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
-    size_t used         = 0;
-    unsigned i;
-
-    if (status != UCS_OK) {
-        return status;
-    }
-    out[0] = '\0';
-    for (i = 0; i < attr.transports.num_entries && used < size; i++) {
-        int wrote = snprintf(out + used, size - used, "%s/%s\n", entries[i].transport_name, entries[i].device_name);
-
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
-    return UCS_OK;
-#else
-    (void)endpoint;
-    (void)out;
-    (void)size;
-    return UCS_ERR_NOT_IMPLEMENTED;
-#endif
 }
 
 /* Sends a hello as an active message; with reply, the receiver learns which endpoint it came from. */

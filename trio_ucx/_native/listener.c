@@ -65,6 +65,16 @@ int tu_request_client(uint64_t request, char *host, size_t size, unsigned *port)
     return status != UCS_OK ? (int)status : tu_sockaddr_text(&attr.client_address, host, size, port);
 }
 
+/* 0 when the client told none: UCX does not tell the two apart. */
+int tu_request_client_id(uint64_t request, uint64_t *client_id)
+{
+    ucp_conn_request_attr_t attr = {.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ID};
+    ucs_status_t status          = ucp_conn_request_query((ucp_conn_request_h)(uintptr_t)request, &attr);
+
+    *client_id = attr.client_id;
+    return status;
+}
+
 int tu_request_reject(tu_listener_t *listener, uint64_t request)
 {
     return ucp_listener_reject(listener->listener, (ucp_conn_request_h)(uintptr_t)request);

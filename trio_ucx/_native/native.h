@@ -106,6 +106,7 @@ typedef struct tu_post {
 
 int64_t tu_post_begin(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers);
 int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer);
+tu_operation_t *tu_operation_find(tu_worker_t *worker, uint64_t id); /* NULL when it is over */
 void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag);
 void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
 void tu_operation_received(void *request, ucs_status_t status, size_t length, void *user_data);

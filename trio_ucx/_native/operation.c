@@ -93,18 +93,25 @@ void tu_operation_received(void *request, ucs_status_t status, size_t length, vo
     tu_operation_done(user_data, request, status, length, 0);
 }
 
-/* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
- * still works on it. */
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
+tu_operation_t *tu_operation_find(tu_worker_t *worker, uint64_t id)
 {
     uint32_t slot = (uint32_t)id;
     tu_operation_t *operation;
 
     if (slot / BLOCK_SLOTS >= worker->block_count) {
-        return 1;
+        return NULL;
     }
     operation = &worker->blocks[slot / BLOCK_SLOTS][slot % BLOCK_SLOTS];
-    if (operation->id != id) {
+    return operation->id == id ? operation : NULL;
+}
+
+/* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
+ * still works on it. */
+int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
+{
+    tu_operation_t *operation = tu_operation_find(worker, id);
+
+    if (operation == NULL) {
         return 1;
     }
     if (operation->request != NULL) {

@@ -80,7 +80,8 @@ static size_t ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
 
 /* ---- the worker ---- */
 
-int tu_worker_create(tu_context_t *context, tu_worker_t **out)
+/* A client id of 0 is none. */
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -93,6 +94,14 @@ int tu_worker_create(tu_context_t *context, tu_worker_t **out)
 
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
+    }
+    if (name != NULL) {
+        params.field_mask |= UCP_WORKER_PARAM_FIELD_NAME;
+        params.name        = name;
+    }
+    if (client_id != 0) {
+        params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
+        params.client_id   = client_id;
     }
     ucp_get_version(&major, &minor, &release);
     worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;

@@ -5,6 +5,8 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _util, _pending, _status, _process, _address      no engine
     _cuda, _memory_kinds, _strided, _buffers          what can be sent, and received into
     _memory                                           what peers can reach by themselves
+    _attributes                                       what UCX says about itself
+    _opening                                          what an endpoint can be opened with
     _context                                          configuration
     _loans, _inbox                                    memory that UCX lends
     _operations, _engine                              what is in flight; the progress task: read their docstrings
@@ -20,6 +22,11 @@ from ._active_messages import SendProtocol as SendProtocol
 from ._active_messages import WhenFull as WhenFull
 from ._address import WorkerAddress as WorkerAddress
 from ._arrivals import ActiveMessage as ActiveMessage
+from ._attributes import ContextAttributes as ContextAttributes
+from ._attributes import Library as Library
+from ._attributes import ThreadMode as ThreadMode
+from ._attributes import WorkerAttributes as WorkerAttributes
+from ._attributes import library as library
 from ._context import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._context import Context as Context
 from ._context import Feature as Feature
@@ -27,7 +34,6 @@ from ._context import open_context as open_context
 from ._endpoint import CloseMode as CloseMode
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import EndpointStatistics as EndpointStatistics
-from ._endpoint import ErrorMode as ErrorMode
 from ._endpoint import Transport as Transport
 from ._listener import ConnectionRequest as ConnectionRequest
 from ._listener import RawListener as RawListener
@@ -36,6 +42,7 @@ from ._memory import Memory as Memory
 from ._memory import MemoryDescriptor as MemoryDescriptor
 from ._memory_kinds import DeviceBuffer as DeviceBuffer
 from ._memory_kinds import MemoryType as MemoryType
+from ._opening import ErrorMode as ErrorMode
 from ._pending import RequestCancelled as RequestCancelled
 from ._remote_memory import RemoteMemory as RemoteMemory
 from ._requests import Request as Request
@@ -62,12 +69,14 @@ __all__ = [
     "ConnectionRequest",
     "Context",
     "DeviceBuffer",
+    "ContextAttributes",
     "Endpoint",
     "EndpointStatistics",
     "ErrorMode",
     "Feature",
     "Memory",
     "MemoryDescriptor",
+    "Library",
     "MemoryType",
     "RawListener",
     "RemoteMemory",
@@ -79,12 +88,15 @@ __all__ = [
     "StreamData",
     "Strided",
     "TagMessage",
+    "ThreadMode",
     "Transport",
     "UCXError",
     "WhenFull",
     "Worker",
     "WorkerAddress",
+    "WorkerAttributes",
     "WorkerStatistics",
+    "library",
     "open_context",
     "open_worker",
 ]

@@ -72,6 +72,16 @@ class WorkerAddress:
         address.__attrs_init__(bytes(blob), service, process)
         return address
 
+    @property
+    def uid(self) -> int:
+        """The number by which UCX knows the worker, 64 bits (``ucp_worker_address_query``).
+
+        All addresses of one worker have it; 0 in an address that does not say.
+        """
+        uid = ffi.new("uint64_t *")
+        lib.tu_address_uid(ffi.from_buffer("char[]", self.ucx), uid)
+        return int(uid[0])
+
     def __bytes__(self) -> bytes:
         process = attrs.astuple(self.process)
         body = self.ucx + _TRAILER.pack(_MAGIC, self.service, *process, 0)[:-4]
@@ -140,20 +150,26 @@ def split_address(address: SocketAddress) -> tuple[str, int]:
     return host, check_integer(int(text), "the port", 0, 65535)
 
 
+def numeric(host: str, port: int) -> Resolved | None:
+    """A numeric address, which needs no look-up, or None for a name."""
+    ip, _, zone = host.partition("%")
+    try:
+        parsed = ipaddress.ip_address(ip)
+    except ValueError:
+        return None
+    family = socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
+    return Resolved(family, str(parsed), port, socket.if_nametoindex(zone) if zone else 0)
+
+
 async def resolve(host: str, port: int, family: int = 0) -> list[Resolved]:
     """Looks a host name up; numeric addresses need no look-up and no checkpoint.
 
     Raises:
         OSError: the name is unknown (``socket.gaierror``).
     """
-    name, _, zone = host.partition("%")
-    try:
-        ip = ipaddress.ip_address(name)
-    except ValueError:
-        pass
-    else:
-        found = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        return [Resolved(found, str(ip), port, socket.if_nametoindex(zone) if zone else 0)]
+    found = numeric(host, port)
+    if found is not None:
+        return [found]
     try:
         answers = await trio.socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

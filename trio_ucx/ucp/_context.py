@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 import os
 import socket
 import weakref
@@ -15,10 +16,12 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._buffers import Buffer
 from ._memory import Access, Memory, allocate, register
+from ._memory_kinds import MemoryType
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed
+from ._util import OpenedNotConstructed, check_timeout
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -91,15 +94,23 @@ class Context(metaclass=OpenedNotConstructed):
     memories: set[Memory] = attrs.field(factory=set)
 
     @classmethod
-    def _open(cls, config: Config | None, features: Feature) -> Context:
+    def _open(
+        cls,
+        config: Config | None,
+        features: Feature,
+        name: str | None = None,
+        keepalive_interval: float | None = None,
+    ) -> Context:
         features = Feature(features) | Feature.WAKEUP
+        native = native_name(check_name(name))
         chosen = _check_config(config)
+        keepalive = _keepalive_options(keepalive_interval, chosen)
         defaults = {
             name: value
             for name, value in DEFAULT_OPTIONS.items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
-        options = {**defaults, **chosen}
+        options = {**defaults, **keepalive, **chosen}
         out = ffi.new("tu_context_t **")
         rejected = ffi.new("size_t *")
         while True:
@@ -110,6 +121,7 @@ class Context(metaclass=OpenedNotConstructed):
                 ffi.new("char *[]", values),
                 len(options),
                 int(features),
+                native,
                 out,
                 rejected,
             )
@@ -117,10 +129,10 @@ class Context(metaclass=OpenedNotConstructed):
                 break
             if rejected[0] == len(options):
                 raise _initialisation_error(status, options)
-            name = list(options)[rejected[0]]
-            if name in chosen:
-                raise _refused_option(name, chosen[name], status)
-            del options[name]  # a default of ours that this UCX does not know
+            option = list(options)[rejected[0]]
+            if option in chosen:
+                raise _refused_option(option, chosen[option], status)
+            del options[option]  # a default of ours that this UCX does not know
         context = cls._create(
             config=options,
             features=features,
@@ -149,6 +161,15 @@ class Context(metaclass=OpenedNotConstructed):
                 "open_worker"
             )
 
+    def attributes(self) -> ContextAttributes:
+        """What UCX says about it (``ucp_context_query``)."""
+        return query_context(self._native())
+
+    @property
+    def memory_types(self) -> frozenset[MemoryType]:
+        """The kinds of memory that its workers can send from and receive into (``ucp_context_query``)."""
+        return self.attributes().memory_types
+
     def config_text(self) -> str:
         """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
         return _take_text(lib.tu_context_config_text(self._native()))
@@ -156,6 +177,11 @@ class Context(metaclass=OpenedNotConstructed):
     def info_text(self) -> str:
         """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
         return _take_text(lib.tu_context_info_text(self._native()))
+
+    def check_evaluation(self) -> None:
+        """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
+        if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
+            raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
     def reach_hint(self, status: int) -> str:
         """What to do when nothing reaches a peer; "" for other errors."""
@@ -230,19 +256,35 @@ _live_contexts: set[Context] = set()
 
 @contextmanager
 @enable_ki_protection
-def open_context(config: Config | None = None, *, features: Feature = DEFAULT_FEATURES) -> Iterator[Context]:
+def open_context(
+    config: Config | None = None,
+    *,
+    features: Feature = DEFAULT_FEATURES,
+    name: str | None = None,
+    keepalive_interval: float | None = None,
+) -> Iterator[Context]:
     """Opens a UCX context (``ucp_init``).
 
     Args:
         config: UCX options by name, without the ``UCX_`` prefix, such as ``{"TLS": "tcp,sm,self"}``. They go over the
             ``UCX_*`` environment variables, which are not changed.
         features: what its workers are to be used for.
+        name: for UCX's logs; at most 31 bytes.
+        keepalive_interval: seconds between two looks at each endpoint, whether its peer is still there: for peers
+            whose machine or network went away without a word. (Where a peer's process ends, its end is seen at once.)
+            0 or ``math.inf`` is never, None leaves UCX its own choice, 20 seconds or what the environment says.
+
+            Over TCP the kernels ask and answer, so a peer that is stopped or busy is not lost. One that leaves three
+            looks (one second apart at least) unanswered is, so an idle connection breaks after about four times the
+            interval. A connection on which something sent has not been acknowledged breaks only when the kernel gives
+            up, after a quarter of an hour; the option TCP_USER_TIMEOUT of UCX 1.22 limits that, but also cuts off a
+            peer that does not read for so long. (Before UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
         ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
         UCXError: UCX cannot start, for instance because no transport is left.
     """
-    context = Context._open(config, features)
+    context = Context._open(config, features, name, keepalive_interval)
     try:
         yield context
     finally:
@@ -268,6 +310,21 @@ def _check_config(config: Config | None) -> dict[str, str]:
             raise ValueError(f"UCX option {name!r} contains a null character")
         chosen[name] = str(value)
     return chosen
+
+
+def _keepalive_options(interval: float | None, chosen: Mapping[str, str]) -> dict[str, str]:
+    """``keepalive_interval`` in UCX's options."""
+    if interval is None:
+        return {}
+    seconds = check_timeout(interval, "keepalive_interval")
+    if "KEEPALIVE_INTERVAL" in chosen:
+        raise ValueError("give either keepalive_interval= or the option KEEPALIVE_INTERVAL in config=")
+    each = "inf" if seconds in (0, math.inf) else f"{seconds:.6f}s"
+    options = {"KEEPALIVE_INTERVAL": each, "KEEPALIVE_NUM_EPS": "inf"}
+    if ucx.version >= WELL_CONFIGURABLE:
+        # Over TCP UCX leaves it to the kernel, by default after 10 seconds, and 9 times.
+        options |= {"TCP_KEEPIDLE": each, "TCP_KEEPINTVL": each, "TCP_KEEPCNT": "3"}
+    return options
 
 
 def _refused_option(name: str, value: str, status: int) -> Exception:

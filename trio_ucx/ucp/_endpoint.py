@@ -13,15 +13,16 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
 from ._active_messages import SendProtocol, post_am_send
+from ._attributes import text
 from ._buffers import Buffer
 from ._engine import Engine
 from ._memory import MemoryDescriptor
-from ._operations import EndpointCore, Operation
+from ._operations import EndpointCore, Operation, under_way
 from ._remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, completed, pending_operation, post_send
-from ._util import OpenedNotConstructed, warn_resource
+from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
     from ._worker import Worker
@@ -38,16 +39,6 @@ class CloseMode(enum.Enum):
 
     FLUSH = "flush"
     FORCE = "force"
-
-
-class ErrorMode(enum.Enum):
-    """UCX's error handling mode of an endpoint.
-
-    PEER notices a dead peer and can be closed by FORCE; NONE can neither, and is only for peers that insist on it.
-    """
-
-    NONE = 0
-    PEER = 1
 
 
 @attrs.frozen
@@ -106,6 +97,28 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
     return tuple(lane for lane in lanes if lane.device)
 
 
+def query_name(core: EndpointCore) -> str:
+    core.check()
+    out = ffi.new("char[]", 64)
+    status = lib.tu_endpoint_name(core.handle, out, 64)
+    if status != Status.OK:
+        raise error_from_status(status, "asking for an endpoint's name")
+    return text(out)
+
+
+def evaluate(core: EndpointCore, nbytes: int) -> float:
+    core.engine.settle()  # a failure that UCX has not told yet
+    core.check()
+    core.engine.context.check_evaluation()
+    seconds = ffi.new("double *")
+    status = lib.tu_endpoint_evaluate(core.handle, nbytes, seconds)
+    if status == Status.NO_RESOURCE:
+        raise UCXError(status, "estimating the time of a transfer: the connection is not up yet, send something first")
+    if status != Status.OK:
+        raise error_from_status(status, "estimating the time of a transfer")
+    return float(seconds[0])
+
+
 def post_flush(core: EndpointCore) -> Operation | None:
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 
@@ -131,6 +144,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     _local: tuple[str, int] | None = None
     _remote: tuple[str, int] | None = None
     _closing: bool = False
+    _name: str | None = None
     _reader: StreamReader = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -168,6 +182,41 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: it is closed, or broken.
         """
         return query_transports(self._core)
+
+    @property
+    def name(self) -> str:
+        """The name that it was given, or by which UCX calls it in its logs (``ucp_ep_query``).
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: it was given none, and is closed or broken.
+        """
+        if self._name is None:
+            self._name = query_name(self._core)
+        return self._name
+
+    @enable_ki_protection
+    def evaluate(self, nbytes: int) -> float:
+        """UCX's estimate of the seconds that a message takes (``ucp_ep_evaluate_perf``).
+
+        It is made of what UCX knows about the fastest lane: its latency and its bandwidth, not the load on it.
+
+        Raises:
+            UCXError: the connection is not up yet (one by socket address, before the first message went through), or
+                UCX cannot say, with its option UNIFIED_MODE.
+            trio.ClosedResourceError, trio.BrokenResourceError: it is closed, or broken.
+        """
+        nbytes = check_integer(nbytes, "nbytes", 0, 2**63 - 1)
+        self._check()
+        return evaluate(self._core, nbytes)
+
+    @enable_ki_protection
+    def describe_operations(self) -> list[str]:
+        """What is in flight on it, in words, UCX's own among them (``ucp_request_query``): to be said after a timeout.
+
+        The order is that of posting. Operations left over by cancelled tasks are among them, those that completed at
+        once, or were closed, are not. Never raises.
+        """
+        return [operation.describe() for operation in self._core.under_way()]
 
     def statistics(self) -> EndpointStatistics:
         """What it has in flight."""
@@ -303,12 +352,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def attach(self, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
-        """Takes hold of memory of the peer's (``ucp_ep_rkey_unpack``), by what its :attr:`Memory.descriptor` gave.
+        """Takes hold of memory of the peer's, by what its :attr:`Memory.descriptor` gave; nothing is sent.
 
         Raises:
             TypeError, ValueError: it is no descriptor, or damaged; it is known to be of another process than this
                 endpoint leads to. (Known is that of a Connection's endpoint, and of one opened by a WorkerAddress.)
-            UCXError: no transport in use reaches memory of that kind.
             RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
@@ -397,11 +445,14 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
                 await flush(core)
         except trio.BrokenResourceError:
             late = core.unflushed
+    waiting_for = under_way(core.under_way()) if scope.cancelled_caught else ""
     core.close()
     if late:
         raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error)
     if scope.cancelled_caught:
-        raise broken(f"closing: the peer {core.label} did not take everything within {timeout} seconds", None)
+        raise broken(
+            f"closing: the peer {core.label} did not take everything within {timeout} seconds{waiting_for}", None
+        )
     await trio.lowlevel.cancel_shielded_checkpoint()
 
 

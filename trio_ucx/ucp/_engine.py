@@ -42,9 +42,10 @@ from outcome import Error
 
 from .._native import ffi, lib, ucx
 from ._address import worker_address
+from ._attributes import native_name
 from ._context import Context
 from ._loans import Loan
-from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles
+from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles, under_way
 from ._pending import Signal, Waiters
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, broken
@@ -86,10 +87,11 @@ os.register_at_fork(after_in_child=_count_fork)
 class Engine:
     """One UCX worker, moved by one Trio run."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, name: str | None = None, client_id: int | None = None) -> None:
         self.context = context
+        self.client_id = client_id
         out = ffi.new("tu_worker_t **")
-        status = lib.tu_worker_create(context._native(), out)
+        status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
         if status != Status.OK:
             raise UCXError(status, "creating a worker")
         self.handle: Any = out[0]  # None once closed
@@ -492,6 +494,7 @@ class Engine:
         self.statistics_at_close = self.statistics()
         for end in list(self.at_end.values()):
             end()
+        stuck = under_way(self.in_flight.values())
         for fd in (self.efd, self._net_timer, self._backoff_timer, self._backoff_fd):
             with _ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
@@ -503,10 +506,9 @@ class Engine:
                 self._stop.cancel()
         live_handles["worker"] -= 1
         self.left_over = 0
-        stuck = sorted({operation.doing for operation in self.in_flight.values()})
         if self.overdue:
             _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
-        elif not stuck or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
+        elif not self.in_flight or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
             # A receive whose sender died in the middle of a message never completes, nor does a send to the full
             # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
             # progress could still touch their buffers, and that ends here.
@@ -520,7 +522,7 @@ class Engine:
                 self.on_closed()
         else:
             _abandoned.append((self, handle))  # UCX may still touch those buffers: keep them for ever
-            warn_resource(f"a UCX worker was left alone, {len(self.in_flight)} operation(s) did not end: {stuck}")
+            warn_resource(f"a UCX worker was left alone, {len(self.in_flight)} operation(s) did not end{stuck}")
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:

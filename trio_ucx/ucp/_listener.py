@@ -16,8 +16,10 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
 from ._address import Resolved, format_address
-from ._endpoint import Endpoint, ErrorMode, read_sockaddr
+from ._attributes import check_name
+from ._endpoint import Endpoint, read_sockaddr
 from ._engine import Engine, engines
+from ._opening import EndpointOptions, ErrorMode, check_error_mode
 from ._operations import live_handles
 from ._pending import Waiters
 from ._status import Status, os_error_from_status
@@ -156,6 +158,12 @@ def client_of(request: int) -> tuple[str, int]:
     return read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
 
 
+def client_id_of(request: int) -> int | None:
+    """Which client it says it is."""
+    number = ffi.new("uint64_t *")
+    return (number[0] or None) if lib.tu_request_client_id(request, number) == Status.OK else None
+
+
 def _listen_error(status: int, address: Resolved) -> Exception:
     """UCX hardly says why; the kernel does, when it is asked to bind a plain socket there."""
     error = os_error_from_status(status, f"listening at {address}", _listen_hint(status))
@@ -188,6 +196,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
     _request: int | None
     #: The client's ``(host, port)`` (``ucp_conn_request_query``).
     client_address: tuple[str, int]
+    #: The ``client_id`` of the client's worker, or None where it has none (``ucp_conn_request_query``).
+    client_id: int | None
 
     def _take(self) -> int:
         if self._request is None:
@@ -197,12 +207,19 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         return request
 
     @enable_ki_protection
-    async def accept(self, worker: Worker | None = None, *, error_mode: ErrorMode = ErrorMode.PEER) -> Endpoint:
+    async def accept(
+        self,
+        worker: Worker | None = None,
+        *,
+        error_mode: ErrorMode = ErrorMode.PEER,
+        name: str | None = None,
+    ) -> Endpoint:
         """Accepts: makes the endpoint that talks to the client (``ucp_ep_create``).
 
         Args:
             worker: where the endpoint shall live; by default with the listener. It must be of the same context.
             error_mode: see :class:`ErrorMode`; the client's must be the same.
+            name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
 
         Cancellation: checked before anything happens; the request then can still be answered.
 
@@ -210,6 +227,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: it was answered before, or the listener was closed.
             OSError: the client went away meanwhile.
         """
+        options = EndpointOptions(check_error_mode(error_mode), check_name(name))
         target = self._worker if worker is None else worker
         if target.context is not self._worker.context:
             raise ValueError("a connection can only be accepted on a worker of the listener's context")
@@ -217,7 +235,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         request = self._take()
         self._core.unanswered.discard(request)
-        endpoint = target._accept(request, self.client_address, error_mode)
+        endpoint = target._accept(request, self.client_address, options)
         await trio.lowlevel.cancel_shielded_checkpoint()
         return endpoint
 
@@ -258,7 +276,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: the listener was closed, perhaps meanwhile.
         """
         request = await self._core.next_request()
-        return ConnectionRequest._create(self._worker, self._core, request, client_of(request))
+        return ConnectionRequest._create(self._worker, self._core, request, client_of(request), client_id_of(request))
 
     def __aiter__(self) -> RawListener:
         return self

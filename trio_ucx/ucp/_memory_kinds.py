@@ -22,13 +22,18 @@ from ._util import check_integer
 
 
 class MemoryType(enum.IntEnum):
-    """Kinds of memory (``ucs_memory_type_t``)."""
+    """Kinds of memory that UCX tells apart (``ucs_memory_type_t``)."""
 
     HOST = 0
     CUDA = 1
     CUDA_MANAGED = 2
     ROCM = 3
     ROCM_MANAGED = 4
+    RDMA = 5
+    ZE_HOST = 6
+    ZE_DEVICE = 7
+    ZE_MANAGED = 8
+    GAUDI = 9
 
 
 @attrs.frozen(eq=False)

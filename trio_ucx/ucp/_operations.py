@@ -7,13 +7,13 @@ cancel only a tag receive that has not matched; any other operation whose task i
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import trio
 from outcome import Error, Value
 
-from .._native import lib
+from .._native import ffi, lib
 from ._buffers import Pinned
 from ._inbox import Inbox
 from ._pending import Pending, Signal
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 #: Native handles alive in this process, by kind. After everything is closed, all zero.
 live_handles: collections.Counter[str] = collections.Counter()
+
+
+#: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
+_DESCRIPTION_SIZE = 1024
+#: Operations that the message of a timeout describes.
+_DESCRIBED = 4
 
 
 class Operation(Pending):
@@ -89,6 +95,24 @@ class Operation(Pending):
         self.leave_over()
         return True
 
+    def describe(self) -> str:
+        """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
+        where = f" (to {self.endpoint.label})" if self.endpoint is not None else ""
+        left_over = ", left over by a cancelled task" if self.left_over else ""
+        ucx = self._described_by_ucx()
+        return f"{self.doing}{where}{left_over}" + (f": {ucx}" if ucx else "")
+
+    def _described_by_ucx(self) -> str:
+        engine = self.engine
+        if not engine.usable or self.id not in engine.in_flight:
+            return ""  # over
+        if self.endpoint is not None and self.endpoint.id not in engine.endpoints:
+            return ""  # UCX has freed the endpoint, at which it would look
+        out = ffi.new("char[]", _DESCRIPTION_SIZE)
+        if lib.tu_operation_describe(engine.handle, self.id, out, _DESCRIPTION_SIZE) != Status.OK:
+            return ""
+        return ffi.string(out).decode(errors="replace").strip()
+
     def leave_over(self) -> None:
         """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
         if not self.left_over and self.id in self.engine.in_flight:
@@ -97,6 +121,17 @@ class Operation(Pending):
             self._task = None
             if self.endpoint is not None:
                 self.endpoint.changed()
+
+
+def under_way(operations: Iterable[Operation]) -> str:
+    """For the message of a timeout: which operations had not ended, the first few in words."""
+    found = list(operations)
+    if not found:
+        return ""
+    described = [operation.describe() for operation in found[:_DESCRIBED]]
+    if len(found) > _DESCRIBED:
+        described.append(f"and {len(found) - _DESCRIBED} more")
+    return f"; under way: {'; '.join(described)}"
 
 
 class ReceiveOperation(Operation):
@@ -198,6 +233,10 @@ class EndpointCore:
             finally:
                 if watcher in self.watchers:
                     self.watchers.remove(watcher)
+
+    def under_way(self) -> list[Operation]:
+        """Its operations, in the order in which they were posted."""
+        return [operation for operation in self.engine.in_flight.values() if operation.endpoint is self]
 
     def sends_done(self) -> bool:
         """Whether no operation is under way but those left over."""

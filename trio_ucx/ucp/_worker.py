@@ -11,13 +11,16 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import SocketAddress, WorkerAddress, format_address, resolve, split_address
+from ._address import Resolved, SocketAddress, WorkerAddress, format_address, resolve, split_address
+from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
 from ._buffers import Buffer, Pinned
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
-from ._endpoint import Endpoint, ErrorMode, post_flush
+from ._endpoint import Endpoint, post_flush
 from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
+from ._opening import EndpointOptions, ErrorMode
 from ._operations import EndpointCore
 from ._peers import watch_process
 from ._requests import RequestGroup, open_group
@@ -50,16 +53,30 @@ class Worker(metaclass=OpenedNotConstructed):
     _services: Any = None
 
     @classmethod
-    def _open(cls, context: Context | None, config: Config | None) -> Worker:
-        if context is not None and config is not None:
-            raise ValueError("give config= to open_context, or to open_worker without a context")
+    def _open(
+        cls,
+        context: Context | None,
+        config: Config | None,
+        *,
+        features: Feature | None = None,
+        keepalive_interval: float | None = None,
+        name: str | None = None,
+        client_id: int | None = None,
+    ) -> Worker:
+        if context is not None:
+            given = {"config": config, "features": features, "keepalive_interval": keepalive_interval}
+            for option, value in given.items():
+                if value is not None:
+                    raise ValueError(f"give {option}= to open_context, or to open_worker without a context")
+        name, client_id = check_name(name), check_client_id(client_id)
         owned = context is None
         if context is None:
-            context = Context._open(config, DEFAULT_FEATURES)
+            features = DEFAULT_FEATURES if features is None else features
+            context = Context._open(config, features, keepalive_interval=keepalive_interval)
         elif not isinstance(context, Context):
             raise TypeError(f"context must be a Context, not {type(context).__name__}")
         try:
-            engine = Engine(context)
+            engine = Engine(context, name, client_id)
         except BaseException:
             if owned:
                 context._close()
@@ -80,6 +97,20 @@ class Worker(metaclass=OpenedNotConstructed):
         """Where peers can reach it without a listener (``ucp_worker_query``)."""
         return self._engine.address
 
+    def attributes(self) -> WorkerAttributes:
+        """What UCX says about it (``ucp_worker_query``).
+
+        Raises:
+            trio.ClosedResourceError: it was closed.
+        """
+        self._engine.check()
+        return query_worker(self._engine.handle, self._engine.client_id)
+
+    @enable_ki_protection
+    def describe_operations(self) -> list[str]:
+        """What is in flight on it and its endpoints, in words; see :meth:`Endpoint.describe_operations`."""
+        return [operation.describe() for operation in self._engine.in_flight.values()]
+
     def statistics(self) -> WorkerStatistics:
         """What it has in flight, and how it has been moving; after its close, as of then."""
         return self._engine.statistics()
@@ -88,7 +119,12 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def open_endpoint(
-        self, address: SocketAddress | WorkerAddress, *, error_mode: ErrorMode = ErrorMode.PEER
+        self,
+        address: SocketAddress | WorkerAddress,
+        *,
+        error_mode: ErrorMode = ErrorMode.PEER,
+        name: str | None = None,
+        local_address: str | None = None,
     ) -> Endpoint:
         """Opens a raw UCP endpoint to any UCP peer (``ucp_ep_create``); no handshake.
 
@@ -97,18 +133,25 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
+            name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
+            local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
 
         Cancellation: checked first; while a host name is looked up.
 
         Raises:
-            OSError: unknown host; not of the worker's address family; no transport reaches the peer.
+            OSError: unknown host; not of the worker's address family; no transport reaches the peer; ``local_address``
+                is not ours, or of another family than ``address``.
+            NotImplementedError: this UCX does not know the ``error_mode``.
         """
         self._engine.check()
-        if not isinstance(error_mode, ErrorMode):
-            raise TypeError(f"error_mode must be an ErrorMode, not {error_mode!r}")
+        options = EndpointOptions(
+            opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
+        )
         if isinstance(address, WorkerAddress):
+            if local_address is not None:
+                raise ValueError("local_address= is for connections to a host and port, not to a worker address")
             await trio.lowlevel.checkpoint()
-            core = self._connect_worker(address, error_mode)
+            core = self._connect_worker(address, options)
         else:
             host, port = split_address(address)
             await trio.lowlevel.checkpoint()
@@ -117,15 +160,15 @@ class Worker(metaclass=OpenedNotConstructed):
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
                 raise wrong_family(resolved[0], self._engine)
-            core = self._connect_socket(usable[0], error_mode)
-        return Endpoint._create(self, core)
+            core = self._connect_socket(usable[0], options)
+        return Endpoint._create(self, core, name=name)
 
-    def _connect_worker(self, address: WorkerAddress, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
-        native = ffi.from_buffer("char[]", address.ucx)
+    def _connect_worker(self, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
+        native, how = ffi.from_buffer("char[]", address.ucx), options.native(None)
         core = self._make_endpoint(
             repr(address),
-            error_mode,
-            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, error_mode.value, out),
+            options,
+            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, how, out),
         )
         core.peer = address.process
         core.peer_address = address
@@ -134,45 +177,40 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _connect_companion(self, address: WorkerAddress) -> EndpointCore:
         """An endpoint that another one watches for."""
-        native = ffi.from_buffer("char[]", address.ucx)
-        core = self._make_endpoint(
+        native, how = ffi.from_buffer("char[]", address.ucx), opening.WITHOUT_ERROR_HANDLING.native(None)
+        return self._make_endpoint(
             f"{address!r}, for atomics",
-            ErrorMode.NONE,
-            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, ErrorMode.NONE.value, out),
+            opening.WITHOUT_ERROR_HANDLING,
+            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, how, out),
         )
-        return core
 
-    def _connect_socket(self, address: Any, error_mode: ErrorMode = ErrorMode.PEER) -> EndpointCore:
+    def _connect_socket(self, address: Resolved, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
         if address.family != self._context.family:
             raise wrong_family(address, self._engine)
+        if options.local is not None:
+            opening.check_source(options.local, address)
+        remote, local = opening.native_address(address), opening.native_address(options.local)
+        how = options.native(self._engine.client_id)
         return self._make_endpoint(
             str(address),
-            error_mode,
-            lambda id, out: lib.tu_endpoint_connect(
-                self._engine.handle,
-                id,
-                int(address.family),
-                address.ip.encode(),
-                address.port,
-                address.scope,
-                error_mode.value,
-                out,
-            ),
+            options,
+            lambda id, out: lib.tu_endpoint_connect(self._engine.handle, id, remote, local, how, out),
         )
 
-    def _accept_core(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> EndpointCore:
+    def _accept_core(self, request: int, client: tuple[str, int], options: EndpointOptions) -> EndpointCore:
+        how = options.native(None)
         return self._make_endpoint(
             format_address(client),
-            error_mode,
-            lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, error_mode.value, out),
+            options,
+            lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, how, out),
         )
 
-    def _accept(self, request: int, client: tuple[str, int], error_mode: ErrorMode) -> Endpoint:
-        endpoint = Endpoint._create(self, self._accept_core(request, client, error_mode))
+    def _accept(self, request: int, client: tuple[str, int], options: EndpointOptions) -> Endpoint:
+        endpoint = Endpoint._create(self, self._accept_core(request, client, options), name=options.name)
         endpoint._remote = client
         return endpoint
 
-    def _make_endpoint(self, label: str, error_mode: ErrorMode, create: Any) -> EndpointCore:
+    def _make_endpoint(self, label: str, options: EndpointOptions, create: Any) -> EndpointCore:
         engine = self._engine
         engine.check()
         id = engine.next_id()
@@ -181,7 +219,7 @@ class Worker(metaclass=OpenedNotConstructed):
         if status != Status.OK:
             raise os_error_from_status(status, f"connecting to {label}", self._context.reach_hint(status))
         core = EndpointCore(engine, id, out[0], label)
-        core.forcible = error_mode is not ErrorMode.NONE
+        core.forcible = options.error_mode is not ErrorMode.NONE
         engine.settle()
         return core
 
@@ -432,7 +470,15 @@ class Worker(metaclass=OpenedNotConstructed):
 
 @asynccontextmanager
 @enable_ki_protection
-async def open_worker(*, context: Context | None = None, config: Config | None = None) -> AsyncIterator[Worker]:
+async def open_worker(
+    *,
+    context: Context | None = None,
+    config: Config | None = None,
+    features: Feature | None = None,
+    keepalive_interval: float | None = None,
+    name: str | None = None,
+    client_id: int | None = None,
+) -> AsyncIterator[Worker]:
     """Opens a worker in the current Trio run (``ucp_worker_create``).
 
     Leaving the block closes what is still open on it by force, after closes that go on in the background ended (each
@@ -440,13 +486,22 @@ async def open_worker(*, context: Context | None = None, config: Config | None =
 
     Args:
         context: a context to share with other workers; by default the worker has its own.
-        config: for its own context, see :func:`open_context`.
+        config, features, keepalive_interval: for its own context, see :func:`open_context`.
+        name: for UCX's logs, here and at its peers; at most 31 bytes.
+        client_id: a number, 1 to 2**64 - 1, that listeners see in the connection requests of this worker.
 
     Raises:
         UCXError, ValueError: see :func:`open_context`.
     """
     await trio.lowlevel.checkpoint()
-    worker = Worker._open(context, config)
+    worker = Worker._open(
+        context,
+        config,
+        features=features,
+        keepalive_interval=keepalive_interval,
+        name=name,
+        client_id=client_id,
+    )
     try:
         yield worker
     finally:

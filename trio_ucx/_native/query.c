@@ -1,0 +1,152 @@
+/* Questions that change nothing: about the library, contexts, workers, endpoints, addresses and operations. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "native.h"
+
+_Static_assert(TU_NAME_SIZE == UCP_ENTITY_NAME_MAX, "the records of cdef.h hold UCX's names");
+
+int tu_library_thread_mode(int *mode)
+{
+    ucp_lib_attr_t attr = {.field_mask = UCP_LIB_ATTR_FIELD_MAX_THREAD_LEVEL};
+    ucs_status_t status = ucp_lib_query(&attr);
+
+    *mode = attr.max_thread_level;
+    return status;
+}
+
+int tu_context_attributes(tu_context_t *context, tu_context_attributes_t *out)
+{
+    ucp_context_attr_t attr = {
+        .field_mask = UCP_ATTR_FIELD_REQUEST_SIZE | UCP_ATTR_FIELD_THREAD_MODE | UCP_ATTR_FIELD_MEMORY_TYPES |
+                      UCP_ATTR_FIELD_NAME,
+    };
+    ucs_status_t status = ucp_context_query(context->context, &attr);
+
+    if (status == UCS_OK) {
+        out->request_size = attr.request_size;
+        out->thread_mode  = attr.thread_mode;
+        out->memory_types = attr.memory_types;
+        memcpy(out->name, attr.name, sizeof(out->name));
+    }
+    return status;
+}
+
+int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out)
+{
+    ucp_worker_attr_t attr = {
+        .field_mask = UCP_WORKER_ATTR_FIELD_THREAD_MODE | UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER |
+                      UCP_WORKER_ATTR_FIELD_NAME | UCP_WORKER_ATTR_FIELD_MAX_INFO_STRING,
+    };
+    ucs_status_t status = ucp_worker_query(worker->worker, &attr);
+
+    if (status == UCS_OK) {
+        out->thread_mode      = attr.thread_mode;
+        out->max_am_header    = attr.max_am_header;
+        out->max_debug_string = attr.max_debug_string;
+        memcpy(out->name, attr.name, sizeof(out->name));
+    }
+    return status;
+}
+
+int tu_address_uid(const char *address, uint64_t *uid)
+{
+    ucp_worker_address_attr_t attr = {.field_mask = UCP_WORKER_ADDRESS_ATTR_FIELD_UID};
+    ucs_status_t status            = ucp_worker_address_query((ucp_address_t *)(uintptr_t)address, &attr);
+
+    *uid = attr.worker_uid;
+    return status;
+}
+
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port)
+{
+    ucp_ep_attr_t attr = {
+        .field_mask = remote ? UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR : UCP_EP_ATTR_FIELD_LOCAL_SOCKADDR,
+    };
+    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    return tu_sockaddr_text(remote ? &attr.remote_sockaddr : &attr.local_sockaddr, host, size, port);
+}
+
+/* Writes "transport/device" for each lane, one a line. Needs UCX 1.14. */
+int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
+{
+#if UCP_API_VERSION >= UCP_VERSION(1, 14)
+    ucp_transport_entry_t entries[64];
+    ucp_ep_attr_t attr = {
+        .field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS,
+        .transports = {.entries = entries, .num_entries = 64, .entry_size = sizeof(entries[0])},
+    };
+    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
+    size_t used         = 0;
+    unsigned i;
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    out[0] = '\0';
+    for (i = 0; i < attr.transports.num_entries && used < size; i++) {
+        int wrote = snprintf(out + used, size - used, "%s/%s\n", entries[i].transport_name, entries[i].device_name);
+
+        used += wrote > 0 ? (size_t)wrote : 0;
+    }
+    return UCS_OK;
+#else
+    (void)endpoint;
+    (void)out;
+    (void)size;
+    return UCS_ERR_NOT_IMPLEMENTED;
+#endif
+}
+
+int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size)
+{
+    ucp_ep_attr_t attr  = {.field_mask = UCP_EP_ATTR_FIELD_NAME};
+    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
+
+    if (status == UCS_OK) {
+        snprintf(out, size, "%s", attr.name);
+    }
+    return status;
+}
+
+/* How long UCX thinks that a message of so many bytes takes. */
+int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds)
+{
+    ucp_ep_evaluate_perf_param_t param = {
+        .field_mask   = UCP_EP_PERF_PARAM_FIELD_MESSAGE_SIZE,
+        .message_size = bytes,
+    };
+    ucp_ep_evaluate_perf_attr_t attr = {.field_mask = UCP_EP_PERF_ATTR_FIELD_ESTIMATED_TIME};
+    ucs_status_t status;
+
+    if (endpoint->failed) {
+        return UCS_ERR_NOT_CONNECTED; /* its lanes are gone, and UCX would look at them */
+    }
+    status = ucp_ep_evaluate_perf(endpoint->ep, &param, &attr);
+    if (status == UCS_OK && !isfinite(attr.estimated_time)) {
+        return UCS_ERR_NO_RESOURCE; /* no data lane yet: UCX has divided by a bandwidth of 0 */
+    }
+    *seconds = attr.estimated_time;
+    return status;
+}
+
+/* UCX's own description of a pending operation; NO_ELEM when it is over, or completed at once. */
+int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t size)
+{
+    tu_operation_t *operation = tu_operation_find(worker, id);
+    ucp_request_attr_t attr   = {
+        .field_mask        = UCP_REQUEST_ATTR_FIELD_INFO_STRING | UCP_REQUEST_ATTR_FIELD_INFO_STRING_SIZE,
+        .debug_string      = out,
+        .debug_string_size = size,
+    };
+
+    if (operation == NULL || operation->request == NULL) {
+        return UCS_ERR_NO_ELEM;
+    }
+    return ucp_request_query(operation->request, &attr);
+}
