@@ -481,6 +481,113 @@ async def use_worker_open_request_group(stage: Stage) -> None:
         await together(wait, partial(stage.raw_client.tag_send, b"x", 4))
 
 
+# ---- active messages, streams, remote memory ----
+
+
+@calls(
+    "Worker.open_active_messages",
+    "ActiveMessages.__aenter__",
+    "ActiveMessages.__enter__",
+    "ActiveMessages.__aexit__",
+    "ActiveMessages.__aiter__",
+    "ActiveMessages.__anext__",
+    "ActiveMessages.receive",
+)
+async def use_active_messages(stage: Stage) -> None:
+    messages = stage.worker.open_active_messages(3)
+    with assert_checkpoints():
+        await messages.__aenter__()
+    for receive in (messages.receive, messages.__anext__):
+        with assert_checkpoints():
+            (await receive_later(stage, receive)).release()
+        await stage.raw_client.am_send(3, b"x")
+        with trio.fail_after(5):
+            while messages.statistics().waiting == 0:
+                await trio.sleep(0.001)
+        with assert_checkpoints():
+            (await receive()).release()
+    with assert_checkpoints():
+        await messages.__aexit__(None, None, None)
+
+
+async def receive_later(stage: Stage, receive: Callable[[], Awaitable[Any]]) -> Any:
+    result = []
+
+    async def first() -> None:
+        result.append(await receive())
+
+    await together(first, partial(stage.raw_client.am_send, 3, b"x"))
+    return result[0]
+
+
+@calls("Endpoint.am_send", "ActiveMessage.receive", "ActiveMessage.receive_into")
+async def use_active_message(stage: Stage) -> None:
+    with stage.worker.open_active_messages(3) as messages:
+        for size in (0, 1, 2**20):
+            for into in (False, True):
+                async with trio.open_nursery() as nursery:
+
+                    async def send(size: int = size) -> None:
+                        with assert_checkpoints():
+                            await stage.raw_client.am_send(3, bytes(size))
+
+                    nursery.start_soon(send)
+                    message = await messages.receive()
+                    with assert_checkpoints():
+                        await (message.receive_into(bytearray(size)) if into else message.receive())
+
+
+@calls("Endpoint.stream_send", "Endpoint.stream_receive", "Endpoint.stream_receive_some", "Worker.wait_stream_ready")
+async def use_streams(stage: Stage) -> None:
+    for size in (1, 2**20):
+        for exact in (False, True):
+            with assert_checkpoints():
+                await stage.raw_client.stream_send(bytes(size))
+            with assert_checkpoints():
+                await stage.worker.wait_stream_ready()
+            buffer = bytearray(size)
+            received = 0
+            while received < size:
+                with assert_checkpoints():
+                    received += await stage.raw_server.stream_receive(memoryview(buffer)[received:], exact=exact)
+    with assert_checkpoints():
+        assert await stage.raw_server.stream_receive(bytearray(0)) == 0
+    await together(stage.worker.wait_stream_ready, partial(stage.raw_client.stream_send, b"x"))
+    with assert_checkpoints():
+        (await stage.raw_server.stream_receive_some()).release()
+
+
+@calls("RemoteMemory.get", "RemoteMemory.get_into", "RemoteMemory.put", "RemoteMemory.flush")
+async def use_remote_memory(stage: Stage) -> None:
+    with stage.worker.context.allocate(2**20) as memory, stage.raw_client.attach(memory.descriptor) as remote:
+        for size in (0, 1, 2**20):
+            with assert_checkpoints():
+                await remote.put(bytes(size))
+            with assert_checkpoints():
+                await remote.get(0, size)
+            with assert_checkpoints():
+                await remote.get_into(bytearray(size))
+            with assert_checkpoints():
+                await remote.flush()
+
+
+@calls(
+    *(f"RemoteMemory.{name}" for name in ("add", "and_", "or_", "xor", "swap", "compare_swap")),
+    *(f"RemoteMemory.fetch_{name}" for name in ("add", "and", "or", "xor")),
+)
+async def use_atomics(stage: Stage) -> None:
+    with stage.worker.context.allocate(8) as memory, stage.raw_client.attach(memory.descriptor) as remote:
+        for one in (remote.add, remote.and_, remote.or_, remote.xor, remote.swap):
+            with assert_checkpoints():
+                await one(1)
+        for one in (remote.fetch_add, remote.fetch_and, remote.fetch_or, remote.fetch_xor):
+            with assert_checkpoints():
+                await one(1)
+        with assert_checkpoints():
+            await remote.compare_swap(1, 2)
+        await remote.flush()
+
+
 # ---- anyio ----
 
 
@@ -528,7 +635,8 @@ def test_no_public_async_function_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("call", dict.fromkeys(call for each in CALLS.values() for call in each))
-async def test_checkpoints(worker: ucp.Worker, call: Call) -> None:
-    async with set_stage(worker) as stage:
-        with trio.fail_after(20):
-            await call(stage)
+async def test_checkpoints(transports: str, call: Call) -> None:
+    async with ucp.open_worker(config={"TLS": transports}, features=ucp.Feature.ALL) as worker:
+        async with set_stage(worker) as stage:
+            with trio.fail_after(20):
+                await call(stage)

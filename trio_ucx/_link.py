@@ -59,7 +59,7 @@ class Link(Session):
         core.owner = self
         core.on_failure = self.lost
         core.on_close = self.close_now
-        live_handles["connection"] += 1
+        live_handles.opened("connection")
 
     # ---- what the session asks ----
 
@@ -234,7 +234,7 @@ class Link(Session):
         self.core.close()
         self.engine.mailboxes.pop(self.my_id, None)
         self.let_go()
-        live_handles["connection"] -= 1
+        live_handles.closed("connection")
 
     #: What the worker's closing calls; replaced by the Connection, which warns.
     on_unclosed: Callable[[], None] | None = None

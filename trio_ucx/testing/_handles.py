@@ -12,7 +12,7 @@ def live_handles() -> dict[str, int]:
 
     Empty when everything was closed.
     """
-    return {kind: count for kind, count in _operations.live_handles.items() if count}
+    return _operations.live_handles.counts()
 
 
 def assert_no_live_handles() -> None:

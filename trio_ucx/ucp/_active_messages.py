@@ -99,7 +99,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         engine.am_queues[self._key] = self._announced
         engine.children[self._key] = self._close
         engine.on_broken[self._key] = self._waiters.fail
-        live_handles["active message queue"] += 1
+        live_handles.opened("active message queue")
 
     def _announced(self) -> None:
         while self._waiters and self._handle is not None:
@@ -189,7 +189,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             table.pop(self._key, None)
         engine.am_ids.pop(self._id, None)
         lib.tu_am_close(handle)
-        live_handles["active message queue"] -= 1
+        live_handles.closed("active message queue")
         engine.settle()  # senders of rendezvous are answered
         self._waiters.fail(trio.ClosedResourceError("these active messages were closed"))
 
@@ -207,7 +207,10 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.__exit__()
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        if exc_info[0] is None:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
         if self._handle is not None and self._worker._engine.usable:

@@ -7,7 +7,7 @@ import enum
 import math
 import os
 import socket
-import weakref
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class Feature(enum.IntFlag):
     WAKEUP = 1 << 4
     STREAM = 1 << 5
     AM = 1 << 6
+    ALL = TAG | RMA | AMO32 | AMO64 | WAKEUP | STREAM | AM
 
 
 #: Tag messages, and the active messages that Connections shake hands with.
@@ -90,8 +91,10 @@ class Context(metaclass=OpenedNotConstructed):
     family: socket.AddressFamily
     rendezvous_threshold: int | None
     _handle: Any
-    engines: weakref.WeakSet[Engine] = attrs.field(factory=weakref.WeakSet)
+    engines: set[Engine] = attrs.field(factory=set)
     memories: set[Memory] = attrs.field(factory=set)
+    _closed: bool = False
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     @classmethod
     def _open(
@@ -144,7 +147,7 @@ class Context(metaclass=OpenedNotConstructed):
         return context
 
     def _native(self) -> Any:
-        if self._handle is None:
+        if self._handle is None or self._closed:
             raise RuntimeError("this context was closed")
         return self._handle
 
@@ -234,20 +237,35 @@ class Context(metaclass=OpenedNotConstructed):
             self.require(Feature.RMA, "registering memory")
 
     def _close(self) -> None:
-        if self._handle is None:
+        if self._closed:
             return
+        self._closed = True
         _live_contexts.discard(self)
         for engine in list(self.engines):
             if engine.usable:
                 engine.close_now()
         for memory in list(self.memories):
             memory.close_unasked()
-        handle, self._handle = self._handle, None
-        if handle is not None and not self.engines and not self.memories:
-            lib.tu_context_destroy(handle)
+        self._destroy_if_unused()
+
+    def released(self, engine: Engine) -> None:
+        """A worker of it was destroyed, in whatever thread."""
+        self.engines.discard(engine)
+        self._destroy_if_unused()
+
+    def released_memory(self, memory: Memory) -> None:
+        """A memory of it was closed, in whatever thread."""
+        self.memories.discard(memory)
+        self._destroy_if_unused()
+
+    def _destroy_if_unused(self) -> None:
+        with self._lock:
+            if self._closed and self._handle is not None and not self.engines and not self.memories:
+                handle, self._handle = self._handle, None
+                lib.tu_context_destroy(handle)
 
     def __repr__(self) -> str:
-        state = "closed" if self._handle is None else str(self.features)
+        state = "closed" if self._closed else str(self.features)
         return f"<trio_ucx.ucp.Context {state}>"
 
 

@@ -32,7 +32,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,8 +69,8 @@ STUCK_TIMEOUT = 0.1
 STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 _MAX_BACKOFF = 0.002
 
-#: All that there are in this process.
-engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+#: All that are open in this process, of whatever thread: to be looked at in a copy.
+engines: set[Engine] = set()
 
 _forks = 0
 
@@ -146,7 +145,7 @@ class Engine:
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
         self.address = worker_address(self.handle)
-        live_handles["worker"] += 1
+        live_handles.opened("worker")
         context.engines.add(self)
         engines.add(self)
 
@@ -504,7 +503,8 @@ class Engine:
         if self._stop is not None:
             with _ignoring_late_run():
                 self._stop.cancel()
-        live_handles["worker"] -= 1
+        live_handles.closed("worker")
+        engines.discard(self)
         self.left_over = 0
         if self.overdue:
             _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
@@ -517,7 +517,7 @@ class Engine:
                 if operation.pins is not None:
                     operation.pins.release()
             self.in_flight.clear()
-            self.context.engines.discard(self)
+            self.context.released(self)
             if self.on_closed is not None:
                 self.on_closed()
         else:

@@ -83,7 +83,7 @@ class ListenerCore:
         engine.listeners[self.id] = self._arrived
         engine.children[self.id] = self.close
         engine.on_broken[self.id] = self._acceptors.fail
-        live_handles["listener"] += 1
+        live_handles.opened("listener")
 
     def _arrived(self, request: int) -> None:
         if self._acceptors.give(request):
@@ -128,7 +128,7 @@ class ListenerCore:
         del self.engine.listeners[self.id]
         self.engine.children.pop(self.id, None)
         lib.tu_listener_destroy(handle)
-        live_handles["listener"] -= 1
+        live_handles.closed("listener")
         self.engine.on_broken.pop(self.id, None)
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
@@ -138,7 +138,7 @@ class ListenerCore:
         UCX leaves them open when a listener is destroyed, and calls the freed listener when their request comes: any
         program that can reach the port could crash us. They cannot be asked for, so they are found by their addresses.
         """
-        ours = rejected | {core.label for engine in engines for core in engine.endpoints.values()}
+        ours = rejected | {core.label for engine in list(engines) for core in list(engine.endpoints.values())}
         give_up = time.monotonic() + DROP_TIMEOUT
         while time.monotonic() < give_up:
             silent = False

@@ -210,11 +210,11 @@ class Memory(metaclass=OpenedNotConstructed):
                     "this memory is still in use: drop what was made from it (numpy arrays, other memoryviews) first"
                 ) from None
         handle, self._handle = self._handle, None
-        self.context.memories.discard(self)
-        lib.tu_memory_unmap(self.context._native(), handle)
+        lib.tu_memory_unmap(self.context._handle, handle)
         if self._pins is not None:
             self._pins.release()
-        live_handles["memory"] -= 1
+        live_handles.closed("memory")
+        self.context.released_memory(self)
 
     def close_unasked(self) -> bool:
         """Its context ends. False when the memory is in use and must stay."""
@@ -306,5 +306,5 @@ def _map(
         view = view.toreadonly()
     memory: Memory = Memory._create(context, base, nbytes, access, out[0], view, pins)
     context.memories.add(memory)
-    live_handles["memory"] += 1
+    live_handles.opened("memory")
     return memory

@@ -7,6 +7,7 @@ cancel only a tag receive that has not matched; any other operation whose task i
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,28 @@ if TYPE_CHECKING:
     from ._engine import Engine
     from ._peers import Watch
 
-#: Native handles alive in this process, by kind. After everything is closed, all zero.
-live_handles: collections.Counter[str] = collections.Counter()
+
+class LiveHandles:
+    """Native handles alive in this process, by kind; after everything is closed, none. Any thread may count."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def opened(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
+    def closed(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] -= 1
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return {kind: count for kind, count in self._counts.items() if count}
+
+
+live_handles = LiveHandles()
 
 
 #: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
@@ -203,7 +224,7 @@ class EndpointCore:
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
         engine.endpoints[id] = self
-        live_handles["endpoint"] += 1
+        live_handles.opened("endpoint")
 
     def problem(self) -> Exception | None:
         """The exception for using it now, if it cannot be used."""
@@ -318,7 +339,7 @@ class EndpointCore:
         """UCX has closed it."""
         lib.tu_endpoint_free(handle)
         self.engine.endpoints.pop(self.id, None)
-        live_handles["endpoint"] -= 1
+        live_handles.closed("endpoint")
 
 
 class CloseOperation(Operation):

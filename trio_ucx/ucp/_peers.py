@@ -21,7 +21,7 @@ class Watch:
     def __init__(self, core: EndpointCore, fd: int) -> None:
         self._core = core
         self._fd = fd
-        live_handles["pidfd"] += 1
+        live_handles.opened("pidfd")
 
     async def _wait(self) -> None:
         if self._fd < 0:
@@ -47,7 +47,7 @@ class Watch:
             except RuntimeError:
                 pass
             os.close(fd)
-            live_handles["pidfd"] -= 1
+            live_handles.closed("pidfd")
 
 
 def watch_process(core: EndpointCore, process: Process) -> None:

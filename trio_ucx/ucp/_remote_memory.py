@@ -53,7 +53,7 @@ class Key:
             raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
         self.handle: Any = out[0]
         self._engine.at_end[self._id] = self._destroy
-        live_handles["remote key"] += 1
+        live_handles.opened("remote key")
 
     def _destroy(self) -> None:
         if self.handle is None:
@@ -62,7 +62,7 @@ class Key:
         self._engine.at_end.pop(self._id, None)
         if self._uses == 0 and self._engine.usable:  # else it goes with the worker, whose memory it is
             lib.tu_rkey_destroy(handle)
-        live_handles["remote key"] -= 1
+        live_handles.closed("remote key")
 
     def hold(self) -> None:
         self._uses += 1
