@@ -148,9 +148,9 @@ async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
 
 @pytest.mark.parametrize("way", ["receive", "receive_into", "same_buffer", "mixed"])
 async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker, transports: str, way: str) -> None:
-    """50 random moments of 64 MiB transfers: each message arrives once, whole, in order."""
+    """Random moments of 64 MiB transfers: each message arrives once, whole, in order."""
     chance = random.Random(way)
-    count = 50
+    count = 50 if way.startswith("receive") else 20
     cancelled = 0
     same = bytearray(BIG)
     async with open_peer("numbered", count, BIG, transports=transports) as peer:
@@ -180,7 +180,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker,
             with pytest.raises(trio.EndOfChannel):
                 await connection.receive(1)
             assert connection.statistics().left_over_operations == 0
-    assert cancelled > 10
+    assert cancelled > count / 5
 
 
 async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, transports: str) -> None:

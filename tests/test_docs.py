@@ -24,10 +24,15 @@ def programs(document: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", PRINTED)
-def test_program_of_the_documentation(document: str) -> None:
+def test_program_of_the_documentation(document: str, tmp_path: Path) -> None:
     [program] = programs(document)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

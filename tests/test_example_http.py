@@ -36,8 +36,8 @@ http_server: Any = load(HTTP_SERVER)
 http_client: Any = load(HTTP_CLIENT)
 
 #: (UCX_TLS, or None for no UCX; with TLS). The first of them is enough where only HTTP matters.
-WAYS = [("tcp,sm,self", False), ("tcp,sm,self", True), ("tcp", False), ("tcp", True), (None, False)]
-UCX_WAYS = WAYS[:4]
+WAYS = [("tcp,sm,self", False), ("tcp", True), (None, False)]
+UCX_WAYS = WAYS[:2]
 
 
 # ---- the programs, and a client of our own that knows no manners ----

@@ -22,6 +22,13 @@ RPC = EXAMPLES / "rpc.py"
 rpc: Any = load(RPC)
 
 
+@pytest.fixture(params=["tcp,sm,self"])
+def transports(request: pytest.FixtureRequest) -> str:
+    """One kind will do: the transports have tests of their own, and processes take their time to start."""
+    value: str = request.param
+    return value
+
+
 @pytest.fixture
 def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The transports of this process, too."""

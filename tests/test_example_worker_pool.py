@@ -76,6 +76,13 @@ trio.run(worker_pool.run, lambda: worker_pool.work(address, {f.__name__: f for f
 """
 
 
+@pytest.fixture(params=["tcp"])
+def transports(request: pytest.FixtureRequest) -> str:
+    """One kind will do: the transports have tests of their own, and processes take their time to start."""
+    value: str = request.param
+    return value
+
+
 @pytest.fixture
 def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The transports of this process, too."""

@@ -17,7 +17,7 @@ from ._session import QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
-from .ucp._tag import check_reaches, completed
+from .ucp._posting import check_reaches, completed
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 #: The most mutable data that `send_nowait` copies.

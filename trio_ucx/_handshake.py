@@ -25,9 +25,9 @@ from .ucp._engine import CONNECTION_BIT
 from .ucp._operations import EndpointCore, under_way
 from .ucp._peers import watch_process
 from .ucp._pending import Signal
+from .ucp._posting import pending_operation
 from .ucp._process import this_process
 from .ucp._status import os_error_from_status
-from .ucp._tag import pending_operation
 
 SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
 

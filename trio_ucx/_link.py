@@ -32,8 +32,9 @@ from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._operations import EndpointCore, Operation, live_handles, under_way
+from .ucp._posting import check_reaches
 from .ucp._status import broken, error_from_status
-from .ucp._tag import check_reaches, post_pinned_send
+from .ucp._tag import post_pinned_send
 
 if TYPE_CHECKING:
     from ._wire import Frame

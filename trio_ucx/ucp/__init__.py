@@ -11,6 +11,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _loans, _inbox                                    memory that UCX lends
     _operations, _engine                              what is in flight; the progress task: read their docstrings
     _peers                                            noticing a dead process
+    _posting                                          from checked arguments to an operation in flight
     _tag, _arrivals, _active_messages, _stream        one file per capability
     _remote_memory, _endpoint, _listener, _requests
     _worker                                           puts them together

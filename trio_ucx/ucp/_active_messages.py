@@ -20,8 +20,8 @@ from ._buffers import Buffer, Pinned
 from ._context import Feature
 from ._operations import EndpointCore, Operation, live_handles
 from ._pending import Waiters
+from ._posting import check_reaches, pending_operation
 from ._status import Status, UCXError
-from ._tag import check_reaches, pending_operation
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:

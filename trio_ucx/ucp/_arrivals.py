@@ -13,8 +13,8 @@ from ._buffers import Buffer, Pinned, new_bytes
 from ._engine import Engine
 from ._loans import Loan
 from ._operations import Operation
+from ._posting import check_reaches, pending_operation
 from ._status import Status, UCXError
-from ._tag import check_reaches, pending_operation
 from ._util import OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ from ._attributes import text
 from ._buffers import Buffer
 from ._engine import Engine
 from ._memory import MemoryDescriptor
-from ._operations import EndpointCore, Operation, under_way
+from ._operations import EndpointCore, under_way
+from ._posting import completed, flush
 from ._remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
-from ._tag import check_tag, completed, pending_operation, post_send
+from ._tag import check_tag, post_send
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
@@ -117,19 +118,6 @@ def evaluate(core: EndpointCore, nbytes: int) -> float:
     if status != Status.OK:
         raise error_from_status(status, "estimating the time of a transfer")
     return float(seconds[0])
-
-
-def post_flush(core: EndpointCore) -> Operation | None:
-    return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
-
-
-async def flush(core: EndpointCore) -> None:
-    operation = post_flush(core)
-    if operation is None:
-        await trio.lowlevel.cancel_shielded_checkpoint()
-    else:
-        await completed(operation, core.engine)
-    core.unflushed = False
 
 
 @attrs.define(eq=False, repr=False)

@@ -185,6 +185,7 @@ class EndpointCore:
         "peer",
         "peer_address",
         "pending",
+        "principal",
         "unflushed",
         "watch",
         "watchers",
@@ -213,6 +214,8 @@ class EndpointCore:
         self.on_failure: Callable[[], None] | None = None
         #: The endpoint without error handling beside it, for atomics (_remote_memory.py).
         self.companion: EndpointCore | None = None
+        #: The endpoint that this one is the companion of.
+        self.principal: EndpointCore | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: Whether UCX may close it by force.
@@ -243,6 +246,8 @@ class EndpointCore:
         watchers, self.watchers = self.watchers, []
         for watcher in watchers:
             watcher.set()
+        if self.principal is not None:
+            self.principal.changed()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition on its operations. No checkpoint if it holds already."""
@@ -261,7 +266,8 @@ class EndpointCore:
 
     def sends_done(self) -> bool:
         """Whether no operation is under way but those left over."""
-        return all(operation.left_over for operation in self.pending)
+        companion_done = self.companion is None or self.companion.sends_done()
+        return companion_done and all(operation.left_over for operation in self.pending)
 
     def buffers_released(self) -> bool:
         return not any(operation.left_over for operation in self.pending)

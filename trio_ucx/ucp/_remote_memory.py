@@ -29,9 +29,9 @@ from ._context import Feature
 from ._loans import Loan
 from ._memory import Access, MemoryDescriptor
 from ._operations import EndpointCore, Operation, live_handles
+from ._posting import check_reaches, completed, flush, pending_operation, post_flush
 from ._process import NOBODY
 from ._status import Status, UCXError
-from ._tag import check_reaches, completed, pending_operation
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def _connect(core: EndpointCore) -> None:
     new lanes, and stumbles over the connection manager's, which has no interface (ucp_ep_reconfig_internal).
     """
     if not core.connected:
-        operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "connecting", core)
+        operation = post_flush(core)
         if operation is not None:
             await completed(operation, core.engine)
         core.connected = True
@@ -222,15 +222,7 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         """
         self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
-        engine = self._core.engine
-        companion = self._core.companion
-        for core in [self._core] if companion is None else [self._core, companion]:
-            core.check()
-            operation = pending_operation(engine, lib.tu_endpoint_flush(core.handle), None, "flushing", core)
-            if operation is not None:
-                await completed(operation, engine)
-        self._core.unflushed = False
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        await flush(self._core)
 
     @enable_ki_protection
     def map(self) -> memoryview:
@@ -338,6 +330,7 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         core.check()
         key = self._key("atomics", core)
         words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
+        self._core.unflushed = True
         remote = self._descriptor.address + offset
         verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
         operation = pending_operation(engine, verdict, None, "an atomic operation", core, _under(key, words))
@@ -358,6 +351,7 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
                     "descriptor while a worker of the memory's context is open"
                 )
             core.companion = self._endpoint.worker._connect_companion(address)
+            core.companion.principal = core
         return core.companion
 
     def _key(self, use: str, core: EndpointCore) -> Key:

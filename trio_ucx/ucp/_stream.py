@@ -16,7 +16,7 @@ from ._buffers import Buffer, Pinned
 from ._context import Feature
 from ._inbox import Inbox, Piece
 from ._operations import EndpointCore, Operation
-from ._tag import check_reaches, pending_operation
+from ._posting import check_reaches, pending_operation
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:

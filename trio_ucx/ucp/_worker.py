@@ -17,24 +17,17 @@ from ._address import Resolved, SocketAddress, WorkerAddress, format_address, re
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
 from ._buffers import Buffer, Pinned
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
-from ._endpoint import Endpoint, post_flush
+from ._endpoint import Endpoint
 from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port, wrong_family
 from ._opening import EndpointOptions, ErrorMode
 from ._operations import EndpointCore
 from ._peers import watch_process
+from ._posting import check_reaches, completed, pending_operation, post_flush
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
-from ._tag import (
-    TagMessage,
-    check_reaches,
-    check_tag,
-    completed,
-    pending_operation,
-    post_message_receive,
-    post_receive,
-)
+from ._tag import TagMessage, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
 
 

@@ -1,0 +1,83 @@
+"""The step from checked arguments to an operation in flight, of whatever capability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from .._native import lib
+from ._buffers import Pinned
+from ._engine import Engine
+from ._memory_kinds import MemoryType
+from ._operations import EndpointCore, Operation
+from ._pending import Pending
+from ._status import error_from_status
+
+_HOST = lib.TU_MEMORY_HOST
+
+
+def check_reaches(engine: Engine, pins: Pinned) -> None:
+    """Refuses memory that the worker's transports do not reach, which UCX would take for host memory.
+
+    Raises:
+        ValueError: ``pins`` are such, and released.
+    """
+    if pins.memory <= _HOST:
+        return
+    kind = MemoryType(pins.memory - 1)
+    if not lib.tu_worker_memory_types(engine.handle) >> kind & 1:
+        pins.release()
+        raise ValueError(
+            f"the transports of this worker do not reach {kind.name} memory: its option TLS (UCX_TLS) must have "
+            f"{'rocm' if 'ROCM' in kind.name else 'cuda'} in it, and UCX a device and its module for it"
+        )
+
+
+async def completed(operation: Pending, engine: Engine) -> Any:
+    """Waits for something that was just posted: always a checkpoint."""
+    if operation.outcome is not None:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return operation.result()
+    engine.watch_events()
+    return await operation.wait()
+
+
+def pending_operation(
+    engine: Engine,
+    verdict: int,
+    pins: Pinned | None,
+    doing: str,
+    core: EndpointCore | None = None,
+    kind: Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation] = Operation,
+) -> Operation | None:
+    """Takes a verdict that is not about a receive: None when the operation completed at once."""
+    if verdict > 0:
+        operation = kind(engine, verdict, pins, doing, core)
+        engine.settle()
+        return operation
+    if pins is not None:
+        pins.release()
+    if verdict < 0:
+        problem = core.problem() if core is not None else None
+        raise problem or error_from_status(verdict, doing)
+    return None
+
+
+def post_flush(core: EndpointCore) -> Operation | None:
+    return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+
+
+async def flush(core: EndpointCore) -> None:
+    """Flushes an endpoint, and the companion that its atomics have. Always a checkpoint."""
+    flushes = [post_flush(one) for one in (core, core.companion) if one is not None]
+    core.unflushed = False
+    try:
+        for operation in flushes:
+            if operation is not None:
+                await completed(operation, core.engine)
+    except BaseException:
+        core.unflushed = True
+        raise
+    await trio.lowlevel.cancel_shielded_checkpoint()
