@@ -380,6 +380,33 @@ async def test_context_options() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize("feature", [ucp.Feature.TAG, ucp.Feature.STREAM])
+async def test_features_that_the_context_lacks(feature: ucp.Feature) -> None:
+    """UCX would print a backtrace for some, and crash with others."""
+    async with ucp.open_worker(config={"TLS": "tcp"}, features=feature) as worker:
+        endpoint = await worker.open_endpoint(worker.address)
+        uses: list[tuple[ucp.Feature, Callable[[], Any]]] = [
+            (ucp.Feature.AM, lambda: endpoint.am_send(1, b"x")),
+            (ucp.Feature.AM, lambda: worker.open_active_messages(1)),
+            (ucp.Feature.RMA, lambda: worker.context.register(bytearray(1))),
+            (ucp.Feature.RMA, lambda: worker.context.allocate(1)),
+            (ucp.Feature.RMA, lambda: endpoint.attach(ucp.MemoryDescriptor(1, 1, b"rkey"))),
+            (ucp.Feature.STREAM, lambda: endpoint.stream_send(b"x")),
+            (ucp.Feature.STREAM, lambda: endpoint.stream_receive(bytearray(1))),
+            (ucp.Feature.STREAM, lambda: endpoint.stream_receive_some()),
+            (ucp.Feature.STREAM, lambda: worker.stream_ready()),
+            (ucp.Feature.STREAM, lambda: worker.wait_stream_ready()),
+            (ucp.Feature.TAG, lambda: endpoint.tag_send(b"x", 1)),
+            (ucp.Feature.TAG, lambda: endpoint.tag_send_sync(b"x", 1)),
+            (ucp.Feature.TAG, lambda: worker.tag_receive(bytearray(1), 1)),
+            (ucp.Feature.TAG, lambda: worker.tag_probe(1)),
+        ]
+        for needed, use in uses:
+            if needed is not feature:
+                await refuses(use, RuntimeError, f"Feature.{needed.name}, and this context was opened without")
+        endpoint.abort()
+
+
 async def test_names_ids_and_keepalive(worker: ucp.Worker) -> None:
     for options, kind, match in (
         ({"name": ""}, ValueError, "1 to 31 bytes"),

@@ -9,7 +9,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _opening                                          what an endpoint can be opened with
     _context                                          configuration
     _loans, _inbox                                    memory that UCX lends
-    _operations, _engine                              what is in flight; the progress task: read their docstrings
+    _operations, _safety_net, _engine                 what is in flight; the progress task: read their docstrings
     _peers                                            noticing a dead process
     _posting                                          from checked arguments to an operation in flight
     _tag, _arrivals, _active_messages, _stream        one file per capability

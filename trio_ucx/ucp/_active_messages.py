@@ -97,6 +97,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self._handle = out[0]
         engine.am_ids[self._id] = "another open_active_messages"
         engine.am_queues[self._key] = self._announced
+        engine.am_waiters[self._key] = self._waiters
         engine.children[self._key] = self._close
         engine.on_broken[self._key] = self._waiters.fail
         live_handles.opened("active message queue")
@@ -185,7 +186,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self.statistics()
         engine = self._worker._engine
         handle, self._handle = self._handle, None
-        for table in (engine.am_queues, engine.children, engine.on_broken):
+        for table in (engine.am_queues, engine.am_waiters, engine.children, engine.on_broken):
             table.pop(self._key, None)
         engine.am_ids.pop(self._id, None)
         lib.tu_am_close(handle)

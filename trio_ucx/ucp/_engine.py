@@ -16,9 +16,8 @@ anybody sleeps. When that fails (UCX says BUSY), the progress task is woken and 
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
 has not matched; any other operation whose task is cancelled stays in the table, as *left over*.
 
-*Lost events.* While something is awaited, a timer of real time (not Trio's clock, which ``autojump_clock`` would jump)
-looks once a second whether the worker has something to deliver although its descriptor is silent. It should never
-find anything; ``statistics().missed_events`` counts.
+*Lost events.* While something is awaited, a safety net looks once a second whether the worker has something to deliver
+although its descriptor is silent. It should never find anything; ``statistics().missed_events`` counts.
 
 *The end.* The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that
 still go on in the background finish (each has its own deadline) and closes the worker. Closing by force needs no
@@ -42,10 +41,11 @@ from outcome import Error
 from .._native import ffi, lib, ucx
 from ._address import worker_address
 from ._attributes import native_name
-from ._context import Context
+from ._context import Context, Feature
 from ._loans import Loan
 from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles, under_way
 from ._pending import Signal, Waiters
+from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
@@ -59,8 +59,6 @@ _FIELDS = lib.TU_RECORD_FIELDS
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
-#: Seconds between two looks of the safety net.
-SAFETY_NET_INTERVAL = 1.0
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
@@ -98,10 +96,9 @@ class Engine:
         self._forks = _forks
         self._token = trio.lowlevel.current_trio_token()
         self.efd = lib.tu_worker_efd(self.handle)
-        self._net_timer = lib.tu_timer_create()
+        self._net = SafetyNet(self)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
-        self._net_running = False
         self._records = ffi.new("uint64_t[]", _BATCH * _FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
@@ -112,11 +109,15 @@ class Engine:
         self.mailboxes: dict[int, Callable[[int, int, int], None]] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
+        #: Whether tag messages may be used; asked so often that the context's flags are too slow.
+        self.tags = Feature.TAG in context.features
         #: Ids of active messages that are taken, and by what.
         self.am_ids: dict[int, str] = {}
         self.max_am_header: int = lib.tu_am_max_header(self.handle)
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
+        #: Who waits for active messages, by the queue's id.
+        self.am_waiters: dict[int, Waiters] = {}
         #: Memory that UCX lent and nobody will give back, because something still refers to it.
         self.overdue: list[Loan] = []
         #: Who waits for a piece of any stream.
@@ -136,8 +137,8 @@ class Engine:
         self.broken: BaseException | None = None
         self._failures: list[tuple[int, int]] = []
         self._delivering = False
-        self._turns = 0
-        self._parked = False
+        self.turns = 0
+        self.parked = False
         self._closing = False
         self._next_id = 0
         self._stop: trio.CancelScope | None = None
@@ -194,7 +195,7 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
-        self._turns += 1
+        self.turns += 1
         try:
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
@@ -221,6 +222,7 @@ class Engine:
                 self.in_flight.pop(id).complete(-status, length, tag)
             elif kind == lib.TU_RECORD_MESSAGE:
                 self.counters["messages"] += 1
+                self.counters["arrived"] += 1
                 mailbox = self.mailboxes.get(tag >> 32)
                 if mailbox is None:
                     self.discard_message(pointer)
@@ -239,6 +241,7 @@ class Engine:
                 if self.on_hello is not None:
                     self.on_hello(id, hello)
             elif kind == lib.TU_RECORD_AM:
+                self.counters["arrived"] += 1
                 announce = self.am_queues.get(id)
                 if announce is not None:
                     announce()
@@ -248,6 +251,7 @@ class Engine:
                 self._failures.append((id, -status))
 
     def _deliver_piece(self, id: int, pointer: int, length: int) -> None:
+        self.counters["arrived"] += 1
         core = self.endpoints.get(id)
         if core is None or core.handle is None:
             lib.tu_stream_release(self.handle, pointer)
@@ -267,8 +271,8 @@ class Engine:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
         if self._delivering:
             return  # the delivery under way takes another turn
-        state = self.turn(arm=self._parked)
-        if self._parked and state != lib.TU_ARMED and self.handle is not None:
+        state = self.turn(arm=self.parked)
+        if self.parked and state != lib.TU_ARMED and self.handle is not None:
             lib.tu_worker_signal(self.handle)
 
     def guard(self, function: Callable[[], None]) -> None:
@@ -301,7 +305,7 @@ class Engine:
 
     def start(self) -> None:
         trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx progress (efd {self.efd})")
-        trio.lowlevel.spawn_system_task(self._safety_net, name=f"trio_ucx safety net (efd {self.efd})")
+        trio.lowlevel.spawn_system_task(self._net.run, name=f"trio_ucx safety net (efd {self.efd})")
 
     async def _run(self) -> None:
         """The progress task."""
@@ -346,38 +350,25 @@ class Engine:
                 await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
 
     async def _park(self, fd: int) -> None:
-        self._parked = True
+        self.parked = True
         try:
             await trio.lowlevel.wait_readable(fd)
         finally:
-            self._parked = False
+            self.parked = False
 
     def watch_events(self) -> None:
         """Something is awaited: let the safety net look."""
-        if not self._net_running:
-            self._net_running = True
-            lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
+        self._net.watch()
 
-    async def _safety_net(self) -> None:
-        turns = 0
-        while self.handle is not None:
-            try:
-                await trio.lowlevel.wait_readable(self._net_timer)
-            except trio.ClosedResourceError:
-                return
-            if not self.in_flight and not self.mailboxes:
-                self._net_running = False
-                lib.tu_timer_set(self._net_timer, 0, 0)
-                continue
-            lib.tu_timer_set(self._net_timer, int(SAFETY_NET_INTERVAL * 1e9), 0)
-            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
-            # what is found now may have come just now.
-            if self._parked and turns == self._turns and not lib.tu_readable(self.efd):
-                before = self.counters["messages"], self.counters["completed"]
-                self.settle()
-                if before != (self.counters["messages"], self.counters["completed"]):
-                    self.counters["missed_events"] += 1
-            turns = self._turns
+    def awaited(self) -> bool:
+        """Whether anybody waits for anything that UCX would tell."""
+        return bool(
+            self.in_flight
+            or self.mailboxes
+            or self.stream_watchers
+            or any(waiters for waiters in self.am_waiters.values())
+            or any(core.inbox is not None and core.inbox.awaited for core in self.endpoints.values())
+        )
 
     def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
         """Runs an async function that outlives its caller. False when the run is too far gone for that."""
@@ -482,7 +473,7 @@ class Engine:
             time.sleep(0.0002)
             self.turn(arm=False)
         # Then what nobody asked for. (Messages of Connections are taken by every turn.)
-        while message := lib.tu_tag_probe(self.handle, 0, 0, 1, self.received):
+        while self.tags and (message := lib.tu_tag_probe(self.handle, 0, 0, 1, self.received)):
             self.discard_message(message)
             if time.monotonic() > start + DRAIN_TIMEOUT:
                 break
@@ -494,12 +485,13 @@ class Engine:
         for end in list(self.at_end.values()):
             end()
         stuck = under_way(self.in_flight.values())
-        for fd in (self.efd, self._net_timer, self._backoff_timer, self._backoff_fd):
+        for fd in (self.efd, self._net.timer, self._backoff_timer, self._backoff_fd):
             with _ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
         handle, self.handle = self.handle, None
-        for fd in (self._backoff_fd, self._net_timer, self._backoff_timer):
+        for fd in (self._backoff_fd, self._backoff_timer):
             os.close(fd)
+        self._net.close()
         if self._stop is not None:
             with _ignoring_late_run():
                 self._stop.cancel()

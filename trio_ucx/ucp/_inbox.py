@@ -52,6 +52,10 @@ class Inbox:
         if self._waiter is not None:
             self._waiter.set()
 
+    @property
+    def awaited(self) -> bool:
+        return self._waiter is not None
+
     async def wait(self) -> None:
         """Waits until something arrives or :meth:`wake` is called. Cancelling it loses nothing."""
         self._waiter = Signal()

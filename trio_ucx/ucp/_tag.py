@@ -8,6 +8,7 @@ import attrs
 
 from .._native import lib
 from ._buffers import Buffer, Pinned
+from ._context import Feature
 from ._engine import Engine
 from ._operations import EndpointCore, Operation, ReceiveOperation
 from ._posting import check_reaches, pending_operation
@@ -41,10 +42,16 @@ def check_tag(tag: int) -> int:
     return check_integer(tag, "the tag", 0, FULL)
 
 
+def check_feature(engine: Engine) -> None:
+    if not engine.tags:
+        engine.context.require(Feature.TAG, "using tag messages")
+
+
 def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False) -> Operation | None:
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
+    check_feature(core.engine)
     pins = Pinned(data)
     return post_pinned_send(core, pins, tag, sync=sync)
 
@@ -64,6 +71,7 @@ def post_pinned_send(
 def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:
     """Posts a receive; the value when a message was there already."""
     engine.check()
+    check_feature(engine)
     pins = Pinned(buffer, writable=True)
     check_reaches(engine, pins)
     verdict = lib.tu_tag_receive(engine.handle, pins.native_list(), tag, mask, engine.received)

@@ -27,7 +27,7 @@ from ._posting import check_reaches, completed, pending_operation, post_flush
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
-from ._tag import TagMessage, check_tag, post_message_receive, post_receive
+from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
 
 
@@ -287,6 +287,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._engine.check()
+        check_feature(self._engine)
         self._engine.settle()
         received = self._engine.received
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)

@@ -1,0 +1,62 @@
+"""The safety net: events that UCX might lose."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import trio
+
+from .._native import lib
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: Seconds between two looks.
+INTERVAL = 1.0
+
+
+class SafetyNet:
+    """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
+
+    The timer's time is real, not Trio's clock's, which ``autojump_clock`` would jump.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.timer = lib.tu_timer_create()
+        self._running = False
+
+    def watch(self) -> None:
+        """Something is awaited: look."""
+        if not self._running:
+            self._running = True
+            self._set(INTERVAL)
+
+    def _set(self, seconds: float) -> None:
+        lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
+
+    async def run(self) -> None:
+        engine = self._engine
+        turns = 0
+        while engine.handle is not None:
+            try:
+                await trio.lowlevel.wait_readable(self.timer)
+            except trio.ClosedResourceError:
+                return
+            if not engine.awaited():
+                self._running = False
+                self._set(0)
+                continue
+            self._set(INTERVAL)
+            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
+            # what is found now may have come just now.
+            if engine.parked and turns == engine.turns and not lib.tu_readable(engine.efd):
+                before = engine.counters["arrived"], engine.counters["completed"]
+                engine.settle()
+                if before != (engine.counters["arrived"], engine.counters["completed"]):
+                    engine.counters["missed_events"] += 1
+            turns = engine.turns
+
+    def close(self) -> None:
+        os.close(self.timer)
