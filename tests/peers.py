@@ -192,6 +192,69 @@ async def raw_listener() -> None:
 
 
 @role
+async def am_sender(plan: list[list[int]]) -> None:
+    """Asked by an active message with id 1, sends active messages ``pattern(size, seed)`` with id 3, all at once.
+
+    To where the question came from, or to the worker address that is in it.
+    """
+    async with ucp.open_worker() as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+        with worker.open_active_messages(1, max_bytes=2**30) as queue:
+            say([listener.address, bytes(worker.address).hex()])
+            endpoints: list[ucp.Endpoint] = []
+
+            async def accept() -> None:
+                async for request in listener:
+                    endpoints.append(await request.accept())
+
+            async def answer() -> None:
+                with await queue.receive() as question:
+                    endpoint = question.reply_endpoint
+                    address = await question.receive()
+                if endpoint is None:
+                    endpoint = await worker.open_endpoint(ucp.WorkerAddress(address))
+                    endpoints.append(endpoint)
+                async with trio.open_nursery() as sends:
+                    for size, seed in plan:
+                        sends.start_soon(endpoint.am_send, 3, pattern(size, seed))
+                        await trio.lowlevel.checkpoint()
+                say("sent")
+                async for message in queue:
+                    message.release()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                nursery.start_soon(answer)
+                await until_told()
+                nursery.cancel_scope.cancel()
+        for endpoint in endpoints:
+            endpoint.abort()
+
+
+@role
+async def stream_echo() -> None:
+    """Sends what comes by the UCP stream of the first endpoint back."""
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
+    async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+        say([listener.address, bytes(worker.address).hex()])
+
+        async def echo_stream() -> None:
+            endpoint = await (await listener.accept_request()).accept()
+            try:
+                while True:
+                    with await endpoint.stream_receive_some() as data:
+                        await endpoint.stream_send(data.data)
+            except trio.BrokenResourceError:
+                pass
+            finally:
+                endpoint.abort()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(echo_stream)
+            await until_told()
+            nursery.cancel_scope.cancel()
+
+
+@role
 async def deaf() -> None:
     """Accepts raw connections and never says hello."""
     await raw_listener()

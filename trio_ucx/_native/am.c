@@ -6,6 +6,9 @@
 /* What a queued message costs besides its bytes. */
 #define MESSAGE_OVERHEAD 128
 
+/* Smaller data is copied: over shared memory UCX lends 8 KiB for each message, however small. */
+#define LEND_FROM 4096
+
 struct tu_am_queue {
     tu_worker_t *worker;
     uint64_t id;
@@ -79,7 +82,7 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 {
     tu_am_queue_t *queue = arg;
     int rendezvous       = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-    int lent             = !rendezvous && length > 0 && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
+    int lent             = !rendezvous && length >= LEND_FROM && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
     size_t copied        = rendezvous || lent ? 0 : length;
     uint64_t sender      = tu_am_sender(queue->worker, param);
     int full             = queue->first != NULL && /* an empty one takes any message, or some could never be received */
@@ -116,7 +119,7 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
     return rendezvous || lent ? UCS_INPROGRESS : UCS_OK;
 }
 
-/* For ids whose queue was closed: UCX would print a warning for each message. */
+/* For ids whose queue was closed: UCX would print a warning for each message. The answer is UCX's own for such an id. */
 static ucs_status_t nobody_is_here(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                    const ucp_am_recv_param_t *param)
 {
@@ -125,7 +128,7 @@ static ucs_status_t nobody_is_here(void *arg, const void *header, size_t header_
     (void)header_length;
     (void)data;
     (void)length;
-    return (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) ? UCS_ERR_REJECTED : UCS_OK;
+    return (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) ? UCS_ERR_INVALID_PARAM : UCS_OK;
 }
 
 int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg)

@@ -242,6 +242,25 @@ def open_queue(
     return queue
 
 
+#: What a receiver can answer to a rendezvous, and nothing else: the endpoint goes on working.
+_REFUSALS = {
+    Status.NO_RESOURCE: "the receiver refused it, its queue is full",
+    Status.INVALID_PARAM: "the receiver refused it, nobody there has opened its id",
+    Status.REJECTED: "the receiver refused it",
+}
+
+
+class _Send(Operation):
+    __slots__ = ()
+
+    def error(self, status: int) -> Exception:
+        assert self.endpoint is not None
+        refusal = _REFUSALS.get(Status(status))
+        if refusal is not None and self.endpoint.problem() is None:
+            return UCXError(status, f"{self.doing}: {refusal}")
+        return super().error(status)
+
+
 def post_am_send(
     core: EndpointCore, id: int, data: Buffer, header: Buffer, reply: bool, protocol: SendProtocol
 ) -> Operation | None:
@@ -264,4 +283,4 @@ def post_am_send(
     pins.companion = kept_header
     core.unflushed = True
     verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)
-    return pending_operation(engine, verdict, pins, "sending an active message", core)
+    return pending_operation(engine, verdict, pins, "sending an active message", core, _Send)

@@ -15,7 +15,7 @@ from ._loans import Loan
 from ._operations import Operation
 from ._posting import check_reaches, pending_operation
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, warn_resource
+from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
     from ._endpoint import Endpoint
@@ -110,6 +110,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
     _operation: Operation | None = None
     _target: Any = None
     _received: bool = False
+    _guard: ConflictDetector = attrs.field(factory=lambda: ConflictDetector("another task is receiving this message"))
 
     @property
     def reply_endpoint(self) -> Endpoint | None:
@@ -119,7 +120,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         has opened no endpoint to it: what UCX has then, it may take away at any time.
         """
         core = self._arrival.engine.endpoints.get(self._arrival.sender)
-        return core.facade() if core is not None else None
+        return core.facade() if core is not None and core.handle is not None else None
 
     @property
     def data(self) -> memoryview:
@@ -238,10 +239,9 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             self._target = None
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        if operation._task is not None:
-            raise trio.BusyResourceError("another task is receiving this message")
-        operation.engine.watch_events()
-        await operation.watch()
+        with self._guard.hold():
+            operation.engine.watch_events()
+            await operation.watch()
         self._operation = self._target = None
 
     @enable_ki_protection

@@ -181,6 +181,17 @@ class Context(metaclass=OpenedNotConstructed):
         """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
         return _take_text(lib.tu_context_info_text(self._native()))
 
+    @property
+    def longest_am_header(self) -> int:
+        """What UCX has room for when it sends an active message from where it is.
+
+        Such a message's header goes through a buffer of SEG_SIZE, and what UCX adds to it, too. But UCX says that
+        headers may be as long as the transports' segments, which ours are over TCP, and checks nothing: it would
+        overrun the buffer.
+        """
+        size = _memory_units(_effective("SEG_SIZE", self.config) or "8k")
+        return max(0, (size or 8192) - 128)
+
     def check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
         if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
@@ -384,10 +395,14 @@ _UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 2
 
 
 def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
-    text = (_effective("RNDV_THRESH", options) or "auto").strip().lower()
+    return _memory_units(_effective("RNDV_THRESH", options) or "auto")  # None: auto, inf, or different by fabric
+
+
+def _memory_units(text: str) -> int | None:
+    text = text.strip().lower()
     digits = text.rstrip("kmgb")
     if not digits.isdecimal():
-        return None  # auto, inf, or different by fabric
+        return None
     return int(digits) * _UNITS.get(text[len(digits) :], 1)
 
 

@@ -418,6 +418,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def __del__(self) -> None:
         if not self._closing and self._core.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
+        elif self._core.inbox is not None:
+            self._core.engine.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
 
     def __repr__(self) -> str:
         state = "open" if self.alive else "broken" if self._core.error is not None else "closed"

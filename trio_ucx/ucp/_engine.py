@@ -113,7 +113,7 @@ class Engine:
         self.tags = Feature.TAG in context.features
         #: Ids of active messages that are taken, and by what.
         self.am_ids: dict[int, str] = {}
-        self.max_am_header: int = lib.tu_am_max_header(self.handle)
+        self.max_am_header: int = min(lib.tu_am_max_header(self.handle), context.longest_am_header)
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Who waits for active messages, by the queue's id.
@@ -498,7 +498,7 @@ class Engine:
         live_handles.closed("worker")
         engines.discard(self)
         self.left_over = 0
-        if self.overdue:
+        if not all(loan.ended for loan in self.overdue):
             _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
         elif not self.in_flight or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
             # A receive whose sender died in the middle of a message never completes, nor does a send to the full

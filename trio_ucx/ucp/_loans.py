@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._native import ffi
 from ._util import warn_resource
@@ -12,24 +13,55 @@ if TYPE_CHECKING:
     from ._engine import Engine
 
 
+def in_use() -> BufferError:
+    return BufferError(
+        "this memory is still in use: drop what was made from it (arrays, other memoryviews) before it is released"
+    )
+
+
 class Loan:
     """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
 
     The engine knows all loans and ends them before it destroys its worker. A worker whose memory somebody still looks
     at by then is left alone instead: better a leak than a crash.
+
+    A memoryview that is released knows of the arrays made from it, but not of its slices, or of other memoryviews made
+    from it: those go on. What they all share is the object that exports the memory; the loan has ended when that is
+    gone.
     """
 
-    __slots__ = ("_engine", "_give_back", "_id", "view")
+    __slots__ = ("_address", "_engine", "_exporter", "_give_back", "_id", "_length", "_view", "_writable")
 
     def __init__(
         self, engine: Engine, address: int, length: int, give_back: Callable[[], None], *, writable: bool = False
     ) -> None:
         self._engine = engine
+        self._address = address
+        self._length = length
         self._give_back = give_back
+        self._writable = writable
         self._id = engine.next_id()
-        view = memoryview(ffi.buffer(ffi.cast("char *", address), length))
-        self.view = view if writable else view.toreadonly()
+        self._exporter: Callable[[], Any] = lambda: None  # a weak reference
+        self._view = self._look()
         engine.children[self._id] = self.drop
+
+    def _look(self) -> memoryview:
+        exporter = self._exporter()
+        if exporter is None:
+            exporter = ffi.buffer(ffi.cast("char *", self._address), self._length)
+            self._exporter = weakref.ref(exporter)
+        view = memoryview(exporter)
+        return view if self._writable else view.toreadonly()
+
+    @property
+    def view(self) -> memoryview:
+        """The same one each time, unless somebody released it meanwhile. After the end a released one."""
+        try:
+            _ = self._view.nbytes
+        except ValueError:
+            if not self.ended:
+                self._view = self._look()
+        return self._view
 
     @property
     def ended(self) -> bool:
@@ -44,12 +76,11 @@ class Loan:
         if self.ended:
             return
         try:
-            self.view.release()
+            self._view.release()
         except BufferError:
-            raise BufferError(
-                "this memory is still in use: drop what was made from it (numpy arrays, other memoryviews) before it "
-                "is released"
-            ) from None
+            raise in_use() from None
+        if self._exporter() is not None:
+            raise in_use()
         del self._engine.children[self._id]
         if self._engine.usable:
             self._give_back()
@@ -59,5 +90,6 @@ class Loan:
         try:
             self.end()
         except BufferError as error:
-            self._engine.overdue.append(self)
-            warn_resource(f"memory that UCX lent was dropped: {error}", self)
+            if self not in self._engine.overdue:
+                self._engine.overdue.append(self)
+                warn_resource(f"memory that UCX lent was dropped: {error}", self)

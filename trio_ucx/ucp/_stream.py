@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
 from ._buffers import Buffer, Pinned
@@ -36,7 +37,7 @@ class StreamData(metaclass=OpenedNotConstructed):
 
     @property
     def data(self) -> memoryview:
-        """The bytes, read-only. A memoryview that ends with :meth:`release`."""
+        """The bytes, read-only: a memoryview that ends with :meth:`release`."""
         return self._piece.view
 
     def __len__(self) -> int:
@@ -45,6 +46,7 @@ class StreamData(metaclass=OpenedNotConstructed):
     def __bytes__(self) -> bytes:
         return bytes(self._piece.view)
 
+    @enable_ki_protection
     def release(self) -> None:
         """Gives the memory back (``ucp_stream_data_release``). Released already: no effect.
 
@@ -66,7 +68,10 @@ class StreamData(metaclass=OpenedNotConstructed):
             self._engine.call_soon(loan.drop)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.StreamData {len(self)} bytes>"
+        try:
+            return f"<trio_ucx.ucp.StreamData, {len(self)} bytes>"
+        except ValueError:
+            return "<trio_ucx.ucp.StreamData, released>"
 
 
 def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
@@ -99,10 +104,10 @@ class StreamReader:
 
     async def _wait(self, inbox: Inbox) -> None:
         core = self._core
-        core.check()
         core.engine.settle()
         if inbox.size:
             return
+        core.check()  # now, as the turn may have found that it broke, and wakes nobody later
         core.engine.watch_events()
         await inbox.wait()
 

@@ -97,7 +97,8 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: it was closed.
         """
         self._engine.check()
-        return query_worker(self._engine.handle, self._engine.client_id)
+        found = query_worker(self._engine.handle, self._engine.client_id)
+        return attrs.evolve(found, max_am_header=self._engine.max_am_header)
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:
@@ -329,7 +330,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @property
     def max_am_header(self) -> int:
-        """The longest header of an active message, in bytes (``ucp_worker_query``)."""
+        """The longest header of an active message, in bytes (``ucp_worker_query``, and UCX's option SEG_SIZE)."""
         return self._engine.max_am_header
 
     @enable_ki_protection
