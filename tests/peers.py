@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -15,6 +16,9 @@ from helpers import pattern
 
 import trio_ucx
 from trio_ucx import ucp
+
+#: What remote memory and atomics need.
+REMOTE = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
 
 ROLES: dict[str, Callable[..., Any]] = {}
 
@@ -252,6 +256,97 @@ async def stream_echo() -> None:
             nursery.start_soon(echo_stream)
             await until_told()
             nursery.cancel_scope.cancel()
+
+
+@role
+async def owner(nbytes: int, kind: str = "allocated") -> None:
+    """Owns memory, all zero, and serves whoever comes: says how to, then answers questions until told to stop.
+
+    The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (waits for a byte other than 0
+    at ``flag``, without resting, then the digest of what is from ``start`` to ``stop``).
+    """
+    tls = os.environ["UCX_TLS"]
+    with ucp.open_context(features=REMOTE) as context:
+        async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
+            memory = context.allocate(nbytes) if kind == "allocated" else context.register(bytearray(nbytes))
+            view = memory.memoryview
+            if kind == "allocated":
+                view[:] = bytes(nbytes)
+            said: dict[str, Any] = {"worker": bytes(worker.address).hex(), "descriptor": memory.descriptor.hex()}
+            endpoints: list[Any] = []
+
+            async def accept(listener: ucp.RawListener) -> None:
+                async for request in listener:
+                    endpoints.append(await request.accept())
+
+            async def keep(connection: trio_ucx.Connection) -> None:
+                endpoints.append(connection)
+                await trio.sleep_forever()
+
+            if "tcp" in tls:
+                raw = await worker.open_listener("127.0.0.1", 0)
+                nursery.start_soon(accept, raw)
+                [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+                nursery.start_soon(trio.serve_listeners, keep, [listener])
+                said |= {"raw": raw.address, "connection": listener.address}
+            say(said)
+            while True:
+                try:
+                    question, *arguments = await ask()
+                except EOFError:
+                    break
+                if question == "digest":
+                    say(hashlib.sha256(view).hexdigest())
+                elif question == "word":
+                    say(int.from_bytes(view[arguments[0] : arguments[0] + 8], sys.byteorder))
+                elif question == "poll":
+                    flag, start, stop = arguments
+                    while not view[flag]:
+                        await trio.lowlevel.checkpoint()
+                    say(hashlib.sha256(view[start:stop]).hexdigest())
+            nursery.cancel_scope.cancel()
+        del view
+        memory.close()
+
+
+@role
+async def counting(worker_address: str, descriptor: str, count: int, how: str) -> None:
+    """When told to, adds 1 at offset 0 so many times; says the sum of what was there before, with ``fetch``."""
+    async with ucp.open_worker(features=REMOTE) as worker:
+        async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
+            with endpoint.attach(bytes.fromhex(descriptor)) as memory:
+                await memory.fetch_add(0)
+                say("ready")
+                await ask()
+                found = []
+                for _ in range(count):
+                    if how == "fetch":
+                        found.append(await memory.fetch_add(1))
+                    else:
+                        await memory.add(1)
+                await memory.flush()
+                say(found)
+                await until_told()
+
+
+@role
+async def locking(worker_address: str, descriptor: str, count: int, own: int) -> None:
+    """Takes the lock at offset 0 so many times, and adds 1 at offset 8 under it, by get and put."""
+    async with ucp.open_worker(features=REMOTE) as worker:
+        async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
+            with endpoint.attach(bytes.fromhex(descriptor)) as memory:
+                await memory.fetch_add(0)
+                say("ready")
+                await ask()
+                for _ in range(count):
+                    while await memory.compare_swap(0, own):
+                        pass
+                    number = int.from_bytes(await memory.get(8, 8), sys.byteorder)
+                    await memory.put((number + 1).to_bytes(8, sys.byteorder), 8)
+                    await memory.flush()
+                    assert await memory.compare_swap(own, 0) == own
+                say("done")
+                await until_told()
 
 
 @role

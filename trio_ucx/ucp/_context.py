@@ -93,6 +93,8 @@ class Context(metaclass=OpenedNotConstructed):
     _handle: Any
     engines: set[Engine] = attrs.field(factory=set)
     memories: set[Memory] = attrs.field(factory=set)
+    #: Whether peers may ever have read memory of it.
+    lent_memory: bool = False
     _closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 

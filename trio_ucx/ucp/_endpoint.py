@@ -17,7 +17,7 @@ from ._attributes import text
 from ._buffers import Buffer
 from ._engine import Engine
 from ._memory import MemoryDescriptor
-from ._operations import EndpointCore, under_way
+from ._operations import EndpointCore, under_way, with_companion
 from ._posting import completed, flush
 from ._remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
@@ -204,11 +204,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         The order is that of posting. Operations left over by cancelled tasks are among them, those that completed at
         once, or were closed, are not. Never raises.
         """
-        return [operation.describe() for operation in self._core.under_way()]
+        return [operation.describe() for core in with_companion(self._core) for operation in core.under_way()]
 
     def statistics(self) -> EndpointStatistics:
         """What it has in flight."""
-        pending = self._core.pending
+        pending = [operation for core in with_companion(self._core) for operation in core.pending]
         return EndpointStatistics(len(pending), sum(operation.left_over for operation in pending))
 
     def _check(self) -> None:
@@ -430,12 +430,14 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     late = False
     with trio.move_on_after(timeout) as scope:
         try:
-            await core.wait_until(core.sends_done)
+            for one in with_companion(core):
+                await one.wait_until(one.sends_done)
             if core.handle is not None and core.unflushed:
                 await flush(core)
         except trio.BrokenResourceError:
             late = core.unflushed
-    waiting_for = under_way(core.under_way()) if scope.cancelled_caught else ""
+    waiting = [operation for one in with_companion(core) for operation in one.under_way()]
+    waiting_for = under_way(waiting) if scope.cancelled_caught else ""
     core.close()
     if late:
         raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error)

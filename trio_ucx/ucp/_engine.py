@@ -40,6 +40,7 @@ from outcome import Error
 
 from .._native import ffi, lib, ucx
 from ._address import worker_address
+from ._answers import send_answers
 from ._attributes import native_name
 from ._context import Context, Feature
 from ._loans import Loan
@@ -140,6 +141,7 @@ class Engine:
         self.turns = 0
         self.parked = False
         self._closing = False
+        self.unanswered = False
         self._next_id = 0
         self._stop: trio.CancelScope | None = None
         self.statistics_at_close: WorkerStatistics | None = None
@@ -479,6 +481,7 @@ class Engine:
                 break
         yield
         self.turn(arm=False)
+        yield from send_answers(self, STUCK_TIMEOUT)
 
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
@@ -498,7 +501,7 @@ class Engine:
         live_handles.closed("worker")
         engines.discard(self)
         self.left_over = 0
-        if not all(loan.ended for loan in self.overdue):
+        if self.unanswered or not all(loan.ended for loan in self.overdue):
             _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
         elif not self.in_flight or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
             # A receive whose sender died in the middle of a message never completes, nor does a send to the full

@@ -19,31 +19,22 @@ def in_use() -> BufferError:
     )
 
 
-class Loan:
-    """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
-
-    The engine knows all loans and ends them before it destroys its worker. A worker whose memory somebody still looks
-    at by then is left alone instead: better a leak than a crash.
+class Window:
+    """Memory as a memoryview that can be taken back, unless something else looks through it.
 
     A memoryview that is released knows of the arrays made from it, but not of its slices, or of other memoryviews made
-    from it: those go on. What they all share is the object that exports the memory; the loan has ended when that is
-    gone.
+    from it: those go on. What they all share is the object that exports the memory: nobody looks when that is gone.
     """
 
-    __slots__ = ("_address", "_engine", "_exporter", "_give_back", "_id", "_length", "_view", "_writable")
+    __slots__ = ("_address", "_closed", "_exporter", "_length", "_view", "_writable")
 
-    def __init__(
-        self, engine: Engine, address: int, length: int, give_back: Callable[[], None], *, writable: bool = False
-    ) -> None:
-        self._engine = engine
+    def __init__(self, address: int, length: int, *, writable: bool) -> None:
         self._address = address
         self._length = length
-        self._give_back = give_back
         self._writable = writable
-        self._id = engine.next_id()
+        self._closed = False
         self._exporter: Callable[[], Any] = lambda: None  # a weak reference
         self._view = self._look()
-        engine.children[self._id] = self.drop
 
     def _look(self) -> memoryview:
         exporter = self._exporter()
@@ -59,9 +50,47 @@ class Loan:
         try:
             _ = self._view.nbytes
         except ValueError:
-            if not self.ended:
+            if not self._closed:
                 self._view = self._look()
         return self._view
+
+    def close(self) -> None:
+        """Ends the view.
+
+        Raises:
+            BufferError: something made from it is in use.
+        """
+        try:
+            self._view.release()
+        except BufferError:
+            raise in_use() from None
+        if self._exporter() is not None:
+            raise in_use()
+        self._closed = True
+
+
+class Loan:
+    """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
+
+    The engine knows all loans and ends them before it destroys its worker. A worker whose memory somebody still looks
+    at by then is left alone instead: better a leak than a crash.
+    """
+
+    __slots__ = ("_engine", "_give_back", "_id", "_window")
+
+    def __init__(
+        self, engine: Engine, address: int, length: int, give_back: Callable[[], None], *, writable: bool = False
+    ) -> None:
+        self._engine = engine
+        self._give_back = give_back
+        self._id = engine.next_id()
+        self._window = Window(address, length, writable=writable)
+        engine.children[self._id] = self.drop
+
+    @property
+    def view(self) -> memoryview:
+        """See :attr:`Window.view`."""
+        return self._window.view
 
     @property
     def ended(self) -> bool:
@@ -75,12 +104,7 @@ class Loan:
         """
         if self.ended:
             return
-        try:
-            self._view.release()
-        except BufferError:
-            raise in_use() from None
-        if self._exporter() is not None:
-            raise in_use()
+        self._window.close()
         del self._engine.children[self._id]
         if self._engine.usable:
             self._give_back()

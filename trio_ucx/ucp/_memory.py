@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
 import struct
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,10 +15,12 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._address import WorkerAddress
 from ._buffers import Buffer, Pinned
+from ._loans import Window
+from ._memory_kinds import MemoryType
 from ._operations import live_handles
 from ._process import NOBODY, Process, this_process
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_integer, warn_resource
+from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
     from ._context import Context
@@ -46,6 +50,24 @@ _DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQII")
 _MAGIC, _VERSION = b"TURM", 1
 _CHECKSUM = struct.Struct("<I")
 _MAX_ADDRESS = 2**64 - 1
+_MAX_LENGTH = 2**63 - 1
+
+#: A packed remote key: which memory domains it has keys for, 64 bits, and the kind of memory; then for each domain the
+#: length of its key and the key. Of what follows UCX finds the end by itself (ucp_ep_rkey_unpack_internal).
+_RKEY = struct.Struct("=QB")
+
+
+def _is_rkey(packed: bytes) -> bool:
+    """Whether it looks like one, and is not cut off: UCX does not check, and would crash."""
+    if len(packed) < _RKEY.size:
+        return False
+    domains, memory_type = _RKEY.unpack_from(packed)
+    end = _RKEY.size
+    for _ in range(domains.bit_count()):
+        if end >= len(packed):
+            return False
+        end += 1 + packed[end]
+    return memory_type <= max(MemoryType) and end <= len(packed)
 
 
 @attrs.frozen(repr=False)
@@ -70,6 +92,17 @@ class MemoryDescriptor:
     access: Access = Access.ALL
     worker: WorkerAddress | None = None
     process: Process = NOBODY
+
+    def __attrs_post_init__(self) -> None:
+        check_integer(self.address, "the address", 0, _MAX_ADDRESS)
+        check_integer(self.nbytes, "nbytes", 0, min(_MAX_LENGTH, _MAX_ADDRESS - self.address))
+        check_access(self.access)
+        if not isinstance(self.rkey, bytes):
+            raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
+        if not isinstance(self.worker, WorkerAddress | None):
+            raise TypeError(f"worker must be a WorkerAddress, not {type(self.worker).__name__}")
+        if not _is_rkey(self.rkey):
+            raise ValueError(f"these {len(self.rkey)} bytes are no packed remote key of UCX's, or not all of one")
 
     def __bytes__(self) -> bytes:
         worker = bytes(self.worker) if self.worker is not None else b""
@@ -111,7 +144,7 @@ class MemoryDescriptor:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
         process, (rkey_length, worker_length) = Process(*rest[:4]), rest[4:]
         rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
-        if len(rkey) != rkey_length or len(worker) != worker_length or address + nbytes > _MAX_ADDRESS:
+        if len(rkey) != rkey_length or len(worker) != worker_length:
             raise ValueError("this memory descriptor contradicts itself")
         return cls(address, nbytes, rkey, Access(access & 7), WorkerAddress(worker) if worker else None, process)
 
@@ -120,7 +153,7 @@ class MemoryDescriptor:
 
 
 @attrs.define(eq=False, repr=False)
-class Memory(metaclass=OpenedNotConstructed):
+class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     """Memory that UCX knows, for peers to reach: :meth:`Context.register`, :meth:`Context.allocate`. A context manager.
 
     Attributes:
@@ -135,7 +168,7 @@ class Memory(metaclass=OpenedNotConstructed):
     nbytes: int
     access: Access
     _handle: Any
-    _view: View | None
+    _window: Window | None
     _pins: Pinned | None
     _rkey: bytes | None = None
 
@@ -147,9 +180,9 @@ class Memory(metaclass=OpenedNotConstructed):
             ValueError: it was closed; or it is device memory.
         """
         self._check()
-        if self._view is None:
+        if self._window is None:
             raise ValueError("this is no host memory")
-        return self._view
+        return self._window.view
 
     @property
     def rkey(self) -> bytes:
@@ -202,13 +235,8 @@ class Memory(metaclass=OpenedNotConstructed):
         """
         if self._handle is None:
             return
-        if self._view is not None:
-            try:
-                self._view.release()
-            except BufferError:
-                raise BufferError(
-                    "this memory is still in use: drop what was made from it (numpy arrays, other memoryviews) first"
-                ) from None
+        if self._window is not None:
+            self._window.close()
         handle, self._handle = self._handle, None
         lib.tu_memory_unmap(self.context._handle, handle)
         if self._pins is not None:
@@ -224,17 +252,6 @@ class Memory(metaclass=OpenedNotConstructed):
         except BufferError:
             return False
         return True
-
-    def __enter__(self) -> Memory:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.close()
-        except BufferError as error:
-            if exc_info[0] is None:
-                raise
-            warn_resource(f"{self!r} stays open: {error}", self)
 
     def __repr__(self) -> str:
         state = "closed" if self._handle is None else repr(self.access)
@@ -262,7 +279,24 @@ def allocate(context: Context, nbytes: int, access: Access) -> Memory:
     """:meth:`Context.allocate`."""
     access = check_access(access)
     nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
+    if nbytes > _available():
+        raise MemoryError(f"this machine does not have {nbytes} bytes of memory to allocate")
     return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None)
+
+
+def _available() -> int:
+    """Bytes of memory that can be had without swapping.
+
+    UCX itself fills a file in /dev/shm to find out whether there is enough (uct_posix_mem_alloc): asked for too much,
+    it takes all memory of the machine, and the file stays when the kernel kills us for that.
+    """
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
 def check_access(access: Access) -> Access:
@@ -301,10 +335,9 @@ def _map(
         found, length, found_kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
         lib.tu_memory_query(out[0], found, length, found_kind)  # the length may be more than was asked for
         base = found[0]
-    view = memoryview(ffi.buffer(ffi.cast("char *", base), nbytes)) if on_host else None
-    if view is not None and not protection & _LOCAL_WRITE:
-        view = view.toreadonly()
-    memory: Memory = Memory._create(context, base, nbytes, access, out[0], view, pins)
+    window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
+    memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
     context.memories.add(memory)
+    context.lent_memory = True
     live_handles.opened("memory")
     return memory

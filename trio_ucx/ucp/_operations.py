@@ -185,7 +185,6 @@ class EndpointCore:
         "peer",
         "peer_address",
         "pending",
-        "principal",
         "unflushed",
         "watch",
         "watchers",
@@ -214,8 +213,6 @@ class EndpointCore:
         self.on_failure: Callable[[], None] | None = None
         #: The endpoint without error handling beside it, for atomics (_remote_memory.py).
         self.companion: EndpointCore | None = None
-        #: The endpoint that this one is the companion of.
-        self.principal: EndpointCore | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: Whether UCX may close it by force.
@@ -246,8 +243,6 @@ class EndpointCore:
         watchers, self.watchers = self.watchers, []
         for watcher in watchers:
             watcher.set()
-        if self.principal is not None:
-            self.principal.changed()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition on its operations. No checkpoint if it holds already."""
@@ -266,8 +261,7 @@ class EndpointCore:
 
     def sends_done(self) -> bool:
         """Whether no operation is under way but those left over."""
-        companion_done = self.companion is None or self.companion.sends_done()
-        return companion_done and all(operation.left_over for operation in self.pending)
+        return all(operation.left_over for operation in self.pending)
 
     def buffers_released(self) -> bool:
         return not any(operation.left_over for operation in self.pending)
@@ -346,6 +340,10 @@ class EndpointCore:
         lib.tu_endpoint_free(handle)
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
+
+
+def with_companion(core: EndpointCore) -> list[EndpointCore]:
+    return [core] if core.companion is None else [core, core.companion]
 
 
 class CloseOperation(Operation):

@@ -11,7 +11,7 @@ from .._native import lib
 from ._buffers import Pinned
 from ._engine import Engine
 from ._memory_kinds import MemoryType
-from ._operations import EndpointCore, Operation
+from ._operations import EndpointCore, Operation, with_companion
 from ._pending import Pending
 from ._status import error_from_status
 
@@ -70,13 +70,15 @@ def post_flush(core: EndpointCore) -> Operation | None:
 
 
 async def flush(core: EndpointCore) -> None:
-    """Flushes an endpoint, and the companion that its atomics have. Always a checkpoint."""
-    flushes = [post_flush(one) for one in (core, core.companion) if one is not None]
+    """Flushes an endpoint, and the companion that carries its atomics. Always a checkpoint."""
     core.unflushed = False
     try:
-        for operation in flushes:
+        for one in with_companion(core):
+            one.check()
+            operation = post_flush(one)
             if operation is not None:
-                await completed(operation, core.engine)
+                await completed(operation, one.engine)
+            one.connected = True
     except BaseException:
         core.unflushed = True
         raise

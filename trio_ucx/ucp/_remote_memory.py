@@ -32,7 +32,7 @@ from ._operations import EndpointCore, Operation, live_handles
 from ._posting import check_reaches, completed, flush, pending_operation, post_flush
 from ._process import NOBODY
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_integer, warn_resource
+from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
     from ._endpoint import Endpoint
@@ -48,7 +48,8 @@ class Key:
         self._uses = 0
         self._closed = False
         out = ffi.new("tu_rkey_t **")
-        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed), out)
+        # UCX takes no length: it reads on until it finds this byte behind the key.
+        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
         if status != Status.OK:
             raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
         self.handle: Any = out[0]
@@ -91,6 +92,19 @@ async def _connect(core: EndpointCore) -> None:
         core.connected = True
 
 
+def _try_connect(core: EndpointCore) -> bool:
+    """The same without waiting: whether it is up."""
+    if not core.connected:
+        operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "connecting", core)
+        if operation is not None and operation.outcome is None:
+            operation.leave_over()
+            return False
+        if operation is not None:
+            operation.result()
+        core.connected = True
+    return True
+
+
 class _Access(Operation):
     """A put, a get or an atomic under way: holds the key, and the words of an atomic."""
 
@@ -114,7 +128,7 @@ def _under(key: Key, words: Any) -> Callable[[Engine, int, Pinned | None, str, E
 
 
 @attrs.define(eq=False, repr=False)
-class RemoteMemory(metaclass=OpenedNotConstructed):
+class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     """Memory of a peer, by :meth:`Endpoint.attach`. A context manager.
 
     Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
@@ -232,18 +246,22 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         ``Access.WRITE``. It ends with :meth:`close`.
 
         Raises:
-            UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`.
-            ValueError: closed.
+            UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
+                connection is not up yet; :meth:`flush` waits for it.
+            ValueError: not allowed by :attr:`access`; closed.
         """
-        self._check_open()
+        self._check(Access.READ, "read", 0, 0)
         if self._loan is None:
+            if not _try_connect(self._core):
+                raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
             pointer = ffi.new("uint64_t *")
             key = self._key("load and store", self._core)
             status = lib.tu_rkey_pointer(key.handle, self._descriptor.address, pointer)
             if status != Status.OK:
                 raise UCXError(status, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
-            self._loan = Loan(self._core.engine, pointer[0], self.nbytes, lambda: None, writable=writable)
+            key.hold()  # destroying it would unmap what the view shows
+            self._loan = Loan(self._core.engine, pointer[0], self.nbytes, key.let_go, writable=writable)
         return self._loan.view
 
     # ---- atomics ----
@@ -312,7 +330,7 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 
     async def _atomic(self, kind: int, value: int, swapped: int | None, offset: int, bits: int, *, fetch: bool) -> int:
-        if bits not in (32, 64):
+        if type(bits) is not int or bits not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
         size = bits // 8
         operand = _word(value, bits)
@@ -329,6 +347,7 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         self._check_open()
         core.check()
         key = self._key("atomics", core)
+        self._core.unflushed = True
         words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
         self._core.unflushed = True
         remote = self._descriptor.address + offset
@@ -351,7 +370,6 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
                     "descriptor while a worker of the memory's context is open"
                 )
             core.companion = self._endpoint.worker._connect_companion(address)
-            core.companion.principal = core
         return core.companion
 
     def _key(self, use: str, core: EndpointCore) -> Key:
@@ -425,17 +443,6 @@ class RemoteMemory(metaclass=OpenedNotConstructed):
         self._closed = True
         for key in self._keys.values():
             key.close()
-
-    def __enter__(self) -> RemoteMemory:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.close()
-        except BufferError as error:
-            if exc_info[0] is None:
-                raise
-            warn_resource(f"{self!r} stays open: {error}", self)
 
     def __del__(self) -> None:
         if not self._closed and self._core.engine.usable:

@@ -55,6 +55,26 @@ def check_timeout(value: object, name: str) -> float:
     return float(value)
 
 
+class ClosedOnExit:
+    """A context manager for what may refuse to be closed, with BufferError, while its memory is in use."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.close()
+        except BufferError as error:
+            if exc_info[0] is None:
+                raise
+            warn_resource(f"{self!r} stays open: {error}", self)
+
+
 class ConflictDetector:
     """Refuses a second task in an operation that only one may be in."""
 

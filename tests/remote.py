@@ -1,0 +1,114 @@
+"""What the tests of remote memory and of atomics share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from helpers import PROMPT, TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair
+from peers import REMOTE
+
+import trio_ucx
+from trio_ucx import ucp
+
+#: What UCX_TLS is, and how an endpoint comes about. Shared memory alone has worker addresses only.
+WAYS = [*[(transports, way) for transports in TRANSPORTS for way in ("raw", "connection", "worker")]]
+WAYS.append(("sm,self", "worker"))
+#: How long it may take until a peer's death is noticed, by UCX or by us.
+SOON = 5.0
+
+
+@asynccontextmanager
+async def open_two(transports: str) -> AsyncIterator[tuple[ucp.Worker, ucp.Worker]]:
+    """(ours, the memory's owner's)."""
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config, features=REMOTE) as worker:
+        async with ucp.open_worker(config=config, features=REMOTE) as owner:
+            yield worker, owner
+
+
+@asynccontextmanager
+async def open_way(way: str, worker: ucp.Worker, owner: ucp.Worker) -> AsyncIterator[ucp.Endpoint]:
+    """A fresh endpoint from ``worker`` to ``owner``, both in this process."""
+    if way == "raw":
+        async with open_raw_pair(worker, owner) as (client, _):
+            yield client
+    elif way == "accepted":
+        async with open_raw_pair(owner, worker) as (_, server):
+            yield server
+    elif way == "connection":
+        async with open_pair(worker, owner) as (connection, _):
+            yield connection.endpoint
+    else:
+        endpoint = await worker.open_endpoint(owner.address)
+        try:
+            yield endpoint
+        finally:
+            endpoint.abort()
+
+
+@asynccontextmanager
+async def open_between(transports: str, way: str) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Context]]:
+    """An endpoint, and the context of the worker that it leads to, in this process."""
+    async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
+        yield endpoint, owner.context
+
+
+@asynccontextmanager
+async def open_to_peer(way: str, worker: ucp.Worker, said: dict[str, Any]) -> AsyncIterator[ucp.Endpoint]:
+    """An endpoint to an ``owner`` in another process, by what it said."""
+    if way == "connection":
+        connection = await trio_ucx.open_ucx_stream(*said["connection"], worker=worker)
+        try:
+            yield connection.endpoint
+        finally:
+            connection.abort()
+        return
+    target = tuple(said["raw"]) if way == "raw" else ucp.WorkerAddress(bytes.fromhex(said["worker"]))
+    endpoint = await worker.open_endpoint(target)
+    try:
+        yield endpoint
+    finally:
+        endpoint.abort()
+
+
+@asynccontextmanager
+async def open_owner(
+    transports: str, way: str, nbytes: int, kind: str = "allocated"
+) -> AsyncIterator[tuple[Peer, ucp.Endpoint, ucp.RemoteMemory]]:
+    """(the owner in another process, an endpoint to it, its memory)."""
+    async with (
+        open_peer("owner", nbytes, kind, transports=transports) as peer,
+        ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker,
+    ):
+        said = await peer.hear()
+        async with open_to_peer(way, worker, said) as endpoint:
+            with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory:
+                yield peer, endpoint, memory
+
+
+async def expect_broken(function: Any, *args: object) -> None:
+    """Calls it until the peer is gone."""
+    with pytest.raises(trio.BrokenResourceError) as caught:
+        while True:
+            await function(*args)
+    assert isinstance(caught.value.__cause__, ucp.UCXError)
+
+
+async def cancelled_promptly(function: Any, *args: object) -> None:
+    """Cancels an operation that does not end."""
+    with trio.move_on_after(0.05) as scope:
+        await function(*args)
+    late = trio.current_time() - scope.deadline
+    assert scope.cancelled_caught
+    assert late < PROMPT, f"returned {late:.3f} s late"
+
+
+async def released(worker: ucp.Worker) -> None:
+    """Waits until UCX has let go of everything that was left over."""
+    with trio.fail_after(30):
+        while worker.statistics().left_over_operations:
+            await trio.sleep(0.002)
