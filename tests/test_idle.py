@@ -97,3 +97,17 @@ async def test_busy_peer_is_backed_off_from(worker: ucp.Worker, transports: str)
         finally:
             peer.resume()
             connection.abort()
+
+
+async def test_client_without_error_handling_leaves_the_server_reachable(worker: ucp.Worker, transports: str) -> None:
+    """UCX would miss the next client's coming: its "adaptive progress" loses events then."""
+    with worker.open_active_messages(3) as messages:
+        for _ in range(3):
+            async with ucp.open_worker(config={"TLS": transports}) as other:
+                endpoint = await other.open_endpoint(worker.address, error_mode=ucp.ErrorMode.NONE)
+                with trio.fail_after(5):
+                    await endpoint.am_send(3, b"hello", reply=True)
+                    (await messages.receive()).release()
+                    await endpoint.flush()
+                endpoint.abort()
+            await trio.sleep(0.05)  # the worker has nothing to do

@@ -13,7 +13,8 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _peers                                            noticing a dead process
     _posting                                          from checked arguments to an operation in flight
     _tag, _arrivals, _active_messages, _stream        one file per capability
-    _remote_memory, _endpoint, _listener, _requests
+    _atomics, _remote_memory, _endpoint, _listener,
+      _requests
     _worker                                           puts them together
 """
 

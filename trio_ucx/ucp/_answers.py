@@ -1,8 +1,9 @@
-"""What UCX still owes to peers that read our memory, when a worker closes.
+"""What UCX still has to send when a worker closes, and would crash over when the worker is destroyed.
 
-Answers are no operations of ours. UCX crashes when it destroys a worker that has some left for the full shared-memory
-queue of a peer that is gone or stopped, because it takes what a get's answer keeps in its request for the description
-of a buffer (ucp_request_send_state_ff). As long as there are some, the worker cannot be armed.
+That is answers to peers that read our memory, which are no operations of ours: UCX takes what a get's answer keeps in
+its request for the description of a buffer (ucp_request_send_state_ff). And it is atomics ("'abort' is not
+implemented"). Both are left when the shared-memory queue of a peer that is gone or stopped is full; as long as they
+are, the worker cannot be armed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 def send_answers(engine: Engine, timeout: float) -> Iterator[None]:
     """Progresses until there are none, yielding in between; after ``timeout`` the worker must not be destroyed."""
     start = time.monotonic()
-    while engine.context.lent_memory and engine.turn(arm=True) != lib.TU_ARMED:
+    while (engine.context.lent_memory or engine.has_companions) and engine.turn(arm=True) != lib.TU_ARMED:
         if time.monotonic() > start + timeout:
             engine.unanswered = True
-            warn_resource("a UCX worker was left alone: a peer that read its memory does not take the answer")
+            warn_resource(
+                "a UCX worker was left alone: a peer does not take what UCX has for it, and must not be denied"
+            )
             return
         yield
         time.sleep(0.0002)

@@ -68,6 +68,9 @@ if ucx.version >= WELL_CONFIGURABLE:
         # A server connects back to its clients. With UCX's default it waits for that in connect(), and when a client
         # has died meanwhile, UCX frees the TCP endpoint twice (uct_tcp_ep_create_socket_and_connect).
         "TCP_CONN_NB": "y",
+        # Else UCX looks at transports that no endpoint uses only when their descriptor says so, and loses such events
+        # after a peer without error handling has gone: an idle worker would hear of no new client by worker address.
+        "ADAPTIVE_PROGRESS": "n",
         # As Trio does for TCP: a server that starts again gets its port back, connections in TIME_WAIT or not.
         "TCP_CM_REUSEADDR": "y",
         **DEFAULT_OPTIONS,

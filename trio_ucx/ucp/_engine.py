@@ -142,6 +142,8 @@ class Engine:
         self.parked = False
         self._closing = False
         self.unanswered = False
+        #: Whether there were ever endpoints for atomics.
+        self.has_companions = False
         self._next_id = 0
         self._stop: trio.CancelScope | None = None
         self.statistics_at_close: WorkerStatistics | None = None

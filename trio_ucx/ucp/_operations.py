@@ -169,6 +169,7 @@ class EndpointCore:
 
     __slots__ = (
         "__weakref__",
+        "atomics",
         "companion",
         "connected",
         "engine",
@@ -213,6 +214,8 @@ class EndpointCore:
         self.on_failure: Callable[[], None] | None = None
         #: The endpoint without error handling beside it, for atomics (_remote_memory.py).
         self.companion: EndpointCore | None = None
+        #: A companion's atomics under way.
+        self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: Whether UCX may close it by force.
@@ -312,6 +315,10 @@ class EndpointCore:
         companion, self.companion = self.companion, None
         if companion is not None:
             companion.follow(self)
+        if self.atomics is not None:
+            problem = self.problem()
+            assert problem is not None
+            self.atomics.fail(problem)
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -119,31 +118,42 @@ class Waiters:
     __slots__ = ("_queue",)
 
     def __init__(self) -> None:
-        self._queue: deque[Signal] = deque()
+        #: In order; a dict, because those who are cancelled leave from the middle.
+        self._queue: dict[Signal, None] = {}
+
+    def _first(self) -> Signal | None:
+        while self._queue:
+            first = next(iter(self._queue))
+            if first.awaited:
+                return first
+            del self._queue[first]  # cancelled, but its task has not run yet: it must be given nothing
+        return None
 
     def __bool__(self) -> bool:
-        while self._queue and not self._queue[0].awaited:
-            self._queue.popleft()  # cancelled, but its task has not run yet: it must be given nothing
-        return bool(self._queue)
+        return self._first() is not None
+
+    def _finish_first(self, result: Outcome[Any]) -> bool:
+        first = self._first()
+        if first is None:
+            return False
+        del self._queue[first]
+        first.finish(result)
+        return True
 
     def give(self, thing: Any) -> bool:
         """Gives it to who waits longest; False when nobody does."""
-        if not self:
-            return False
-        self._queue.popleft().finish(Value(thing))
-        return True
+        return self._finish_first(Value(thing))
 
     def fail(self, error: Exception) -> None:
         """Ends all waits with this error."""
-        while self:
-            self._queue.popleft().finish(Error(error))
+        while self._finish_first(Error(error)):
+            pass
 
     async def wait(self) -> Any:
         """Waits for a thing. Cancelling it loses none."""
         waiter = Signal()
-        self._queue.append(waiter)
+        self._queue[waiter] = None
         try:
             return await waiter.wait()
         finally:
-            if waiter in self._queue:
-                self._queue.remove(waiter)
+            self._queue.pop(waiter, None)

@@ -7,8 +7,8 @@ UCX cannot run atomics on an endpoint with error handling: they fail, and over T
 handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
 ever; nor can it be closed by force. So an endpoint gets a *companion* with the first atomic: a second endpoint to the
 same process, by worker address, without error handling. The endpoint watches for both: when it fails, or is closed,
-whatever waits on the companion is told. What UCX still has pending there ends with the worker, which UCX destroys under
-it without harm (measured with UCX 1.22, TCP and shared memory).
+whatever waits on the companion is told. What UCX still has pending there ends with the worker. It bears that for
+atomics that were sent, but not for others, so only as many are under way as surely can be sent (``_atomics.py``).
 
 What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
 a companion's connection to a dead peer is freed only with the worker.
@@ -16,7 +16,6 @@ a companion's connection to a dead peer is freed only with the worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -24,6 +23,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from ._atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from ._buffers import Buffer, Pinned, new_bytes
 from ._context import Feature
 from ._loans import Loan
@@ -92,6 +92,14 @@ async def _connect(core: EndpointCore) -> None:
         core.connected = True
 
 
+def _over_tcp(core: EndpointCore) -> bool:
+    """Whether an endpoint has no lanes but TCP's. (UCX before 1.14 does not say.)"""
+    text = ffi.new("char[4096]")
+    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
+        return True
+    return all(line.startswith(b"tcp/") for line in ffi.string(text).splitlines())
+
+
 def _try_connect(core: EndpointCore) -> bool:
     """The same without waiting: whether it is up."""
     if not core.connected:
@@ -105,26 +113,54 @@ def _try_connect(core: EndpointCore) -> bool:
     return True
 
 
-class _Access(Operation):
-    """A put, a get or an atomic under way: holds the key, and the words of an atomic."""
+class _Transfer(Operation):
+    """A put or a get under way: holds the key."""
 
-    __slots__ = ("key", "words")
+    __slots__ = ("_key",)
 
     def __init__(
-        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key, words: Any
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key
     ) -> None:
         super().__init__(engine, id, pins, doing, core)
-        self.key = key
-        self.words = words
+        self._key = key
         key.hold()
 
     def release(self) -> None:
         super().release()
-        self.key.let_go()
+        self._key.let_go()
 
 
-def _under(key: Key, words: Any) -> Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation]:
-    return lambda engine, id, pins, doing, core: _Access(engine, id, pins, doing, core, key, words)
+class _Atomic(Operation):
+    """An atomic under way: holds the key, its words, and a place in the companion's window."""
+
+    __slots__ = ("_fetches", "_key", "_window", "_words")
+
+    def __init__(
+        self,
+        engine: Engine,
+        id: int,
+        pins: Pinned | None,
+        doing: str,
+        core: EndpointCore | None,
+        window: AtomicWindow,
+        fetches: bool,
+        key: Key,
+        words: Any,
+    ) -> None:
+        super().__init__(engine, id, pins, doing, core)
+        self._window = window
+        self._fetches = fetches
+        self._key = key
+        self._words = words
+        key.hold()
+
+    def release(self) -> None:
+        super().release()
+        self._key.let_go()
+        if self._fetches:
+            self._window.leave()
+        else:
+            self._window.sent()
 
 
 @attrs.define(eq=False, repr=False)
@@ -344,15 +380,31 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         core = self._companion()
         await _connect(core)
-        self._check_open()
-        core.check()
-        key = self._key("atomics", core)
-        self._core.unflushed = True
+        if core.atomics is None:
+            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if _over_tcp(core) else LIMIT)
+        window: AtomicWindow = core.atomics
+        await window.enter()
+        try:
+            self._check_open()
+            core.check()
+            key = self._key("atomics", core)
+        except BaseException:
+            window.leave()
+            raise
         words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
         self._core.unflushed = True
         remote = self._descriptor.address + offset
         verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
-        operation = pending_operation(engine, verdict, None, "an atomic operation", core, _under(key, words))
+        if verdict <= 0:
+            window.leave() if fetch or verdict < 0 else window.sent()
+        operation = pending_operation(
+            engine,
+            verdict,
+            None,
+            "an atomic operation",
+            core,
+            lambda engine, id, pins, doing, core: _Atomic(engine, id, pins, doing, core, window, fetch, key, words),
+        )
         if operation is None:
             await trio.lowlevel.cancel_shielded_checkpoint()
         else:
@@ -423,7 +475,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             pins.release()
             raise
         verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
-        operation = pending_operation(core.engine, verdict, pins, doing, core, _under(key, None))
+        operation = pending_operation(
+            core.engine,
+            verdict,
+            pins,
+            doing,
+            core,
+            lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key),
+        )
         if operation is None:
             await trio.lowlevel.cancel_shielded_checkpoint()
         else:

@@ -171,6 +171,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _connect_companion(self, address: WorkerAddress) -> EndpointCore:
         """An endpoint that another one watches for."""
+        self._engine.has_companions = True
         native, how = ffi.from_buffer("char[]", address.ucx), opening.WITHOUT_ERROR_HANDLING.native(None)
         return self._make_endpoint(
             f"{address!r}, for atomics",
