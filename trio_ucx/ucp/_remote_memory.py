@@ -380,6 +380,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         core = self._companion()
         await _connect(core)
+        core.check()
         if core.atomics is None:
             core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if _over_tcp(core) else LIMIT)
         window: AtomicWindow = core.atomics
