@@ -383,6 +383,8 @@ async def test_context_options() -> None:
 @pytest.mark.parametrize("feature", [ucp.Feature.TAG, ucp.Feature.STREAM])
 async def test_features_that_the_context_lacks(feature: ucp.Feature) -> None:
     """UCX would print a backtrace for some, and crash with others."""
+    with ucp.open_context({"TLS": "tcp"}, features=ucp.Feature.ALL) as able, able.allocate(1) as memory:
+        descriptor = memory.descriptor
     async with ucp.open_worker(config={"TLS": "tcp"}, features=feature) as worker:
         endpoint = await worker.open_endpoint(worker.address)
         uses: list[tuple[ucp.Feature, Callable[[], Any]]] = [
@@ -390,7 +392,7 @@ async def test_features_that_the_context_lacks(feature: ucp.Feature) -> None:
             (ucp.Feature.AM, lambda: worker.open_active_messages(1)),
             (ucp.Feature.RMA, lambda: worker.context.register(bytearray(1))),
             (ucp.Feature.RMA, lambda: worker.context.allocate(1)),
-            (ucp.Feature.RMA, lambda: endpoint.attach(ucp.MemoryDescriptor(1, 1, b"rkey"))),
+            (ucp.Feature.RMA, lambda: endpoint.attach(descriptor)),
             (ucp.Feature.STREAM, lambda: endpoint.stream_send(b"x")),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive(bytearray(1))),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive_some()),

@@ -36,8 +36,7 @@ http_server: Any = load(HTTP_SERVER)
 http_client: Any = load(HTTP_CLIENT)
 
 #: (UCX_TLS, or None for no UCX; with TLS). The first of them is enough where only HTTP matters.
-WAYS = [("tcp,sm,self", False), ("tcp", True), (None, False)]
-UCX_WAYS = WAYS[:2]
+WAYS = [("tcp,sm,self", False), ("tcp", True)]
 
 
 # ---- the programs, and a client of our own that knows no manners ----
@@ -344,7 +343,7 @@ async def test_http_answers_a_client_that_has_ended_its_half(service: Service) -
         assert await talk.dropped() == b""
 
 
-@pytest.mark.parametrize("way", UCX_WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_http_many_clients(root: Path, certificates: Path, way: tuple[str, bool]) -> None:
     async with serving(root, certificates, way) as service:
 
