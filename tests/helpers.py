@@ -13,7 +13,7 @@ import ssl
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -238,3 +238,34 @@ class Stopwatch:
         self.seconds = trio.current_time() - self.start
         if exc_type is None:
             assert self.seconds < self.limit, f"took {self.seconds:.3f} s"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition that the worker brings about."""
+    with trio.fail_after(20):
+        while not condition():
+            await trio.sleep(0.001)
+
+
+async def cancelled_promptly(function: Callable[..., Any], *args: object, after: float = 0.05) -> None:
+    """Cancels an operation that would not end; it must return at once, by Cancelled."""
+    with trio.move_on_after(after) as scope:
+        await function(*args)
+    late = trio.current_time() - scope.deadline
+    assert scope.cancelled_caught
+    assert late < PROMPT, f"returned {late:.3f} s late"
+
+
+def assert_free(*buffers: bytearray) -> None:
+    """Nobody has them pinned."""
+    for buffer in buffers:
+        buffer.append(0)
+        buffer.pop()
+
+
+def assert_pinned(buffer: bytearray) -> None:
+    try:
+        buffer.append(0)
+    except BufferError:
+        return
+    raise AssertionError("it could be resized")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import PROMPT, TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair
+from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair
 from peers import REMOTE
 
 import trio_ucx
@@ -96,15 +96,6 @@ async def expect_broken(function: Any, *args: object) -> None:
         while True:
             await function(*args)
     assert isinstance(caught.value.__cause__, ucp.UCXError)
-
-
-async def cancelled_promptly(function: Any, *args: object) -> None:
-    """Cancels an operation that does not end."""
-    with trio.move_on_after(0.05) as scope:
-        await function(*args)
-    late = trio.current_time() - scope.deadline
-    assert scope.cancelled_caught
-    assert late < PROMPT, f"returned {late:.3f} s late"
 
 
 async def released(worker: ucp.Worker) -> None:

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from helpers import PROMPT, Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
+from helpers import (
+    PROMPT,
+    Stopwatch,
+    assert_free,
+    assert_lanes,
+    assert_pinned,
+    open_pair,
+    open_peer,
+    open_raw_pair,
+    pattern,
+    until,
+)
 
 import trio_ucx
 from trio_ucx import ucp
@@ -27,24 +38,6 @@ HOLD, REFUSE, CUT = ucp.WhenFull
 SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 65537, 2**20]
 #: Long enough for UCX to lend its memory, whatever the transport.
 LENT = 100_000
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition that the worker brings about."""
-    with trio.fail_after(20):
-        while not condition():
-            await trio.sleep(0.001)
-
-
-def assert_free(*buffers: bytearray) -> None:
-    for buffer in buffers:
-        buffer.append(0)
-        buffer.pop()
-
-
-def assert_pinned(buffer: bytearray) -> None:
-    with pytest.raises(BufferError):
-        buffer.append(0)
 
 
 async def exchange(

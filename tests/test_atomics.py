@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import open_peer, open_raw_pair
+from helpers import cancelled_promptly, open_peer, open_raw_pair
 from peers import REMOTE
 from remote import (
     SOON,
     WAYS,
-    cancelled_promptly,
     expect_broken,
     open_between,
     open_owner,

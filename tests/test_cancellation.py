@@ -8,31 +8,23 @@ import socket
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
+from helpers import (
+    PROMPT,
+    Stopwatch,
+    assert_free,
+    assert_lanes,
+    assert_pinned,
+    cancelled_promptly,
+    open_pair,
+    open_peer,
+    open_raw_pair,
+    pattern,
+)
 
 import trio_ucx
 from trio_ucx import ucp
 
 BIG = 2**26
-
-
-async def cancelled_promptly(function, *args: object, after: float = 0.05) -> None:  # type: ignore[no-untyped-def]
-    """Cancels an operation that would not end; it must return at once, by Cancelled."""
-    with trio.move_on_after(after) as scope:
-        await function(*args)
-    late = trio.current_time() - scope.deadline
-    assert scope.cancelled_caught
-    assert late < PROMPT, f"returned {late:.3f} s late"
-
-
-def assert_pinned(buffer: bytearray) -> None:
-    with pytest.raises(BufferError):
-        buffer.append(0)
-
-
-def assert_free(buffer: bytearray) -> None:
-    buffer.append(0)
-    buffer.pop()
 
 
 # ---- raw tag messages ----

@@ -17,12 +17,11 @@ import attrs
 import numpy as np
 import pytest
 import trio
-from helpers import assert_lanes, open_peer, open_raw_pair, pattern
+from helpers import assert_free, assert_lanes, assert_pinned, cancelled_promptly, open_peer, open_raw_pair, pattern
 from peers import REMOTE
 from remote import (
     SOON,
     WAYS,
-    cancelled_promptly,
     expect_broken,
     open_between,
     open_owner,
@@ -45,16 +44,6 @@ ALL_WAYS = [*WAYS, ("tcp", "accepted"), ("tcp,sm,self", "accepted")]
 async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
     async with ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker:
         yield worker
-
-
-def assert_free(buffer: bytearray) -> None:
-    buffer.append(0)
-    buffer.pop()
-
-
-def assert_pinned(buffer: bytearray) -> None:
-    with pytest.raises(BufferError):
-        buffer.append(0)
 
 
 # ---- what arrives ----

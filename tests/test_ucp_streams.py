@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, assert_lanes, open_peer, open_raw_pair, pattern
+from helpers import PROMPT, Stopwatch, assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
 
 from trio_ucx import ucp
 from trio_ucx.ucp import _engine
@@ -26,19 +26,6 @@ SIZES = [0, 1, 8191, 65535, 65536, 65537, 2**20]
 async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         yield worker
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition that the worker brings about."""
-    with trio.fail_after(20):
-        while not condition():
-            await trio.sleep(0.001)
-
-
-def assert_free(*buffers: bytearray) -> None:
-    for buffer in buffers:
-        buffer.append(0)
-        buffer.pop()
 
 
 async def arrived(endpoint: ucp.Endpoint, size: int) -> None:

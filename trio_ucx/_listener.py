@@ -21,7 +21,7 @@ from ._session import Options
 from .ucp import UCXError, Worker, WorkerAddress
 from .ucp._address import Resolved, format_address
 from .ucp._listener import ListenerCore, client_of
-from .ucp._opening import EndpointOptions
+from .ucp._opening import DEFAULT
 from .ucp._operations import EndpointCore
 from .ucp._pending import Signal, Waiters
 from .ucp._util import OpenedNotConstructed
@@ -84,7 +84,7 @@ class Reception:
             self.core.reject(request)
             return
         try:
-            core = self.worker._accept_core(request, client, EndpointOptions())
+            core = self.worker._accept_core(request, client, DEFAULT)
         except (OSError, UCXError):
             self.refused += 1  # it went away meanwhile
             return

@@ -246,13 +246,6 @@ void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
     free(message);
 }
 
-size_t tu_am_max_header(tu_worker_t *worker)
-{
-    ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER};
-
-    return ucp_worker_query(worker->worker, &attr) == UCS_OK ? attr.max_am_header : 0;
-}
-
 /* The header must stay until the operation completes. */
 int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
                    const tu_buffers_t *buffers, int reply, int protocol)

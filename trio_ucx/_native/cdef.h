@@ -206,7 +206,6 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remo
 /* am.c */
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
                int cut, tu_am_queue_t **out);
-size_t tu_am_max_header(tu_worker_t *worker);
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
 void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out);
 void tu_am_close(tu_am_queue_t *queue);

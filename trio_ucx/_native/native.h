@@ -48,7 +48,6 @@ struct tu_worker {
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
-    unsigned hello_id;
     size_t hello_max;
 
     tu_record_t *ring;

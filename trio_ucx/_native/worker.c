@@ -215,7 +215,6 @@ static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_l
 
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length)
 {
-    worker->hello_id  = am_id;
     worker->hello_max = max_length;
     return tu_am_handle(worker, am_id, hello_arrived, worker);
 }

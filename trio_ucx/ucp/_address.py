@@ -13,7 +13,7 @@ import trio
 
 from .._native import ffi, lib
 from ._process import NOBODY, Process, this_process
-from ._status import Status, UCXError
+from ._status import read_sized
 from ._util import check_integer
 
 #: After UCX's bytes: magic, the listener that is meant (0: any), the process (host, pid namespace, pid, start time),
@@ -93,15 +93,8 @@ class WorkerAddress:
 
 def worker_address(worker: Any) -> WorkerAddress:
     """The address of a worker of ours, by its native handle."""
-    size = ffi.new("size_t *", 4096)
-    while True:
-        out = ffi.new("char[]", size[0])
-        room = size[0]
-        status = lib.tu_worker_address(worker, out, size)
-        if status != Status.OK:
-            raise UCXError(status, "asking for the worker's address")
-        if size[0] <= room:
-            return WorkerAddress.from_ucx(bytes(ffi.buffer(out, size[0])), process=this_process())
+    blob = read_sized(lambda *out: lib.tu_worker_address(worker, *out), "asking for the worker's address")
+    return WorkerAddress.from_ucx(blob, process=this_process())
 
 
 @attrs.frozen

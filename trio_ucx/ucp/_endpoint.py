@@ -239,7 +239,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await self._send(post_send(self._core, data, tag))
+        await completed(post_send(self._core, data, tag), self._core.engine)
 
     @enable_ki_protection
     async def tag_send_sync(self, data: Buffer, tag: int) -> None:
@@ -250,7 +250,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await self._send(post_send(self._core, data, tag, sync=True))
+        await completed(post_send(self._core, data, tag, sync=True), self._core.engine)
 
     @enable_ki_protection
     async def am_send(
@@ -285,7 +285,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await self._send(post_am_send(self._core, id, data, header, reply, protocol))
+        await completed(post_am_send(self._core, id, data, header, reply, protocol), self._core.engine)
 
     @enable_ki_protection
     async def stream_send(self, data: Buffer) -> None:
@@ -306,7 +306,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await self._send(post_stream_send(self._core, data))
+        await completed(post_stream_send(self._core, data), self._core.engine)
 
     @enable_ki_protection
     async def stream_receive(self, buffer: Buffer, *, exact: bool = False) -> int:
@@ -350,12 +350,6 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         self._check()
         return attach(self, self._core, descriptor)
-
-    async def _send(self, operation: Any) -> None:
-        if operation is None:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await completed(operation, self._core.engine)
 
     @enable_ki_protection
     async def flush(self) -> None:

@@ -41,7 +41,7 @@ from outcome import Error
 from .._native import ffi, lib, ucx
 from ._address import worker_address
 from ._answers import send_answers
-from ._attributes import native_name
+from ._attributes import native_name, query_worker
 from ._context import Context, Feature
 from ._loans import Loan
 from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles, under_way
@@ -114,7 +114,7 @@ class Engine:
         self.tags = Feature.TAG in context.features
         #: Ids of active messages that are taken, and by what.
         self.am_ids: dict[int, str] = {}
-        self.max_am_header: int = min(lib.tu_am_max_header(self.handle), context.longest_am_header)
+        self.max_am_header = min(query_worker(self.handle, client_id).max_am_header, context.longest_am_header)
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Who waits for active messages, by the queue's id.

@@ -6,6 +6,7 @@ import enum
 import os
 import struct
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ._loans import Window
 from ._memory_kinds import MemoryType
 from ._operations import live_handles
 from ._process import NOBODY, Process, this_process
-from ._status import Status, UCXError
+from ._status import Status, UCXError, read_sized
 from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
@@ -189,16 +190,8 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """UCX's packed remote key (``ucp_rkey_pack``)."""
         self._check()
         if self._rkey is None:
-            size = ffi.new("size_t *", 1024)
-            while True:
-                out = ffi.new("char[]", size[0])
-                room = size[0]
-                status = lib.tu_memory_pack(self.context._native(), self._handle, out, size)
-                if status != Status.OK:
-                    raise UCXError(status, "packing a remote key")
-                if size[0] <= room:
-                    break
-            self._rkey = bytes(ffi.buffer(out, size[0]))
+            native = self.context._native()
+            self._rkey = read_sized(lambda *out: lib.tu_memory_pack(native, self._handle, *out), "packing a remote key")
         return self._rkey
 
     @property
@@ -244,14 +237,11 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         live_handles.closed("memory")
         self.context.released_memory(self)
 
-    def close_unasked(self) -> bool:
-        """Its context ends. False when the memory is in use and must stay."""
+    def close_unasked(self) -> None:
+        """Its context ends. Memory that is in use stays."""
         warn_resource(f"unclosed {self!r}", self)
-        try:
+        with suppress(BufferError):
             self.close()
-        except BufferError:
-            return False
-        return True
 
     def __repr__(self) -> str:
         state = "closed" if self._handle is None else repr(self.access)

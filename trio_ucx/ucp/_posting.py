@@ -35,8 +35,11 @@ def check_reaches(engine: Engine, pins: Pinned) -> None:
         )
 
 
-async def completed(operation: Pending, engine: Engine) -> Any:
-    """Waits for something that was just posted: always a checkpoint."""
+async def completed(operation: Pending | None, engine: Engine) -> Any:
+    """Waits for something that was just posted (None: it completed at once): always a checkpoint."""
+    if operation is None:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return None
     if operation.outcome is not None:
         await trio.lowlevel.cancel_shielded_checkpoint()
         return operation.result()

@@ -92,18 +92,10 @@ async def _connect(core: EndpointCore) -> None:
         core.connected = True
 
 
-def _over_tcp(core: EndpointCore) -> bool:
-    """Whether an endpoint has no lanes but TCP's. (UCX before 1.14 does not say.)"""
-    text = ffi.new("char[4096]")
-    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
-        return True
-    return all(line.startswith(b"tcp/") for line in ffi.string(text).splitlines())
-
-
 def _try_connect(core: EndpointCore) -> bool:
     """The same without waiting: whether it is up."""
     if not core.connected:
-        operation = pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "connecting", core)
+        operation = post_flush(core)
         if operation is not None and operation.outcome is None:
             operation.leave_over()
             return False
@@ -111,6 +103,14 @@ def _try_connect(core: EndpointCore) -> bool:
             operation.result()
         core.connected = True
     return True
+
+
+def _over_tcp(core: EndpointCore) -> bool:
+    """Whether an endpoint has no lanes but TCP's. (UCX before 1.14 does not say.)"""
+    text = ffi.new("char[4096]")
+    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
+        return True
+    return all(line.startswith(b"tcp/") for line in ffi.string(text).splitlines())
 
 
 class _Transfer(Operation):
@@ -229,12 +229,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 not allowed by :attr:`access`; closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
-        pins = self._pin(buffer, Access.READ, "read", offset)
-        try:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        except BaseException:
-            pins.release()
-            raise
+        pins = await self._pin(buffer, Access.READ, "read", offset)
         size = pins.size
         await self._transfer(lib.tu_get, pins, offset, "reading remote memory")
         return size
@@ -252,12 +247,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 allowed by :attr:`access`; closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
-        pins = self._pin(data, Access.WRITE, "write", offset)
-        try:
-            await trio.lowlevel.checkpoint_if_cancelled()
-        except BaseException:
-            pins.release()
-            raise
+        pins = await self._pin(data, Access.WRITE, "write", offset)
         self._core.unflushed = True
         await self._transfer(lib.tu_put, pins, offset, "writing remote memory")
 
@@ -406,10 +396,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             core,
             lambda engine, id, pins, doing, core: _Atomic(engine, id, pins, doing, core, window, fetch, key, words),
         )
-        if operation is None:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await completed(operation, engine)
+        await completed(operation, engine)
         return int(words[1])
 
     def _companion(self) -> EndpointCore:
@@ -444,7 +431,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes from offset {offset} on reach beyond the end of {self.nbytes}")
 
-    def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
+    async def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
+        """Checks all that can be, whether we are cancelled last."""
         offset = check_integer(offset, "offset", 0, 2**62)
         self._check_open()
         pins = Pinned(buffer, writable=access is Access.READ)
@@ -456,6 +444,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 )
             self._check(access, doing, offset, pins.size)
             check_reaches(self._core.engine, pins)
+            await trio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
             pins.release()
             raise
@@ -484,10 +473,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             core,
             lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key),
         )
-        if operation is None:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await completed(operation, core.engine)
+        await completed(operation, core.engine)
 
     @enable_ki_protection
     def close(self) -> None:

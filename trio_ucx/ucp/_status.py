@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import errno
 import os
+from collections.abc import Callable
+from typing import Any
 
 import trio
 
@@ -70,6 +72,23 @@ class UCXError(Exception):
 
     def __reduce__(self) -> tuple[type[UCXError], tuple[int, str]]:
         return type(self), (int(self.status), self.doing)
+
+
+def read_sized(call: Callable[[Any, Any], int], doing: str) -> bytes:
+    """The bytes that ``call(out, size)`` copies to ``out`` if they fit; it makes ``size`` their number either way.
+
+    Raises:
+        UCXError: it answers that it failed.
+    """
+    size = ffi.new("size_t *", 4096)
+    while True:
+        room = size[0]
+        out = ffi.new("char[]", room)
+        status = call(out, size)
+        if status != Status.OK:
+            raise UCXError(status, doing)
+        if size[0] <= room:
+            return bytes(ffi.buffer(out, size[0]))
 
 
 #: The connection is gone: BrokenResourceError. Everything that is not here, nor a Python exception below, stays a
