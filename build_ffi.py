@@ -21,6 +21,7 @@ SOURCES = [
     "library.c",
     "context.c",
     "worker.c",
+    "poll.c",
     "operation.c",
     "endpoint.c",
     "listener.c",

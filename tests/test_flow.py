@@ -189,14 +189,15 @@ async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
         await trio.sleep(0.1)
         assert client.statistics().queued_sends == 1
         for number in range(20):
-            nursery.start_soon(client.send, pattern(2000, number), 2)
-            nursery.start_soon(client.send_all, bytes([number]) * 3000)
             with trio.fail_after(2):
-                assert await server.receive(2) == pattern(2000, number)
-                got = b""
-                while len(got) < 3000:
-                    got += await server.receive_some()
-                assert got == bytes([number]) * 3000
+                async with trio.open_nursery() as sends:  # one send_all is over before the next begins
+                    sends.start_soon(client.send, pattern(2000, number), 2)
+                    sends.start_soon(client.send_all, bytes([number]) * 3000)
+                    assert await server.receive(2) == pattern(2000, number)
+                    got = b""
+                    while len(got) < 3000:
+                        got += await server.receive_some()
+                    assert got == bytes([number]) * 3000
         assert server.statistics().held <= 16384
         with trio.fail_after(10):
             for number in range(1000):

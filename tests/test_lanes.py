@@ -22,6 +22,7 @@ class Mover:
         self.consumed_ones: list[Message] = []
         self.discarded: list[Message] = []
         self.orphans: set[Message] = set()
+        self.run_messages = 0
 
     def move(self, message: Message, pins: Pinned | None) -> None:
         if pins is None:
@@ -48,6 +49,9 @@ class Mover:
 
     def consumed(self, message: Message) -> None:
         self.consumed_ones.append(message)
+
+    def run_consumed(self, length: int, count: int) -> None:
+        self.run_messages += count
 
     def discard(self, message: Message) -> None:
         self.discarded.append(message)

@@ -13,7 +13,7 @@ from . import _stream as stream
 from . import _wire as wire
 from ._lanes import Want
 from ._link import Link
-from ._session import QueuedSend
+from ._session import SHORT, QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
@@ -142,15 +142,17 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError, ValueError: not such a buffer; the tag is out of range.
         """
         tag = check_tag(tag)
-        self._link.check()
+        link = self._link
+        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await self._submitted(self._link.submit(tag, data))
+        pending = link.submit_bytes(tag, data) if type(data) is bytes else link.submit(tag, data)
+        if pending is None:
+            await link.engine.waiting.schedule_point()
+        else:
+            await completed(pending, link.engine)
 
     async def _submitted(self, pending: Pending | None) -> None:
-        if pending is None:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await completed(pending, self._link.engine)
+        await completed(pending, self._link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, tag: int = 0) -> None:
@@ -168,8 +170,16 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError, TypeError: as for :meth:`send`.
         """
         tag = check_tag(tag)
-        self._link.check()
-        self._link.submit_nowait(tag, _immutable(data))
+        link = self._link
+        link.check()
+        if type(data) is bytes:
+            if len(data) <= SHORT and link.may_post and link.outbound.take_small(tag, len(data)):
+                link.bytes_sent += len(data)
+                link.post_bytes(tag, data)
+                return
+        else:
+            data = _immutable(data)
+        link.submit_nowait(tag, data)
 
     @enable_ki_protection
     async def receive(self, tag: int = 0) -> bytes:
@@ -185,8 +195,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong tag.
         """
         tag = check_tag(tag)
-        self._link.check()
+        link = self._link
+        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        lane = link.lanes.get(tag)
+        if lane is not None and lane.runs:
+            data = link.take_small(lane)
+            if data is not None:
+                await link.engine.waiting.schedule_point()
+                return data
         return cast(bytes, await self._received(tag, Want.BYTES))
 
     @enable_ki_protection
@@ -228,9 +245,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         lane = link.lanes.get(tag)
-        if lane is None or lane.ready_now() is None:
+        if lane is None or (not lane.runs and lane.ready_now() is None):
             link.engine.settle()
             lane = link.lanes.get(tag)
+        if lane is not None and lane.runs:
+            data = link.take_small(lane)
+            if data is not None:
+                return data
         if lane is None or lane.ready_now() is None:
             if lane is None or not lane.messages:
                 error = link.end_error()
@@ -329,13 +350,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 write = stream.Write(partial(link.submit, wire.STREAM), flat, cut)
                 try:
                     while (pending := write.advance()) is not None:
-                        link.engine.watch_events()
-                        await pending.watch()
+                        await link.engine.waiting.wait(pending, watch=True)
                         waited = True
                 finally:
                     write.cancel()
             if not waited:
-                await trio.lowlevel.cancel_shielded_checkpoint()
+                await link.engine.waiting.schedule_point()
 
     @enable_ki_protection
     async def wait_send_all_might_not_block(self) -> None:
@@ -389,17 +409,23 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             incoming = self._link.incoming
             if incoming.readable:
-                await trio.lowlevel.cancel_shielded_checkpoint()
+                await self._link.engine.waiting.schedule_point()
             else:
-                try:
-                    piece = await self._received(wire.STREAM, Want.BYTES)
-                except trio.EndOfChannel:
-                    piece = b""
+                piece = self._next_piece()
+                if piece is not None:
+                    await self._link.engine.waiting.schedule_point()
+                else:
+                    try:
+                        piece = await self._received(wire.STREAM, Want.BYTES)
+                    except trio.EndOfChannel:
+                        piece = b""
                 incoming.feed(piece, self._next_piece)
             return incoming.take(max_bytes)
 
     def _next_piece(self) -> bytes | None:
         lane = self._link.lanes.get(wire.STREAM)
+        if lane is not None and lane.runs:
+            return self._link.take_run(lane)
         if lane is None or lane.ready_now() is None:
             return None
         return cast(bytes, self._link.receive(wire.STREAM, Want.BYTES).result())

@@ -27,6 +27,8 @@ MESSAGE_OVERHEAD = 256
 #: What UCX keeps of an announced message: one receive segment of shared memory (8,256 bytes), less over tcp.
 ANNOUNCEMENT = 8448
 
+#: Lanes whose last message is remembered before those are forgotten that the peer has.
+_REMEMBERED = 1024
 #: Admissions that a peer may have given us and we have not used. An honest one gives one for each lane it waits at.
 MAX_ADMISSIONS = 1 << 16
 
@@ -55,9 +57,10 @@ class Outbound:
         self.sent = 0
         self.queue: collections.deque[Ticket] = collections.deque()
         self._queued: collections.Counter[int] = collections.Counter()
-        #: The lanes of the messages that the peer may not have yet, oldest first, and how many of each there are.
-        self._on_the_way: collections.deque[int] = collections.deque()
-        self._lanes_on_the_way: collections.Counter[int] = collections.Counter()
+        #: How many messages the peer is known to have, and the number of the last one of each lane that it may not.
+        self._arrived_there = 0
+        self._last: dict[int, int] = {}
+        self._remembered = _REMEMBERED
         self._admitted: set[int] = set()
         self._told = False
 
@@ -78,8 +81,25 @@ class Outbound:
         self._admitted.discard(lane)
         self.credit -= cost(size, self.threshold)
         self.sent += 1
-        self._on_the_way.append(lane)
-        self._lanes_on_the_way[lane] += 1
+        self._last[lane] = self.sent
+        if len(self._last) > self._remembered:
+            self._forget()
+
+    def take_small(self, lane: int, size: int) -> bool:
+        """The short way of :meth:`take`, for when nothing is special; if it says False, ask that one."""
+        amount = size + MESSAGE_OVERHEAD
+        if self.queue or self._admitted or amount > self.credit or 0 < self.threshold <= size:
+            return False
+        self.credit -= amount
+        self.sent += 1
+        self._last[lane] = self.sent
+        if len(self._last) > self._remembered:
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        self._last = {lane: last for lane, last in self._last.items() if last > self._arrived_there}
+        self._remembered = max(_REMEMBERED, 2 * len(self._last))
 
     def enqueue(self, ticket: Ticket) -> None:
         self.queue.append(ticket)
@@ -110,20 +130,15 @@ class Outbound:
             ProtocolError: the peer waits at an unlikely number of lanes.
         """
         self._arrived(received)
-        if lane not in self._lanes_on_the_way:
+        if self._last.get(lane, 0) <= received:
             self._admitted.add(lane)
             if len(self._admitted) > MAX_ADMISSIONS:
                 raise ProtocolError("the peer waits at too many lanes")
 
     def _arrived(self, received: int) -> None:
-        known = self.sent - len(self._on_the_way)
-        if not known <= received <= self.sent:
+        if not self._arrived_there <= received <= self.sent:
             raise ProtocolError("the peer counts messages that were not sent")
-        for _ in range(received - known):
-            lane = self._on_the_way.popleft()
-            self._lanes_on_the_way[lane] -= 1
-            if not self._lanes_on_the_way[lane]:
-                del self._lanes_on_the_way[lane]
+        self._arrived_there = received
 
     def next_ready(self) -> Ticket | None:
         """Takes the message that must go next off the queue, if one may go now; it is charged."""
@@ -160,6 +175,8 @@ class Inbound:
         self.unread = 0
         self.received = 0
         self.stalled = False
+        #: From how much on it is granted without being asked for.
+        self._worthwhile = max(window // 4, 1)
         #: Lanes whose next message was let in, until one arrives.
         self._admitted: set[int] = set()
 
@@ -177,10 +194,27 @@ class Inbound:
             raise ProtocolError(f"the peer ignores its credit: {self.outstanding} bytes sent, {self.window} allowed")
         self._admitted.discard(lane)
 
-    def consumed(self, size: int) -> int:
-        """A message was read: how much to grant (0: not yet)."""
-        self.unread -= cost(size, self.threshold)
-        return self._due(self.window // 4)
+    def run_arrived(self, lane: int, count: int, size: int) -> None:
+        """So many messages arrived, all of this size.
+
+        Raises:
+            ProtocolError: the peer had no credit for them.
+        """
+        amount = count * cost(size, self.threshold)
+        if self._admitted or self.outstanding + amount > self.window:
+            for _ in range(count):
+                self.arrived(lane, size)
+            return
+        self.received += count
+        self.outstanding += amount
+        self.unread += amount
+
+    def consumed(self, size: int, count: int = 1) -> int:
+        """So many messages of this size were read: how much to grant (0: not yet)."""
+        self.unread -= count * cost(size, self.threshold)
+        if self.outstanding - self.unread < self._worthwhile:
+            return 0
+        return self._due(self._worthwhile)
 
     def _due(self, least: int) -> int:
         amount = self.outstanding - self.unread

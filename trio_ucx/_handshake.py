@@ -57,7 +57,7 @@ class Services:
         status = lib.tu_worker_accept_hellos(self.engine.handle, wire.HELLO_AM_ID, wire.MAX_HELLO)
         if status != Status.OK:
             raise UCXError(status, "registering the hello handler")
-        lib.tu_worker_claim_messages(self.engine.handle, CONNECTION_BIT)
+        self.engine.claim_messages(CONNECTION_BIT)
         self.engine.on_hello = self._arrived
 
     @classmethod

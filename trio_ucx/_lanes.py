@@ -58,6 +58,36 @@ class Message:
         self.owner: Receive | None = None
 
 
+class Run:
+    """Small messages that are READY, all of one length: what has been received of such at once."""
+
+    __slots__ = ("_data", "_position", "left", "length")
+
+    def __init__(self, count: int, length: int, data: bytes) -> None:
+        self.left = count
+        self.length = length
+        self._data = data
+        self._position = 0
+
+    def pop(self) -> bytes:
+        """The first of them."""
+        start = self._position
+        self._position = end = start + self.length
+        self.left -= 1
+        if start == 0 and self.left == 0:
+            return self._data
+        data = self._data[start:end]
+        if end > _KEPT and self.left and end > len(self._data) - end:
+            self._data = self._data[end:]  # what is unread must not keep much that is read
+            self._position = 0
+        return data
+
+    def rest(self) -> bytes:
+        """All that are left, one after the other."""
+        self.left = 0
+        return self._data[self._position :] if self._position else self._data
+
+
 class Receive(Pending):
     """A receive that waits, or is about to be completed."""
 
@@ -87,6 +117,9 @@ class Mover(Protocol):
         Sets its state to READY if that is done at once, else to MOVING, and calls ``lane.moved`` later.
         """
 
+    def run_consumed(self, length: int, count: int) -> None:
+        """So many messages of this length were taken out of a run by the user, or thrown away."""
+
     def consumed(self, message: Message) -> None:
         """The message was taken by the user, or thrown away for being too long."""
 
@@ -97,6 +130,8 @@ class Mover(Protocol):
         """A user's buffer now belongs (``alone``), or no longer belongs, to the library."""
 
 
+#: So many bytes that were read already may be kept.
+_KEPT = 4096
 #: Transfers of one lane that may go on at once.
 AHEAD = 8
 
@@ -104,7 +139,7 @@ AHEAD = 8
 class Lane:
     """One lane of a connection, in the receiving direction."""
 
-    __slots__ = ("_again", "_settling", "failure", "messages", "mover", "number", "receives", "sequential")
+    __slots__ = ("_again", "_settling", "failure", "messages", "mover", "number", "receives", "runs", "sequential")
 
     def __init__(self, number: int, mover: Mover, *, sequential: bool = False) -> None:
         self.number = number
@@ -112,6 +147,8 @@ class Lane:
         self.sequential = sequential
         #: Why nothing comes any more in a sequential lane in which a message is missing.
         self.failure: Exception | None = None
+        #: READY messages that come before all others; while there are any, there is no receive.
+        self.runs: collections.deque[Run] = collections.deque()
         self.messages: collections.deque[Message] = collections.deque()
         self.receives: collections.deque[Receive] = collections.deque()
         self._settling = False
@@ -119,7 +156,7 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        return not self.messages and not self.receives and self.failure is None
+        return not (self.messages or self.receives or self.runs) and self.failure is None
 
     def arrived(self, handle: int, length: int, *, move: bool) -> None:
         """A message arrived. With ``move``, it goes to memory of ours at once if no receive is there for it."""
@@ -133,7 +170,57 @@ class Lane:
             self.mover.move(message, None)
             self.settle()
 
+    def run_arrived(self, run: Run) -> None:
+        """Small messages arrived, and are READY."""
+        if self.failure is not None:
+            self.mover.run_consumed(run.length, run.left)
+            return
+        if not self.messages and not self._settling:
+            while self.receives and run.left and self._deliver_small(run, self.receives[0]):
+                pass
+            if not self.receives:
+                if run.left:
+                    self.runs.append(run)
+                return
+        self.messages.extend(self._messages_of(run))
+        self.settle()
+
+    def _deliver_small(self, run: Run, receive: Receive) -> bool:
+        """Gives the first of a run to the first of the receives, if that is simple."""
+        if receive.want is not Want.BYTES or run.length > receive.limit:
+            return False
+        self.receives.popleft()
+        data = run.pop()
+        self.mover.run_consumed(run.length, 1)
+        receive.finish(Value(data))
+        return True
+
+    def _messages_of(self, run: Run) -> list[Message]:
+        messages = []
+        while run.left:
+            message = Message(self, 0, run.length)
+            message.state = State.READY
+            message.data = run.pop()
+            messages.append(message)
+        return messages
+
+    def spread(self) -> None:
+        """Turns runs into messages like all others."""
+        while self.runs:
+            self.messages.extendleft(reversed(self._messages_of(self.runs.pop())))
+
+    def take_small(self, limit: int) -> bytes | None:
+        """The first message, if it is one of a run and not too long. (The caller says that it is consumed.)"""
+        run = self.runs[0]
+        if run.length > limit:
+            return None
+        data = run.pop()
+        if not run.left:
+            self.runs.popleft()
+        return data
+
     def wait(self, want: Want, pins: Pinned | None, limit: int) -> Receive:
+        self.spread()
         receive = Receive(self, want, pins, limit)
         self.receives.append(receive)
         self.settle()
@@ -141,6 +228,7 @@ class Lane:
 
     def ready_now(self) -> Message | None:
         """The message that a receive could have without waiting."""
+        self.spread()
         if self.messages and not self.receives and self.messages[0].state is State.READY:
             return self.messages[0]
         return None
@@ -381,6 +469,7 @@ class Lane:
 
     def close(self, error: Exception) -> None:
         """We closed: nobody gets anything any more."""
+        self.runs.clear()
         for receive in list(self.receives):
             self.give_up(receive, error)
         for message in [message for message in self.messages if message.state is not State.MOVING]:

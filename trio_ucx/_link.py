@@ -32,7 +32,7 @@ from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._operations import EndpointCore, Operation, live_handles, under_way
-from .ucp._posting import check_reaches
+from .ucp._posting import check_reaches, pending_operation
 from .ucp._status import broken, error_from_status
 from .ucp._tag import post_pinned_send
 
@@ -55,7 +55,9 @@ class Link(Session):
         self.my_id = my_id
         self.peer_id = hello.client_id if hello.kind == wire.OPEN else hello.server_id
         self._deadline = math.inf
-        self.engine.mailboxes[my_id] = self._message_came
+        self.engine.mailboxes[my_id] = self
+        if hello.threshold:
+            self.engine.expect_rendezvous(hello.threshold)
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
@@ -95,6 +97,21 @@ class Link(Session):
             sending.lane = lane
         return sending
 
+    @property
+    def may_post(self) -> bool:
+        return self.core.error is None and self.core.handle is not None and self.farewell.peer is not Peer.SAID_GOODBYE
+
+    def post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
+        core = self.core
+        core.unflushed = True
+        verdict = lib.tu_tag_send_bytes(core.handle, data, len(data), (self.peer_id << 32) | lane)
+        if verdict == 0:
+            return None
+        sending = pending_operation(self.engine, verdict, Pinned(data), "sending a message", core, SendOperation)
+        assert isinstance(sending, SendOperation)
+        sending.lane = lane
+        return sending
+
     def check_memory(self, pins: Pinned) -> None:
         check_reaches(self.engine, pins)
 
@@ -116,7 +133,7 @@ class Link(Session):
 
     # ---- receiving ----
 
-    def _message_came(self, lane: int, handle: int, length: int) -> None:
+    def message_came(self, lane: int, handle: int, length: int) -> None:
         """The engine's delivery calls this."""
         try:
             if lane == wire.CONTROL:
@@ -126,11 +143,27 @@ class Link(Session):
         except wire.ProtocolError as error:
             if lane != wire.CONTROL:
                 self.engine.discard_message(handle)
-            failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
-            failure.__cause__ = error
-            self.core.fail(failure)
+            self._refuse(error)
             return
         self.arrived(lane, handle, length)
+
+    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+        """So does it this."""
+        try:
+            if count == 0:
+                raise wire.ProtocolError(f"a message of {length} bytes that did not arrive in one piece")
+            if lane == wire.CONTROL:
+                for number in range(count):
+                    self.told_by_peer(wire.decode_frame(data[number * length : (number + 1) * length]))
+            else:
+                self.run_arrived(lane, count, length, data)
+        except wire.ProtocolError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: wire.ProtocolError) -> None:
+        failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
+        failure.__cause__ = error
+        self.core.fail(failure)
 
     def _frame_came(self, handle: int, length: int) -> None:
         if length > wire.MAX_FRAME:

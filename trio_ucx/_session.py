@@ -18,12 +18,18 @@ from . import _stream as stream
 from . import _wire as wire
 from ._farewell import Farewell, Peer
 from ._flow import Inbound, Outbound, Ticket
-from ._lanes import Lane, Message, Receive, Want
+from ._lanes import Lane, Message, Receive, Run, Want
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 
 if TYPE_CHECKING:
     from ._wire import Frame
+
+
+#: Messages of up to so many bytes take the short way: UCX copies them.
+SHORT = 4096
+#: Lanes in which nothing is, and which are kept all the same: one is used again and again, most often.
+IDLE_LANES = 64
 
 
 @attrs.frozen
@@ -92,6 +98,15 @@ class Session:
         Raises:
             Exception: it cannot be sent; ``pins`` are released.
         """
+        raise NotImplementedError
+
+    @property
+    def may_post(self) -> bool:
+        """Whether nothing speaks against posting: no goodbye came, the peer was not lost, we did not close."""
+        raise NotImplementedError
+
+    def post_bytes(self, lane: int, data: bytes) -> Pending | None:
+        """The same for bytes of at most SHORT."""
         raise NotImplementedError
 
     def check_memory(self, pins: Pinned) -> None:
@@ -164,6 +179,13 @@ class Session:
         assert sending is None or isinstance(sending, Pending)
         return sending
 
+    def submit_bytes(self, lane: int, data: bytes) -> Pending | None:
+        """The short way of :meth:`submit` for bytes, when nothing is special."""
+        if len(data) > SHORT or not self.may_post or not self.outbound.take_small(lane, len(data)):
+            return self.submit(lane, data)
+        self.bytes_sent += len(data)
+        return self.post_bytes(lane, data)
+
     def submit_nowait(self, lane: int, data: Buffer) -> None:
         """Sends now.
 
@@ -235,6 +257,18 @@ class Session:
         threshold = self.inbound.threshold
         self.lane(number).arrived(handle, length, move=not threshold or length < threshold)
 
+    def run_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
+        """So many small messages of the same length arrived, one after the other in ``data``.
+
+        Raises:
+            wire.ProtocolError: the peer must not send them.
+        """
+        if number > wire.MAX_TAG and number != wire.STREAM:
+            raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
+        self.inbound.run_arrived(number, count, length)
+        self.bytes_received += len(data)
+        self.lane(number).run_arrived(Run(count, length, data))
+
     def lane(self, number: int) -> Lane:
         lane = self.lanes.get(number)
         if lane is None:
@@ -269,7 +303,7 @@ class Session:
             self.control(wire.Admit(number, self.inbound.received))
 
     def _forget_idle(self, lane: Lane) -> None:
-        if lane.idle:
+        if len(self.lanes) > IDLE_LANES and lane.idle:
             self.lanes.pop(lane.number, None)
 
     def moved(self, message: Message, pins: Pinned, error: Exception | None) -> None:
@@ -282,6 +316,25 @@ class Session:
             self._end_unserved(lane)
             self._forget_idle(lane)
             self._acknowledge()
+
+    def take_small(self, lane: Lane) -> bytes | None:
+        """The first message of a lane that has runs, if it is not too long to be received so."""
+        length = lane.runs[0].length
+        data = lane.take_small(self.options.max_message_size)
+        if data is not None:
+            self.run_consumed(length, 1)
+        return data
+
+    def take_run(self, lane: Lane) -> bytes:
+        """A whole run."""
+        run = lane.runs.popleft()
+        self.run_consumed(run.length, run.left)
+        return run.rest()
+
+    def run_consumed(self, length: int, count: int) -> None:
+        amount = self.inbound.consumed(length, count)
+        if amount:
+            self._grant(amount)
 
     def consumed(self, message: Message) -> None:
         amount = self.inbound.consumed(message.length)

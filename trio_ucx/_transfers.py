@@ -32,7 +32,7 @@ class SendOperation(Operation):
 
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is None and isinstance(result, Error) and not self.cancelled:
-            self.link.send_failed(told=self._task is not None or self.notify is not None)
+            self.link.send_failed(told=self.awaited or self.notify is not None)
         super().finish(result)
 
     def abandon(self) -> bool:

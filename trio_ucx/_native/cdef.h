@@ -22,6 +22,13 @@ typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
 #define TU_RECORD_AM 5         /* id: the queue of active messages is no longer empty */
 #define TU_RECORD_STREAM 6     /* id, length, pointer: an endpoint received a piece of its stream */
 #define TU_RECORD_CUT 7        /* id, status: an endpoint is to be closed for what it sent */
+#define TU_RECORD_RUN 8        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
+                                  each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
+                                  the next turn; or one that could not be received (status) */
+
+/* The longest message that may come so, and how much memory there is for them. */
+#define TU_SMALL_MESSAGE 1024
+#define TU_ARENA 65536
 
 typedef struct tu_record {
     uint64_t kind;
@@ -88,6 +95,10 @@ typedef struct tu_counts {
     uint64_t records;
     uint64_t ring_capacity;
     uint64_t operations;
+    uint64_t polls;            /* times that a waiting task polled */
+    uint64_t polls_paid;       /* those that found something */
+    uint64_t poll_nanoseconds; /* spent in them */
+    uint64_t poll_limit;       /* how long the next one would be, in nanoseconds */
 } tu_counts_t;
 
 typedef struct tu_address {
@@ -149,12 +160,18 @@ void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, char *out, size_t *size);
-void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit);
+char *tu_worker_arena(tu_worker_t *worker);
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
 int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
+
+/* poll.c */
+void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
+int tu_poll_begin(tu_worker_t *worker);
+int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
 
 /* operation.c */
 int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
@@ -195,6 +212,7 @@ int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t si
 /* tag.c */
 int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
 int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag);
+int64_t tu_tag_send_bytes(tu_endpoint_t *endpoint, const char *data, size_t length, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
 int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,

@@ -41,6 +41,16 @@ typedef struct tu_operation {
     struct tu_operation *next_free;
 } tu_operation_t;
 
+/* How long a task that waits polls before it parks: poll.c. Times are in nanoseconds. */
+typedef struct tu_poll {
+    uint64_t bound;            /* the user's: never longer; 0: never */
+    uint64_t limit;            /* what has been paying lately */
+    uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
+    unsigned misses;           /* polls in a row that found nothing */
+    unsigned skip;             /* waits that do not poll before the next try */
+    unsigned penalty;          /* log2 of how many that will be after the next failure */
+} tu_poll_t;
+
 struct tu_worker {
     ucp_worker_h worker;
     int efd;
@@ -49,6 +59,11 @@ struct tu_worker {
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
     size_t hello_max;
+
+    size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */
+    char *scratch;             /* TU_SMALL_MESSAGE bytes */
+    size_t arena_used;         /* begins anew when the ring is empty */
+    char arena[TU_ARENA];
 
     tu_record_t *ring;
     size_t capacity;           /* a power of two */
@@ -63,6 +78,8 @@ struct tu_worker {
 
     int streams;               /* whether endpoints may have stream data */
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
+
+    tu_poll_t poll;
 
     tu_endpoint_t *endpoints;
     tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
@@ -91,6 +108,13 @@ void tu_ring_unreserve(tu_worker_t *worker);
 int tu_ring_has_slack(const tu_worker_t *worker);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
+size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
+
+/* Moving (worker.c): one progress, and what UCX does not tell by itself. */
+unsigned tu_worker_progress(tu_worker_t *worker);
+void tu_worker_collect(tu_worker_t *worker);
+/* Polling (poll.c): something arrived, not by polling. */
+void tu_poll_ended(tu_worker_t *worker);
 
 /* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
  * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict

@@ -65,7 +65,7 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
     worker->counts.records++;
 }
 
-static size_t ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
+size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     size_t count = worker->used < max ? worker->used : max;
     size_t i;
@@ -155,6 +155,7 @@ void tu_worker_destroy(tu_worker_t *worker)
         }
     }
     free(worker->ring);
+    free(worker->scratch);
     free(worker);
 }
 
@@ -185,9 +186,16 @@ int tu_worker_address(tu_worker_t *worker, char *out, size_t *size)
     return UCS_OK;
 }
 
-void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit)
+char *tu_worker_arena(tu_worker_t *worker)
+{
+    return worker->arena;
+}
+
+/* Those of up to `small` bytes, at most TU_SMALL_MESSAGE, are received at once. */
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small)
 {
     worker->claimed_bit = tag_bit;
+    worker->small       = small;
 }
 
 static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
@@ -219,20 +227,118 @@ int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_leng
     return tu_am_handle(worker, am_id, hello_arrived, worker);
 }
 
-/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. */
-static void collect_messages(tu_worker_t *worker)
+/* ---- the Connections' messages ---- */
+
+static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
 {
+    (void)status;
+    (void)info;
+    free(scratch);
+    ucp_request_free(request);
+}
+
+/* Copies a small message that has arrived to the worker's arena. Returns where; NULL when there is no room, and it is
+ * still UCX's (*status is OK), or when it could not be received (*status says why). */
+static char *receive_small(tu_worker_t *worker, ucp_tag_message_h message, size_t length, ucs_status_t *status)
+{
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .cb.recv     = scratch_received,
+        .datatype    = ucp_dt_make_contig(1),
+        .memory_type = UCS_MEMORY_TYPE_HOST,
+    };
+    ucs_status_ptr_t answer;
+    char *place;
+
+    *status = UCS_OK;
+    if (worker->used == 0) {
+        worker->arena_used = 0;
+    }
+    if (worker->scratch == NULL) {
+        worker->scratch = malloc(TU_SMALL_MESSAGE);
+    }
+    if (worker->scratch == NULL || worker->arena_used + length > sizeof(worker->arena)) {
+        return NULL;
+    }
+    param.user_data = worker->scratch;
+    answer          = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
+    if (UCS_PTR_IS_PTR(answer)) {
+        /* A peer that sends a small message by rendezvous, against what it said in its hello: UCX keeps the memory. */
+        worker->scratch = NULL;
+        *status         = UCS_ERR_INVALID_PARAM;
+        return NULL;
+    }
+    *status = UCS_PTR_RAW_STATUS(answer);
+    if (*status != UCS_OK) {
+        return NULL;
+    }
+    place = worker->arena + worker->arena_used;
+    memcpy(place, worker->scratch, length);
+    worker->arena_used += length;
+    return place;
+}
+
+/* Adds a message in the arena to the run that the last record is about, if it is of the same kind. */
+static int extend_run(tu_worker_t *worker, uint64_t tag, size_t length, const char *place)
+{
+    tu_record_t *last;
+
+    if (worker->used == 0) {
+        return 0;
+    }
+    last = &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)];
+    if (last->kind != TU_RECORD_RUN || last->tag != tag || last->length != length ||
+        worker->arena + last->pointer + last->id * length != place) {
+        return 0;
+    }
+    last->id++;
+    return 1;
+}
+
+/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. */
+void tu_worker_collect(tu_worker_t *worker)
+{
+    ucs_status_t status;
+    char *place;
+
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
 
-    while (worker->used + worker->reserved < worker->capacity) {
+    while (worker->claimed_bit != 0 && worker->used + worker->reserved < worker->capacity) {
         message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
         if (message == NULL) {
             return;
         }
+        status = UCS_OK;
+        if (info.length <= worker->small) {
+            place = receive_small(worker, message, info.length, &status);
+            if (place != NULL) {
+                if (!extend_run(worker, info.sender_tag, info.length, place)) {
+                    tu_ring_append(worker, TU_RECORD_RUN, 1, UCS_OK, info.length, info.sender_tag,
+                                   (uint64_t)(place - worker->arena));
+                }
+                continue;
+            }
+        }
+        if (status != UCS_OK) {
+            tu_ring_append(worker, TU_RECORD_RUN, 0, status, info.length, info.sender_tag, 0);
+            continue;
+        }
         tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                        (uint64_t)(uintptr_t)message);
     }
+}
+
+unsigned tu_worker_progress(tu_worker_t *worker)
+{
+    unsigned moved = ucp_worker_progress(worker->worker);
+
+    worker->counts.progress_calls++;
+    if (worker->streams) {
+        tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
+    }
+    return moved;
 }
 
 /* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
@@ -248,16 +354,13 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
     *armed = TU_MORE;
     for (;;) {
         do {
-            worker->counts.progress_calls++;
-            moved = ucp_worker_progress(worker->worker);
-            if (worker->streams) {
-                tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
-            }
+            moved = tu_worker_progress(worker);
         } while (moved != 0 && --budget > 0 && worker->used < max);
-        if (worker->claimed_bit != 0) {
-            collect_messages(worker);
+        tu_worker_collect(worker);
+        count = tu_ring_take(worker, (tu_record_t *)out, max);
+        if (count > 0) {
+            tu_poll_ended(worker);
         }
-        count = ring_take(worker, (tu_record_t *)out, max);
         if (count > 0 || !arm || budget <= 0) {
             return (int)count;
         }
@@ -285,7 +388,8 @@ int tu_worker_signal(tu_worker_t *worker)
 
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 {
-    *out = worker->counts;
+    *out            = worker->counts;
+    out->poll_limit = worker->poll.limit;
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 from outcome import Error
@@ -50,6 +50,7 @@ from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
+from ._waiting import DEFAULT_SPIN, Waiting
 
 logger = logging.getLogger("trio_ucx")
 
@@ -57,6 +58,7 @@ logger = logging.getLogger("trio_ucx")
 CONNECTION_BIT = 1 << 63
 
 _FIELDS = lib.TU_RECORD_FIELDS
+_OPERATION, _RUN = lib.TU_RECORD_OPERATION, lib.TU_RECORD_RUN
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
@@ -82,10 +84,28 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+class Mailbox(Protocol):
+    """Takes the messages of one connection."""
+
+    def message_came(self, lane: int, handle: int, length: int) -> None:
+        """A message arrived, and is UCX's until it is received."""
+
+    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+        """So many small messages of the same length arrived; none: one that had promised to be small was not."""
+
+
 class Engine:
     """One UCX worker, moved by one Trio run."""
 
-    def __init__(self, context: Context, name: str | None = None, client_id: int | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str | None = None,
+        client_id: int | None = None,
+        *,
+        spin: float = DEFAULT_SPIN,
+        yield_interval: float = 0.0,
+    ) -> None:
         self.context = context
         self.client_id = client_id
         out = ffi.new("tu_worker_t **")
@@ -98,16 +118,20 @@ class Engine:
         self._token = trio.lowlevel.current_trio_token()
         self.efd = lib.tu_worker_efd(self.handle)
         self._net = SafetyNet(self)
+        self.waiting = Waiting(self, spin, yield_interval)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
         self._records = ffi.new("uint64_t[]", _BATCH * _FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
+        self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(self.handle), lib.TU_ARENA))
+        #: Up to how many bytes the messages of Connections are received as they come.
+        self._small = 0
         self.received = ffi.new("tu_received_t *")
         self.in_flight: dict[int, Operation] = {}
         self.endpoints: dict[int, EndpointCore] = {}
-        #: What takes the messages of a connection id, while it is open: called with (lane, handle, length).
-        self.mailboxes: dict[int, Callable[[int, int, int], None]] = {}
+        #: What takes the messages of a connection id, while it is open.
+        self.mailboxes: dict[int, Mailbox] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.
@@ -138,6 +162,10 @@ class Engine:
         self.broken: BaseException | None = None
         self._failures: list[tuple[int, int]] = []
         self._delivering = False
+        #: Whether something was posted in a delivery, which has to be progressed.
+        self._again = False
+        #: Whether the descriptor says when there is something to do.
+        self.armed = False
         self.turns = 0
         self.parked = False
         self._closing = False
@@ -199,6 +227,7 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
+        self.armed = False
         self.turns += 1
         try:
             for _ in range(_ROUNDS):
@@ -211,6 +240,7 @@ class Engine:
                     raise UCXError(Status.IO_ERROR, "arming the worker")
                 else:
                     state: int = self._armed[0]
+                    self.armed = state == lib.TU_ARMED
                     return state
             return lib.TU_MORE
         except BaseException as error:
@@ -219,11 +249,38 @@ class Engine:
         finally:
             self._delivering = False
 
+    def poll(self) -> bool:
+        """Polls as long as that pays; whether something was delivered."""
+        if self._delivering or self.handle is None:
+            return False
+        self._delivering = True
+        self._again = self.armed = False
+        self.turns += 1
+        try:
+            count = lib.tu_poll(self.handle, self._records, _BATCH)
+            if count > 0:
+                self._deliver(self._view[: count * _FIELDS].tolist())
+        except BaseException as error:
+            self._break(error)
+            return False
+        finally:
+            self._delivering = False
+        if self._again or self._failures:
+            self.turn(arm=False)
+        return count > 0
+
     def _deliver(self, rows: list[int]) -> None:
         for start in range(0, len(rows), _FIELDS):
             kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
-            if kind == lib.TU_RECORD_OPERATION:
+            if kind == _OPERATION:
                 self.in_flight.pop(id).complete(-status, length, tag)
+            elif kind == _RUN:
+                self.counters["messages"] += id
+                self.counters["arrived"] += 1
+                mailbox = self.mailboxes.get(tag >> 32)
+                if mailbox is not None:
+                    data = self._arena[pointer : pointer + id * length].tobytes()
+                    mailbox.run_came(tag & 0xFFFFFFFF, id, length, data)
             elif kind == lib.TU_RECORD_MESSAGE:
                 self.counters["messages"] += 1
                 self.counters["arrived"] += 1
@@ -231,7 +288,7 @@ class Engine:
                 if mailbox is None:
                     self.discard_message(pointer)
                 else:
-                    mailbox(tag & 0xFFFFFFFF, pointer, length)
+                    mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
             elif kind == lib.TU_RECORD_FAILURE:
                 self._failures.append((id, -status))  # after the messages that had arrived by then
             elif kind == lib.TU_RECORD_REQUEST:
@@ -274,7 +331,8 @@ class Engine:
     def settle(self) -> None:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
         if self._delivering:
-            return  # the delivery under way takes another turn
+            self._again = True  # the delivery under way takes another turn
+            return
         state = self.turn(arm=self.parked)
         if self.parked and state != lib.TU_ARMED and self.handle is not None:
             lib.tu_worker_signal(self.handle)
@@ -364,6 +422,10 @@ class Engine:
         """Something is awaited: let the safety net look."""
         self._net.watch()
 
+    def arm_soon(self) -> None:
+        """The worker is not armed; nobody waits for anything in particular."""
+        self._net.arm_soon()
+
     def awaited(self) -> bool:
         """Whether anybody waits for anything that UCX would tell."""
         return bool(
@@ -412,7 +474,18 @@ class Engine:
         except trio.RunFinishedError:
             pass
 
-    # ---- messages of nobody ----
+    # ---- the messages of Connections ----
+
+    def claim_messages(self, tag_bit: int) -> None:
+        """From now on, messages whose tag has this bit go to mailboxes."""
+        self._small = lib.TU_SMALL_MESSAGE
+        lib.tu_worker_claim_messages(self.handle, tag_bit, self._small)
+
+    def expect_rendezvous(self, threshold: int) -> None:
+        """A peer sends messages from so many bytes on in a way that keeps them with it until they are received."""
+        if threshold <= self._small:
+            self._small = threshold - 1
+            lib.tu_worker_claim_messages(self.handle, CONNECTION_BIT, max(self._small, 0))
 
     def discard_message(self, message: int) -> None:
         """Takes a message off UCX's hands and throws it away."""
@@ -538,6 +611,10 @@ class Engine:
             missed_events=self.counters["missed_events"],
             progress_calls=counts.progress_calls,
             messages=self.counters["messages"],
+            polls=counts.polls,
+            polls_paid=counts.polls_paid,
+            poll_seconds=counts.poll_nanoseconds / 1e9,
+            poll_limit=counts.poll_limit / 1e9,
             background_closes=len(self.background),
         )
 

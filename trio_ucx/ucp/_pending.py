@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import outcome
 import trio
 from outcome import Error, Outcome, Value
+
+if TYPE_CHECKING:
+    from ._waiting import Waiting
 
 RaiseCancel = Callable[[], Any]
 
@@ -18,19 +21,23 @@ class Pending:
     What happens when that task is cancelled is the subclass's to say, in :meth:`abandon`.
     """
 
-    __slots__ = ("_raise_cancel", "_task", "notify", "outcome")
+    __slots__ = ("_raise_cancel", "_task", "notify", "outcome", "parked_at", "polled")
 
     def __init__(self) -> None:
         self.outcome: Outcome[Any] | None = None
         #: Called with this object when it finishes (request groups use it).
         self.notify: Callable[[Pending], None] | None = None
         self._task: trio.lowlevel.Task | None = None
+        #: Whether a task polls for it, which will wait for it if that finds nothing.
+        self.polled = False
+        #: Where a task is parked that waits for it: to be told that it goes on.
+        self.parked_at: Waiting | None = None
         self._raise_cancel: RaiseCancel | None = None
 
     @property
     def awaited(self) -> bool:
         """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
-        return self._task is not None
+        return self._task is not None or self.polled
 
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is not None:
@@ -38,6 +45,9 @@ class Pending:
         self.outcome = result
         task, self._task = self._task, None
         if task is not None:
+            parked_at, self.parked_at = self.parked_at, None
+            if parked_at is not None:
+                parked_at.wake()
             trio.lowlevel.reschedule(task, Value(None))
         notify, self.notify = self.notify, None
         if notify is not None:

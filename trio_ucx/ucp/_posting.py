@@ -35,16 +35,17 @@ def check_reaches(engine: Engine, pins: Pinned) -> None:
         )
 
 
-async def completed(operation: Pending | None, engine: Engine) -> Any:
-    """Waits for something that was just posted (None: it completed at once): always a checkpoint."""
-    if operation is None:
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        return None
-    if operation.outcome is not None:
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        return operation.result()
-    engine.watch_events()
-    return await operation.wait()
+async def completed(operation: Pending | None, engine: Engine, *, watch: bool = False) -> Any:
+    """Waits for something that was just posted (None: it completed at once): always a schedule point.
+
+    Cancelling that abandons it; with ``watch``, changes nothing about it, and is then a checkpoint.
+    """
+    if operation is not None and operation.outcome is None:
+        return await engine.waiting.wait(operation, watch=watch)
+    if watch:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    await engine.waiting.schedule_point()
+    return None if operation is None else operation.result()
 
 
 def pending_operation(

@@ -14,7 +14,9 @@ from trio.lowlevel import enable_ki_protection
 from ._active_messages import SendProtocol, post_am_send
 from ._buffers import Buffer
 from ._endpoint import Endpoint
+from ._engine import Engine
 from ._pending import Pending, RequestCancelled, Signal
+from ._posting import completed
 from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
 from ._util import FULL, OpenedNotConstructed, check_integer
@@ -40,6 +42,7 @@ class Request(metaclass=OpenedNotConstructed):
     """
 
     _pending: Pending
+    _engine: Engine
 
     @property
     def done(self) -> bool:
@@ -51,9 +54,9 @@ class Request(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def _wait(self) -> Any:
-        if self._pending._task is not None:
+        if self._pending.awaited:
             raise trio.BusyResourceError("another task is waiting for this request already")
-        return await self._pending.watch()
+        return await completed(self._pending, self._engine, watch=True)
 
     @enable_ki_protection
     def cancel(self) -> None:
@@ -161,14 +164,14 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         if not isinstance(posted, Pending):
             done = Signal()
             done.outcome = Value(posted)
-            return Request._create(done)
+            return Request._create(done, self._worker._engine)
         if posted.outcome is None:
             self._unfinished.add(posted)
             posted.notify = self._finished
             self._worker._engine.watch_events()
         else:
             self._note(posted)
-        return Request._create(posted)
+        return Request._create(posted, self._worker._engine)
 
     def _finished(self, pending: Pending) -> None:
         self._unfinished.discard(pending)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks.
 INTERVAL = 1.0
+#: Seconds until a worker is armed that a task left unarmed, because it will most probably wait again.
+ARM = 0.001
 
 
 class SafetyNet:
@@ -26,12 +28,20 @@ class SafetyNet:
         self._engine = engine
         self.timer = lib.tu_timer_create()
         self._running = False
+        self._arming = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
         if not self._running:
             self._running = True
-            self._set(INTERVAL)
+            if not self._arming:
+                self._set(INTERVAL)
+
+    def arm_soon(self) -> None:
+        """The worker is not armed, and whoever progressed it last may not wait again."""
+        if not self._arming:
+            self._arming = True
+            self._set(ARM)
 
     def _set(self, seconds: float) -> None:
         lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
@@ -44,6 +54,18 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
+            if self._arming:
+                if not engine.armed and engine.parked and turns != engine.turns:
+                    turns = engine.turns
+                    self._set(ARM)  # it is being polled
+                    continue
+                self._arming = False
+                if not engine.armed and engine.parked:
+                    engine.settle()
+                    turns = engine.turns
+                self._running = True
+                self._set(INTERVAL)
+                continue
             if not engine.awaited():
                 self._running = False
                 self._set(0)

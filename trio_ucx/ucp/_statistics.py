@@ -21,6 +21,9 @@ class WorkerStatistics:
             in trio_ucx.
         progress_calls: calls of ``ucp_worker_progress``.
         messages: Connection messages that arrived.
+        polls: times a task polled before it would have parked; polls_paid: those that found something.
+        poll_seconds: time spent in all of them.
+        poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
         background_closes: closes that go on after their task was cancelled.
     """
 
@@ -34,4 +37,8 @@ class WorkerStatistics:
     missed_events: int
     progress_calls: int
     messages: int
+    polls: int
+    polls_paid: int
+    poll_seconds: float
+    poll_limit: float
     background_closes: int

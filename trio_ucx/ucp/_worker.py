@@ -28,7 +28,8 @@ from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
-from ._util import FULL, OpenedNotConstructed, check_integer
+from ._util import FULL, OpenedNotConstructed, check_integer, check_timeout
+from ._waiting import DEFAULT_SPIN
 
 
 @attrs.define(eq=False, repr=False)
@@ -55,6 +56,8 @@ class Worker(metaclass=OpenedNotConstructed):
         keepalive_interval: float | None = None,
         name: str | None = None,
         client_id: int | None = None,
+        spin: float | None = None,
+        yield_interval: float = 0.0,
     ) -> Worker:
         if context is not None:
             given = {"config": config, "features": features, "keepalive_interval": keepalive_interval}
@@ -62,6 +65,8 @@ class Worker(metaclass=OpenedNotConstructed):
                 if value is not None:
                     raise ValueError(f"give {option}= to open_context, or to open_worker without a context")
         name, client_id = check_name(name), check_client_id(client_id)
+        spin = DEFAULT_SPIN if spin is None else check_timeout(spin, "spin")
+        yield_interval = check_timeout(yield_interval, "yield_interval")
         owned = context is None
         if context is None:
             features = DEFAULT_FEATURES if features is None else features
@@ -69,7 +74,7 @@ class Worker(metaclass=OpenedNotConstructed):
         elif not isinstance(context, Context):
             raise TypeError(f"context must be a Context, not {type(context).__name__}")
         try:
-            engine = Engine(context, name, client_id)
+            engine = Engine(context, name, client_id, spin=spin, yield_interval=yield_interval)
         except BaseException:
             if owned:
                 context._close()
@@ -272,7 +277,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     async def _received(self, posted: Any) -> tuple[int, int]:
         if isinstance(posted, tuple):
-            await trio.lowlevel.cancel_shielded_checkpoint()
+            await self._engine.waiting.schedule_point()
             return posted
         return cast(tuple[int, int], await completed(posted, self._engine))
 
@@ -474,6 +479,8 @@ async def open_worker(
     keepalive_interval: float | None = None,
     name: str | None = None,
     client_id: int | None = None,
+    spin: float | None = None,
+    yield_interval: float = 0.0,
 ) -> AsyncIterator[Worker]:
     """Opens a worker in the current Trio run (``ucp_worker_create``).
 
@@ -485,6 +492,12 @@ async def open_worker(
         config, features, keepalive_interval: for its own context, see :func:`open_context`.
         name: for UCX's logs, here and at its peers; at most 31 bytes.
         client_id: a number, 1 to 2**64 - 1, that listeners see in the connection requests of this worker.
+        spin: seconds, the longest time for which a task that waits polls before it parks, which saves the cost of
+            waking it. It polls only while no other task is runnable, and only as long as that has been paying; timers
+            and other descriptors wait meanwhile. None is 100e-6; 0 turns polling off. ``statistics()`` says what it
+            did.
+        yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
+            so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
 
     Raises:
         UCXError, ValueError: see :func:`open_context`.
@@ -497,6 +510,8 @@ async def open_worker(
         keepalive_interval=keepalive_interval,
         name=name,
         client_id=client_id,
+        spin=spin,
+        yield_interval=yield_interval,
     )
     try:
         yield worker

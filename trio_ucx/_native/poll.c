@@ -1,0 +1,115 @@
+/* Polling before parking: for how long a task that waits looks for itself, because waking it costs more.
+ *
+ * The time adapts, as Linux's halt_poll_ns does for virtual processors, but to what polling has found, too: with no
+ * core to spare for the peer, waits are short and polls find nothing.
+ *
+ *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
+ *   MISSES polls in a row do not      no polling for 1 wait, 2, 4, ... 1024 waits; a poll that finds something forgives
+ *   nobody polled, and the wait was   short: the limit doubles, or begins. Longer than the bound: it is halved
+ */
+#include <time.h>
+
+#include "native.h"
+
+#define START 20000            /* the first limit: the time that waking a task costs, about */
+#define LEAST 2000             /* a limit below this is none */
+#define MARGIN 8
+#define MISSES 4
+#define MOST_PENALTY 10
+#define ROUNDS 16              /* progress calls between two looks at the clock */
+
+static uint64_t now(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
+
+static uint64_t least(uint64_t one, uint64_t other)
+{
+    return one < other ? one : other;
+}
+
+void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds)
+{
+    worker->poll.bound = nanoseconds;
+    worker->poll.limit = least(START, nanoseconds);
+}
+
+/* A task is about to wait. Returns whether it should poll. */
+int tu_poll_begin(tu_worker_t *worker)
+{
+    tu_poll_t *poll = &worker->poll;
+
+    if (poll->bound == 0) {
+        return 0;
+    }
+    poll->began = now();
+    if (poll->skip > 0) {
+        poll->skip--;
+        return 0;
+    }
+    return poll->limit > 0;
+}
+
+/* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
+ * returns their number; 0 when the time is over. */
+int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
+{
+    tu_poll_t *poll = &worker->poll;
+    uint64_t start  = now();
+    uint64_t time   = start;
+    size_t count;
+    int round;
+
+    worker->counts.polls++;
+    do {
+        for (round = 0; round < ROUNDS && worker->used == 0; round++) {
+            if (tu_worker_progress(worker) != 0) {
+                tu_worker_collect(worker);
+            }
+        }
+        time = now();
+    } while (worker->used == 0 && time - start < poll->limit);
+    worker->counts.poll_nanoseconds += time - start;
+    if (worker->used == 0) {
+        if (++poll->misses >= MISSES) {
+            poll->misses = 0;
+            poll->skip   = 1u << poll->penalty;
+            poll->limit  = 0;
+            if (poll->penalty < MOST_PENALTY) {
+                poll->penalty++;
+            }
+        }
+        return 0;
+    }
+    while (tu_worker_progress(worker) != 0 && worker->used < max) {
+    }
+    tu_worker_collect(worker);
+    count = tu_ring_take(worker, (tu_record_t *)out, max);
+    worker->counts.polls_paid++;
+    poll->misses  = 0;
+    poll->penalty = 0;
+    poll->began   = 0;
+    poll->limit   = least(poll->bound, (poll->limit * 15 + (time - start + LEAST) * MARGIN) / 16);
+    return (int)count;
+}
+
+/* Something arrived in a turn: what a wait that did not poll, or in vain, could have saved. */
+void tu_poll_ended(tu_worker_t *worker)
+{
+    tu_poll_t *poll = &worker->poll;
+    uint64_t took;
+
+    if (poll->began == 0) {
+        return;
+    }
+    took        = now() - poll->began;
+    poll->began = 0;
+    if (took > poll->bound) {
+        poll->limit = poll->limit / 2 >= LEAST ? poll->limit / 2 : 0;
+    } else if (poll->skip == 0) {
+        poll->limit = least(poll->bound, poll->limit > 0 ? poll->limit * 2 : START);
+    }
+}

@@ -1,0 +1,130 @@
+"""Waiting: how a task waits for something that UCX will tell, and what its schedule points cost.
+
+A task that has to wait polls in C for a moment before it parks, because waking it takes longer than most answers. It
+polls only while nothing else can run, as far as that can be known for nearly nothing:
+
+* of the tasks that this worker woke, all have run;
+* the schedule point that comes first, and that every call owes Trio anyway, took about as little as it can. (Had others
+  been runnable, they would have run meanwhile.)
+
+For how long is decided in C (``poll.c``): it grows while it pays and ends when it does not.
+
+While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
+system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
+will most probably wait again. If it does not, the others that wait need the worker armed: so it is, at once, when there
+are others, and within a millisecond when there are none (``_safety_net``).
+"""
+
+from __future__ import annotations
+
+from time import perf_counter, perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from .._native import lib
+from ._pending import Pending
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: The default of ``spin``, in seconds: three times what it costs to wake a task.
+DEFAULT_SPIN = 100e-6
+#: A schedule point that took longer than this many times the shortest: others have run.
+_OTHERS = 1.7
+
+
+class Waiting:
+    """One worker's waits."""
+
+    __slots__ = ("_engine", "_shortest", "_yield_interval", "_yielded", "parked", "polling", "woken")
+
+    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
+        self._engine = engine
+        self.polling = spin > 0
+        lib.tu_poll_bound(engine.handle, int(spin * 1e9))
+        self._yield_interval = yield_interval
+        #: When a task last passed a schedule point.
+        self._yielded = 0.0
+        #: Nanoseconds of the shortest schedule points; creeps up, so that it is not for ever.
+        self._shortest = 100_000.0
+        #: How many tasks are parked here, and how many of them were woken and have not run yet.
+        self.parked = 0
+        self.woken = 0
+
+    async def schedule_point(self) -> None:
+        """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
+        if self._yield_interval:
+            # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
+            if perf_counter() - self._yielded < self._yield_interval:
+                return
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._yielded = perf_counter()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
+        """Waits for something pending: always a schedule point.
+
+        Cancelling that abandons it; with ``watch``, changes nothing about it.
+        """
+        engine = self._engine
+        try:
+            if self.polling and not self.woken and engine.handle is not None and lib.tu_poll_begin(engine.handle):
+                await self._poll(pending)
+            if pending.outcome is None:
+                await self._park(pending, watch)
+        finally:
+            if not engine.armed:
+                self._go_on()
+        return pending.result()
+
+    async def _poll(self, pending: Pending) -> None:
+        engine = self._engine
+        pending.polled = True
+        try:
+            if await self._alone():
+                while pending.outcome is None and not self.woken and engine.poll():
+                    pass
+        finally:
+            pending.polled = False
+
+    async def _alone(self) -> bool:
+        """A schedule point. Returns whether no other task seems to be runnable."""
+        if self._yield_interval and perf_counter() - self._yielded < self._yield_interval:
+            return True
+        begin = perf_counter_ns()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        took = perf_counter_ns() - begin
+        if self._yield_interval:
+            self._yielded = perf_counter()
+        self._shortest = min(took, self._shortest * 1.001)
+        return took < self._shortest * _OTHERS
+
+    async def _park(self, pending: Pending, watch: bool) -> None:
+        engine = self._engine
+        if not engine.armed and not self.woken:
+            engine.settle()
+        engine.watch_events()
+        self.parked += 1
+        pending.parked_at = self
+        try:
+            await (pending.watch() if watch else pending.wait())
+        finally:
+            self.parked -= 1
+            if pending.parked_at is None:
+                self.woken -= 1
+            pending.parked_at = None
+            if self._yield_interval:
+                self._yielded = perf_counter()
+
+    def wake(self) -> None:
+        """A task that is parked here was made runnable."""
+        self.woken += 1
+
+    def _go_on(self) -> None:
+        """A task goes on, and the worker is not armed."""
+        if self.parked > self.woken:
+            self._engine.settle()
+        else:
+            self._engine.arm_soon()
