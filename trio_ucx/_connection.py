@@ -13,11 +13,12 @@ from . import _stream as stream
 from . import _wire as wire
 from ._lanes import Want
 from ._link import Link
-from ._session import SHORT, QueuedSend
+from ._session import QueuedSend
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
+from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 #: The most mutable data that `send_nowait` copies.

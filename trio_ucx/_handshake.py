@@ -144,8 +144,7 @@ async def send_hello(core: EndpointCore, data: bytes, *, reply: bool) -> None:
     verdict = lib.tu_endpoint_send_hello(core.handle, wire.HELLO_AM_ID, pins.address, pins.size, reply)
     operation = pending_operation(core.engine, verdict, pins, "sending a hello", core)
     if operation is not None:
-        core.engine.watch_events()
-        await operation.wait()
+        await core.engine.waiting.wait(operation)
 
 
 #: Seconds that a given-up connection by worker address stays for the server's answer.
@@ -216,8 +215,7 @@ class Connecting:
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
                     if self.core.error is not None:
                         self._failed()  # perhaps before we could be told
-                engine.watch_events()
-                link = await self.answer.wait()
+                link = await engine.waiting.wait(self.answer)
             if scope.cancelled_caught:
                 waiting_for = under_way(self.core.under_way())
         finally:

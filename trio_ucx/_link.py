@@ -32,9 +32,9 @@ from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._operations import EndpointCore, Operation, live_handles, under_way
-from .ucp._posting import check_reaches, pending_operation
+from .ucp._posting import check_reaches
 from .ucp._status import broken, error_from_status
-from .ucp._tag import post_pinned_send
+from .ucp._tag import post_bytes_send, post_pinned_send
 
 if TYPE_CHECKING:
     from ._wire import Frame
@@ -102,14 +102,10 @@ class Link(Session):
         return self.core.error is None and self.core.handle is not None and self.farewell.peer is not Peer.SAID_GOODBYE
 
     def post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
-        core = self.core
-        core.unflushed = True
-        verdict = lib.tu_tag_send_bytes(core.handle, data, len(data), (self.peer_id << 32) | lane)
-        if verdict == 0:
-            return None
-        sending = pending_operation(self.engine, verdict, Pinned(data), "sending a message", core, SendOperation)
-        assert isinstance(sending, SendOperation)
-        sending.lane = lane
+        sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
+        if sending is not None:
+            assert isinstance(sending, SendOperation)
+            sending.lane = lane
         return sending
 
     def check_memory(self, pins: Pinned) -> None:
@@ -121,9 +117,8 @@ class Link(Session):
     def control(self, frame: Frame) -> None:
         if self.core.handle is None:
             return
-        pins = Pinned(wire.encode_frame(frame))
         try:
-            post_pinned_send(self.core, pins, (self.peer_id << 32) | wire.CONTROL)
+            post_bytes_send(self.core, wire.encode_frame(frame), (self.peer_id << 32) | wire.CONTROL)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the connection's failure is told elsewhere
 

@@ -21,13 +21,12 @@ from ._flow import Inbound, Outbound, Ticket
 from ._lanes import Lane, Message, Receive, Run, Want
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
+from .ucp._tag import SHORT
 
 if TYPE_CHECKING:
     from ._wire import Frame
 
 
-#: Messages of up to so many bytes take the short way: UCX copies them.
-SHORT = 4096
 #: Lanes in which nothing is, and which are kept all the same: one is used again and again, most often.
 IDLE_LANES = 64
 

@@ -215,6 +215,8 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
 int64_t tu_tag_send_bytes(tu_endpoint_t *endpoint, const char *data, size_t length, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
+int64_t tu_tag_receive_one(tu_worker_t *worker, void *address, size_t length, int memory, uint64_t tag, uint64_t mask,
+                           tu_received_t *received);
 int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,
                            tu_received_t *received);
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,

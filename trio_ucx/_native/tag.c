@@ -76,6 +76,14 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
     return end_receive(&post, answer, &info, received);
 }
 
+int64_t tu_tag_receive_one(tu_worker_t *worker, void *address, size_t length, int memory, uint64_t tag, uint64_t mask,
+                           tu_received_t *received)
+{
+    tu_buffers_t one = {.count = 1, .addresses = &address, .lengths = &length, .memory = memory};
+
+    return tu_tag_receive(worker, &one, tag, mask, received);
+}
+
 int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffers_t *buffers,
                            tu_received_t *received)
 {

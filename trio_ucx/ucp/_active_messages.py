@@ -151,10 +151,9 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             except trio.WouldBlock:
                 pass
             else:
-                await trio.lowlevel.cancel_shielded_checkpoint()
+                await self._worker._engine.waiting.schedule_point()
                 return message
-        self._worker._engine.watch_events()
-        received: ActiveMessage = await self._waiters.wait()
+        received: ActiveMessage = await self._waiters.wait(self._worker._engine.waiting)
         return received
 
     def __aiter__(self) -> ActiveMessages:

@@ -13,7 +13,7 @@ from ._buffers import Buffer, Pinned, new_bytes
 from ._engine import Engine
 from ._loans import Loan
 from ._operations import Operation
-from ._posting import check_reaches, pending_operation
+from ._posting import check_reaches, completed, pending_operation
 from ._status import Status, UCXError
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
@@ -240,8 +240,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         with self._guard.hold():
-            operation.engine.watch_events()
-            await operation.watch()
+            await completed(operation, operation.engine, watch=True)
         self._operation = self._target = None
 
     @enable_ki_protection

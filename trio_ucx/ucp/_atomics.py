@@ -42,8 +42,7 @@ class AtomicWindow:
         if self._free > 0 and not self._waiters:
             self._free -= 1
         else:
-            self._core.engine.watch_events()
-            await self._waiters.wait()
+            await self._waiters.wait(self._core.engine.waiting)
 
     def leave(self, places: int = 1) -> None:
         for _ in range(places):

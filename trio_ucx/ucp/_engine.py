@@ -217,8 +217,10 @@ class Engine:
 
     # ---- turning ----
 
-    def turn(self, arm: bool) -> int:
+    def turn(self, arm: bool, *, leave_to_woken: bool = False) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to.
+
+        With ``leave_to_woken``, only until tasks are woken: they will see to the rest, and are wanted first.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -234,6 +236,8 @@ class Engine:
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
                     self._deliver(self._view[: count * _FIELDS].tolist())
+                    if leave_to_woken and self.waiting.woken:
+                        return lib.TU_MORE
                 elif self._failures:
                     self._deliver_failures()
                 elif count < 0:
@@ -391,12 +395,12 @@ class Engine:
     async def _progress_until(self, finished: Callable[[], bool]) -> None:
         delay = 0.0
         while self.handle is not None and not finished():
-            state = self.turn(arm=True)
+            state = self.turn(arm=True, leave_to_woken=True)
             if self.handle is None or finished():
                 return
             if self.broken is not None:
                 return
-            if state == lib.TU_ARMED:
+            if state == lib.TU_ARMED or (state == lib.TU_MORE and self.waiting.woken):
                 delay = 0.0
                 await self._park(self.efd)
                 self.counters["wakeups"] += 1

@@ -91,7 +91,7 @@ class Inbox:
         """Waits until something arrives or :meth:`wake` is called. Cancelling it loses nothing."""
         self._waiter = Signal()
         try:
-            await self._waiter.wait()
+            await self._engine.waiting.wait(self._waiter)
         finally:
             self._waiter = None
 

@@ -253,7 +253,7 @@ class EndpointCore:
             watcher = Signal()
             self.watchers.append(watcher)
             try:
-                await watcher.wait()
+                await self.engine.waiting.wait(watcher)
             finally:
                 if watcher in self.watchers:
                     self.watchers.remove(watcher)

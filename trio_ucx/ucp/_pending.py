@@ -159,11 +159,11 @@ class Waiters:
         while self._finish_first(Error(error)):
             pass
 
-    async def wait(self) -> Any:
-        """Waits for a thing. Cancelling it loses none."""
+    async def wait(self, waiting: Waiting | None = None) -> Any:
+        """Waits for a thing, by way of a worker's ``waiting`` if it is in a hurry. Cancelling it loses none."""
         waiter = Signal()
         self._queue[waiter] = None
         try:
-            return await waiter.wait()
+            return await (waiter.wait() if waiting is None else waiting.wait(waiter))
         finally:
             self._queue.pop(waiter, None)

@@ -94,6 +94,8 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     _closed: bool = False
     _failed: bool = False
     _changed: Signal | None = None
+    #: The request of every send that completed at once.
+    _sent: Request | None = None
 
     @enable_ki_protection
     def tag_send(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
@@ -161,10 +163,12 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         worker._engine.check()
 
     def _add(self, posted: Any) -> Request:
+        if posted is None:
+            if self._sent is None:
+                self._sent = self._done(None)
+            return self._sent
         if not isinstance(posted, Pending):
-            done = Signal()
-            done.outcome = Value(posted)
-            return Request._create(done, self._worker._engine)
+            return self._done(posted)
         if posted.outcome is None:
             self._unfinished.add(posted)
             posted.notify = self._finished
@@ -172,6 +176,11 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         else:
             self._note(posted)
         return Request._create(posted, self._worker._engine)
+
+    def _done(self, value: Any) -> Request:
+        done = Signal()
+        done.outcome = Value(value)
+        return Request._create(done, self._worker._engine)
 
     def _finished(self, pending: Pending) -> None:
         self._unfinished.discard(pending)
@@ -195,7 +204,10 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         try:
             while not self._failed and not (self._closed and not self._unfinished):
                 self._changed = Signal()
-                await self._changed.wait()
+                if self._closed:
+                    await self._worker._engine.waiting.wait(self._changed)
+                else:
+                    await self._changed.wait()
         finally:
             self._changed = None
             self._cancel_all()
@@ -222,7 +234,7 @@ async def open_group(worker: Worker) -> AsyncIterator[RequestGroup]:
                 yield group
             finally:
                 group._closed = True
-                if group._changed is not None and not group._unfinished:
+                if group._changed is not None:
                     group._changed.set()
     except BaseExceptionGroup as errors:
         _, rest = errors.split(_GroupFailed)

@@ -108,7 +108,6 @@ class StreamReader:
         if inbox.size:
             return
         core.check()  # now, as the turn may have found that it broke, and wakes nobody later
-        core.engine.watch_events()
         await inbox.wait()
 
     async def receive_into(self, buffer: Buffer, exact: bool) -> int:
@@ -127,7 +126,7 @@ class StreamReader:
                     raise
         finally:
             pins.release()
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        await self._core.engine.waiting.schedule_point()
         return received
 
     async def receive_some(self) -> StreamData:
@@ -137,5 +136,5 @@ class StreamReader:
             while not inbox.size:
                 await self._wait(inbox)
             data: StreamData = StreamData._create(self._core.engine, inbox.take())
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        await self._core.engine.waiting.schedule_point()
         return data

@@ -18,6 +18,9 @@ from ._util import FULL, OpenedNotConstructed, check_integer
 if TYPE_CHECKING:
     from ._worker import Worker
 
+#: Bytes of up to this length take the short way.
+SHORT = 4096
+
 
 @attrs.define(eq=False, repr=False)
 class TagMessage(metaclass=OpenedNotConstructed):
@@ -52,8 +55,19 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
     core.engine.check()
     core.check()
     check_feature(core.engine)
+    if type(data) is bytes and len(data) <= SHORT and not sync:
+        return post_bytes_send(core, data, tag)
     pins = Pinned(data)
     return post_pinned_send(core, pins, tag, sync=sync)
+
+
+def post_bytes_send(core: EndpointCore, data: bytes, tag: int, kind: type[Operation] = Operation) -> Operation | None:
+    """The short way for bytes that UCX will hardly keep: they are pinned only if it does."""
+    core.unflushed = True
+    verdict = lib.tu_tag_send_bytes(core.handle, data, len(data), tag)
+    if verdict == 0:
+        return None
+    return pending_operation(core.engine, verdict, Pinned(data), "sending a message", core, kind)
 
 
 def post_pinned_send(
@@ -74,7 +88,12 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
     check_feature(engine)
     pins = Pinned(buffer, writable=True)
     check_reaches(engine, pins)
-    verdict = lib.tu_tag_receive(engine.handle, pins.native_list(), tag, mask, engine.received)
+    if pins.many is None:
+        verdict = lib.tu_tag_receive_one(
+            engine.handle, pins.address, pins.size, pins.memory, tag, mask, engine.received
+        )
+    else:
+        verdict = lib.tu_tag_receive(engine.handle, pins.many, tag, mask, engine.received)
     return _received(engine, verdict, pins, "receiving a message")
 
 

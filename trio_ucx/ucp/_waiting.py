@@ -124,7 +124,9 @@ class Waiting:
 
     def _go_on(self) -> None:
         """A task goes on, and the worker is not armed."""
-        if self.parked > self.woken:
+        if self.woken:
+            return  # so will others, and the last of them arms
+        if self.parked:
             self._engine.settle()
         else:
             self._engine.arm_soon()

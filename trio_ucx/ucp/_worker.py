@@ -407,8 +407,7 @@ class Worker(metaclass=OpenedNotConstructed):
             return ready
         await trio.lowlevel.checkpoint_if_cancelled()
         while not ready:
-            self._engine.watch_events()
-            await self._engine.stream_watchers.wait()
+            await self._engine.stream_watchers.wait(self._engine.waiting)
             ready = self._with_stream_data()
         return ready
 
