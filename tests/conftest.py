@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,14 @@ from trio_ucx.ucp import _engine
 
 # Children must take Ctrl-C even where a shell has started us in the background, which ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what is there before the first test, some hundred thousand objects, out of the garbage collector's sight:
+    it is called after each test."""
+    gc.collect()
+    gc.freeze()
+
 
 _closed: list[ucp.WorkerStatistics] = []
 _finish_close = _engine.Engine._finish_close

@@ -55,7 +55,7 @@ async def until_told() -> None:
         pass
 
 
-async def serve(handler: Callable[[trio_ucx.Connection], Any], **options: Any) -> None:
+async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: bool = False, **options: Any) -> None:
     """Serves until told to stop; says the socket address and the worker address first."""
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(
@@ -65,12 +65,17 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], **options: Any) -
         )
         say([listener.address, bytes(listener.worker_address).hex()])
         await until_told()
+        if tell_missed:
+            say(listener.worker.statistics().missed_events)
         nursery.cancel_scope.cancel()
 
 
 @role
-async def echo(tags: list[int]) -> None:
-    """Sends every message back on the tag it came by, and the byte stream, too."""
+async def echo(tags: list[int], tell_missed: bool = False) -> None:
+    """Sends every message back on the tag it came by, and the byte stream, too.
+
+    With ``tell_missed`` it says at the end how many events its workers have missed.
+    """
 
     async def handler(connection: trio_ucx.Connection) -> None:
         async def lane(tag: int) -> None:
@@ -89,7 +94,7 @@ async def echo(tags: list[int]) -> None:
         except* trio.BrokenResourceError:
             pass
 
-    await serve(handler)
+    await serve(handler, tell_missed=tell_missed)
 
 
 @role
@@ -357,8 +362,12 @@ async def deaf() -> None:
 
 @role
 async def busy(address: list[Any], transports: str) -> None:
-    """A program that never rests, to be interrupted: it must end with KeyboardInterrupt, and leave nothing."""
+    """A program that never rests, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
+
+    Run over and over, and interrupted each time, until it is told to end: see ``interrupted``.
+    """
     ready = False
+    say("begins")
     async with ucp.open_worker(config={"TLS": transports}) as worker:
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         async with listener:
@@ -494,26 +503,35 @@ async def knock(address: list[Any]) -> None:
 
 
 def interrupted() -> None:
-    """Runs ``busy`` as a program of its own would be run, and reports how it ended."""
+    """Runs ``busy`` as a program of its own would be run, as often as it is told to, and reports how each run ended."""
     import gc
     import warnings
 
     from trio_ucx.testing import live_handles
 
     arguments = json.loads(sys.argv[2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # an interrupt between two lines of the user's can drop things
-        try:
-            trio.run(lambda: busy(*arguments))
-        except KeyboardInterrupt:
-            ended = "KeyboardInterrupt"
-        except BaseExceptionGroup as group:
-            rest = group.split(KeyboardInterrupt)[1]
-            ended = "KeyboardInterrupt" if rest is None else repr(rest)
-        else:
-            ended = "returned"
-        gc.collect()
-    say([ended, live_handles()])
+    while trio.run(told_to_go_on):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # an interrupt between two lines can drop things
+            try:
+                trio.run(lambda: busy(*arguments))
+            except KeyboardInterrupt:
+                ended = "KeyboardInterrupt"
+            except BaseExceptionGroup as group:
+                rest = group.split(KeyboardInterrupt)[1]
+                ended = "KeyboardInterrupt" if rest is None else repr(rest)
+            else:
+                ended = "returned"
+            gc.collect()
+        say([ended, live_handles()])
+
+
+async def told_to_go_on() -> bool:
+    try:
+        await ask()
+    except EOFError:
+        return False
+    return True
 
 
 def main() -> None:

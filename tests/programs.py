@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import trio
@@ -27,6 +30,50 @@ def load(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def run_here(module: ModuleType, *arguments: object) -> int:
+    """Runs an example in this process, as its command line would: its exit status. Processes take their time to start.
+
+    Not from within Trio: it has a run of its own.
+    """
+    before = sys.argv
+    sys.argv = [f"{module.__name__}.py", *map(str, arguments)]
+    try:
+        status: int = module.main()
+    except SystemExit as exit:
+        assert isinstance(exit.code, int)
+        status = exit.code
+    finally:
+        sys.argv = before
+    return status
+
+
+@contextmanager
+def trio_thread(function: Callable[..., Any], *arguments: Any) -> Iterator[queue.SimpleQueue[Any]]:
+    """Runs a function in a thread and a Trio run of its own, with a queue for what it has to say.
+
+    It is waited for at the end of the block, which raises what it raised.
+    """
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            trio.run(function, said, *arguments)
+        except BaseException as error:
+            failures.append(error)
+            said.put(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield said
+    finally:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+        if failures:
+            raise failures[0]
 
 
 class Program:

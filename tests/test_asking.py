@@ -361,6 +361,6 @@ async def test_peer_whose_network_went_away_is_noticed() -> None:
             assert await client.hear() == "connected"
             await trio.run_process([*there, "ip", "link", "set", "cable", "down"])
             await client.tell()
-            how, seconds = await client.hear(timeout=12)
+            how, seconds = await client.hear()
             assert how == "BrokenResourceError"
-            assert 2 < seconds < 8  # UCX's own interval is 20 seconds, and the kernel's two hours
+            assert 1 < seconds < 12  # UCX's own interval is 20 seconds, and the kernel's two hours

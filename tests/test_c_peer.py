@@ -156,9 +156,19 @@ async def test_c_program_as_client(
                     if mode == "am":  # it opens its side of that only when its sends are done, and does not say when
                         await trio.sleep(0.3)
                     # The program's FIN. It closes by force when it has it, which a large send may take for a failure.
-                    with contextlib.suppress(trio.BrokenResourceError):
-                        await talk.send(endpoint, first)
-                    await program.printed(b"received FIN message")
+                    async with trio.open_nursery() as nursery:
+
+                        async def send_fin() -> None:
+                            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                                await talk.send(endpoint, first)
+                                while mode == "am":  # perhaps it did not listen yet
+                                    await trio.sleep(2)
+                                    with contextlib.suppress(ucp.UCXError):
+                                        await talk.send(endpoint, first)
+
+                        nursery.start_soon(send_fin)
+                        await program.printed(b"received FIN message")
+                        nursery.cancel_scope.cancel()
                     assert await program.process.wait() == 0
                 finally:
                     endpoint.abort()

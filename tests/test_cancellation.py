@@ -93,12 +93,16 @@ async def test_flush_and_close_of_raw_endpoint_against_a_stopped_peer(worker: uc
             async with trio.open_nursery() as nursery:
 
                 async def fill() -> None:
+                    """Until nothing can be sent any more."""
                     for number in range(20_000):
-                        await endpoint.tag_send(bytes(8000), number)
+                        with trio.move_on_after(0.3) as scope:
+                            await endpoint.tag_send(bytes(8000), number)
+                        if scope.cancelled_caught:
+                            return
+                    pytest.fail("the peer's queues never filled")
 
-                with trio.move_on_after(0.5) as scope:
+                with trio.fail_after(60):
                     await fill()
-                assert scope.cancelled_caught, "the peer's queues never filled"
                 await cancelled_promptly(endpoint.flush)
                 await cancelled_promptly(worker.flush)
                 with trio.CancelScope() as scope:
@@ -142,8 +146,7 @@ async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
 async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker, transports: str, way: str) -> None:
     """Random moments of 64 MiB transfers: each message arrives once, whole, in order."""
     chance = random.Random(way)
-    count = 50 if way.startswith("receive") else 20
-    cancelled = 0
+    count = 25 if way.startswith("receive") else 15
     same = bytearray(BIG)
     async with open_peer("numbered", count, BIG, transports=transports) as peer:
         address, _ = await peer.hear()
@@ -151,28 +154,39 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker,
             for number in range(count):
                 expected = pattern(BIG, number)
                 got: bytes | bytearray | None = None
+                # Now and then it is cancelled for sure: with the peer stopped, which over TCP has most of it yet to
+                # send. Over shared memory we read the peer's memory ourselves, perhaps in one go: before it begins.
+                stopped = number % 4 == 0
+                if stopped:
+                    await connection.wait_message(1)
+                    await peer.stop()
                 while got is None:
                     into = {"receive": False, "mixed": chance.random() < 0.5}.get(way, True)
                     buffer = same if way == "same_buffer" else bytearray(BIG) if into else None
                     delay = chance.choice([0, 0.001, 0.003, 0.008, 0.02, 0.05])
-                    with trio.move_on_after(delay) as scope:
+                    with trio.move_on_after(0.05 if stopped else delay) as scope:
+                        if stopped and transports != "tcp":
+                            scope.cancel()
                         if buffer is None:
                             got = await connection.receive(1)
                         else:
                             assert await connection.receive_into(buffer, 1) == BIG
                             got = buffer
-                    if got is None:
+                    if stopped:
+                        assert got is None and scope.cancelled_caught
+                        assert connection.statistics().left_over_operations == (transports == "tcp" and into)
+                        peer.resume()
+                        stopped = False
+                    elif got is None:
                         assert trio.current_time() - scope.deadline < PROMPT + 0.2
-                        cancelled += 1
-                        if buffer is not None and way != "same_buffer":
-                            with trio.fail_after(10):
-                                await connection.wait_buffers_released()
-                            assert_free(buffer)
+                    if got is None and buffer is not None and way != "same_buffer":
+                        with trio.fail_after(10):
+                            await connection.wait_buffers_released()
+                        assert_free(buffer)
                 assert got == expected, f"message {number} is torn, lost or doubled"
             with pytest.raises(trio.EndOfChannel):
                 await connection.receive(1)
             assert connection.statistics().left_over_operations == 0
-    assert cancelled > count / 5
 
 
 async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, transports: str) -> None:
@@ -225,7 +239,7 @@ async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker)
         buffer = bytearray(BIG)
         await cancelled_promptly(client.send, buffer, 1)
         await client.send(b"after", 2)
-        with Stopwatch(2):
+        with Stopwatch(5):  # close_timeout is longer
             await client.aclose()
             await client.wait_buffers_released()
         assert_free(buffer)
@@ -236,12 +250,13 @@ async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker)
 
 async def test_send_that_waits_for_credit(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=8192) as (client, server):
-        sent = 0
-        with trio.move_on_after(0.05):
+        await client.send(bytes(1000), 1)
+        sent = 1
+        with pytest.raises(trio.WouldBlock):
             while True:
-                await client.send(bytes(1000), 1)
+                client.send_nowait(bytes(1000), 1)
                 sent += 1
-        assert 0 < sent < 8
+        assert sent < 8
         buffer = bytearray(1000)
         await cancelled_promptly(client.send, buffer, 1)
         assert_free(buffer)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import pytest
 import trio
-from programs import DEADLINE, EXAMPLES, Program, load, program
+from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
 
@@ -95,8 +96,7 @@ async def test_copy_files_copies_a_tree(tmp_path: Path, transports: str) -> None
     assert tree(destination) == tree(source)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("jobs", [1, 64])
+@pytest.mark.parametrize(("transports", "jobs"), [("tcp", 64), ("tcp,sm,self", 1)])
 async def test_copy_files_replaces_what_is_there(tmp_path: Path, transports: str, jobs: int) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -135,18 +135,52 @@ async def test_copy_files_skips_what_cannot_be_copied(tmp_path: Path) -> None:
 # ---- a receiver whose sender is not to be trusted ----
 
 
-async def misbehave(
-    destination: Path, sender: Callable[[Any], Awaitable[None]], *, plan: bytes = copy_files.PLAN.pack(1, 0)
-) -> str:
+class Misbehave(Protocol):
     """Returns why the receiver gave up, having checked that it told both its user and us."""
-    async with receiver(destination) as receiving:
-        with trio.fail_after(DEADLINE):
-            async with trio_ucx.connect(receiving.address) as connection:
-                await connection.send(plan, copy_files.CONTENTS)
-                await sender(connection)
-                complaint = (await connection.receive(copy_files.COMPLAINTS)).decode()
-        assert await receiving.end() == (1, f"copy_files: {complaint}\n")
-    return complaint
+
+    def __call__(
+        self, destination: Path, sender: Callable[[Any], Awaitable[None]], *, plan: bytes = copy_files.PLAN.pack(1, 0)
+    ) -> str: ...
+
+
+@pytest.fixture
+def misbehave(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Misbehave:
+    """The receiver is in this process: one of its own would take more time to start than all the rest."""
+
+    def misbehave(
+        destination: Path, sender: Callable[[Any], Awaitable[None]], *, plan: bytes = copy_files.PLAN.pack(1, 0)
+    ) -> str:
+        printed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        monkeypatch.setattr(copy_files, "print", Print(printed), raising=False)
+
+        async def send(said: queue.SimpleQueue[Any]) -> None:
+            with trio.fail_after(DEADLINE):
+                line = await trio.to_thread.run_sync(partial(printed.get, timeout=DEADLINE))
+                async with trio_ucx.connect(line.removeprefix("listening at ")) as connection:
+                    await connection.send(plan, copy_files.CONTENTS)
+                    await sender(connection)
+                    said.put((await connection.receive(copy_files.COMPLAINTS)).decode())
+
+        with trio_thread(send) as said:
+            assert run_here(copy_files, "receive", destination) == 1
+        complaint: str = said.get(timeout=DEADLINE)
+        assert capfd.readouterr().err == f"copy_files: {complaint}\n"
+        return complaint
+
+    return misbehave
+
+
+@attrs.frozen
+class Print:
+    """``print``; what goes to stdout is passed on instead."""
+
+    printed: queue.SimpleQueue[str]
+
+    def __call__(self, text: str, **options: Any) -> None:
+        if "file" in options:
+            print(text, **options)
+        else:
+            self.printed.put(text)
 
 
 def entry(path: str, kind: int = stat.S_IFREG, size: int = 0, target: str = "", mode: int = 0o644) -> bytes:
@@ -166,15 +200,15 @@ def lane(*messages: bytes) -> Callable[[Any], Awaitable[None]]:
 DIGEST_OF_NOTHING = copy_files.hashlib.blake2b().digest()
 
 
-async def test_copy_files_notices_a_wrong_checksum(tmp_path: Path) -> None:
+def test_copy_files_notices_a_wrong_checksum(misbehave: Misbehave, tmp_path: Path) -> None:
     pieces = lane(entry("some/file", size=8), b"right", b"bad", bytes(64))
-    assert await misbehave(tmp_path, pieces) == "some/file: the checksums differ"
+    assert misbehave(tmp_path, pieces) == "some/file: the checksums differ"
     assert leftovers(tmp_path) == []
 
 
-async def test_copy_files_keeps_the_old_file_when_the_new_one_is_damaged(tmp_path: Path) -> None:
+def test_copy_files_keeps_the_old_file_when_the_new_one_is_damaged(misbehave: Misbehave, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
-    assert await misbehave(tmp_path, lane(entry("file", size=3), b"new", bytes(64))) == "file: the checksums differ"
+    assert misbehave(tmp_path, lane(entry("file", size=3), b"new", bytes(64))) == "file: the checksums differ"
     assert (tmp_path / "file").read_text() == "old"
     assert leftovers(tmp_path) == [str(tmp_path / "file")]
 
@@ -184,20 +218,20 @@ async def test_copy_files_keeps_the_old_file_when_the_new_one_is_damaged(tmp_pat
     [(path, stat.S_IFREG) for path in ["../evil", "/evil", "a/../../evil", "..", ".", "a//evil", "a/", "./evil", ""]]
     + [("../evil", stat.S_IFLNK), ("", stat.S_IFLNK), ("../evil", stat.S_IFDIR), ("..", stat.S_IFDIR)],
 )
-async def test_copy_files_refuses_paths_that_lead_out(tmp_path: Path, path: str, kind: int) -> None:
+def test_copy_files_refuses_paths_that_lead_out(misbehave: Misbehave, tmp_path: Path, path: str, kind: int) -> None:
     destination = tmp_path / "destination"
-    complaint = await misbehave(destination, lane(entry(path, kind, target="x"), DIGEST_OF_NOTHING))
+    complaint = misbehave(destination, lane(entry(path, kind, target="x"), DIGEST_OF_NOTHING))
     assert complaint == f"{path}: refused: the path leads out of the destination"
     assert list(tmp_path.iterdir()) == [destination]
     assert list(destination.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR])
-async def test_copy_files_does_not_write_through_symlinks(tmp_path: Path, kind: int) -> None:
+def test_copy_files_does_not_write_through_symlinks(misbehave: Misbehave, tmp_path: Path, kind: int) -> None:
     destination, outside = tmp_path / "destination", tmp_path / "outside"
     outside.mkdir()
     evil = "link/evil" if kind != stat.S_IFDIR else "link"
-    complaint = await misbehave(
+    complaint = misbehave(
         destination,
         lane(entry("link", stat.S_IFLNK, target=str(outside)), entry(evil, kind, mode=0o777), DIGEST_OF_NOTHING),
     )
@@ -221,15 +255,17 @@ async def test_copy_files_does_not_write_through_symlinks(tmp_path: Path, kind: 
         ([entry("file", size=2**40), bytes(copy_files.PIECE + 1)], "TRUNCATED"),
     ],
 )
-async def test_copy_files_survives_nonsense(tmp_path: Path, messages: list[bytes], complaint: str) -> None:
-    reason = await misbehave(tmp_path, lane(*messages))
+def test_copy_files_survives_nonsense(
+    misbehave: Misbehave, tmp_path: Path, messages: list[bytes], complaint: str
+) -> None:
+    reason = misbehave(tmp_path, lane(*messages))
     assert reason == complaint or (complaint == "TRUNCATED" in reason)
     assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("plan", [b"", b"hello", copy_files.PLAN.pack(0, 0), copy_files.PLAN.pack(65, 0)])
-async def test_copy_files_refuses_a_strange_plan(tmp_path: Path, plan: bytes) -> None:
-    assert await misbehave(tmp_path, lane(), plan=plan) in (
+def test_copy_files_refuses_a_strange_plan(misbehave: Misbehave, tmp_path: Path, plan: bytes) -> None:
+    assert misbehave(tmp_path, lane(), plan=plan) in (
         "this is not copy_files calling",
         "0 jobs are not between 1 and 64",
         "65 jobs are not between 1 and 64",
@@ -295,9 +331,11 @@ async def wait_half_way(destination: Path) -> None:
             await trio.sleep(0.005)
 
 
-@TRANSPORTS
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("transports", "number"),
+    [("tcp", signal.SIGKILL), ("tcp", signal.SIGINT), ("tcp", signal.SIGTERM), ("tcp,sm,self", signal.SIGKILL)],
+)
 async def test_copy_files_interrupted(tmp_path: Path, transports: str, victim: str, number: signal.Signals) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -340,17 +378,16 @@ async def test_copy_files_interrupted_while_nobody_calls(tmp_path: Path) -> None
         (["receive", COPY_FILES.parent, "--listen", "192.0.2.1:0"], "192.0.2.1"),
     ],
 )
-async def test_copy_files_complains_in_one_line(arguments: list[object], complaint: str) -> None:
-    with program(COPY_FILES, *arguments) as running:
-        status, errors = await running.end()
-    assert status == 1
+def test_copy_files_complains_in_one_line(
+    arguments: list[object], complaint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(copy_files, *arguments) == 1
+    errors = capfd.readouterr().err
     assert errors.startswith("copy_files: ") and errors.count("\n") == 1
     assert complaint in errors
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", "host:port", ":1", "host:65536", "host:-1"])
-async def test_copy_files_refuses_a_bad_address(address: str) -> None:
-    with program(COPY_FILES, "send", ".", address) as running:
-        status, errors = await running.end()
-    assert status == 2
-    assert "Traceback" not in errors
+def test_copy_files_refuses_a_bad_address(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_here(copy_files, "send", ".", address) == 2
+    assert capfd.readouterr().err.startswith("usage: ")

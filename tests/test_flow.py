@@ -8,7 +8,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer, pattern
+from helpers import open_pair, open_peer, pattern, until
 
 from trio_ucx import ucp
 from trio_ucx._flow import ANNOUNCEMENT, MESSAGE_OVERHEAD, Inbound, Outbound, cost
@@ -162,20 +162,24 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
 FIXED = 3 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("size", "count"), [(8, 60_000), (4096, 4000), (2**24, 8), (0, 300)], ids=["8B", "4KiB", "16MiB", "stream"]
-)
-async def test_silent_receiver_holds_its_window(transports: str, size: int, count: int) -> None:
-    """A sender in a loop, and a receiver that reads nothing for 3 seconds, in processes of their own."""
+async def test_silent_receivers_hold_their_windows(transports: str) -> None:
+    """A sender in a loop, and a receiver that reads nothing for 3 seconds, in processes of their own. All pairs at the
+    same time."""
     window = 4 * 2**20
-    async with open_peer("flood", count, size, transports=transports) as sender:
-        address, _ = await sender.hear()
-        async with open_peer("hoard", address, 3, window, count, size, transports=transports) as receiver:
-            grown, held, received = await receiver.hear(60)
-            assert held <= window
-            assert grown < window + FIXED
-            assert received == count
-            assert await receiver.ended() == 0
+
+    async def check(size: int, count: int) -> None:
+        async with open_peer("flood", count, size, transports=transports) as sender:
+            address, _ = await sender.hear(60)
+            async with open_peer("hoard", address, 3, window, count, size, transports=transports) as receiver:
+                grown, held, received = await receiver.hear(120)
+                assert held <= window, size
+                assert grown < window + FIXED, size
+                assert received == count, size
+                assert await receiver.ended() == 0
+
+    async with trio.open_nursery() as nursery:
+        for size, count in [(8, 30_000), (4096, 4000), (2**24, 8), (0, 300)]:
+            nursery.start_soon(check, size, count)
 
 
 async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
@@ -186,10 +190,10 @@ async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
                 await client.send(pattern(1000, number), 1)
 
         nursery.start_soon(flood)
-        await trio.sleep(0.1)
+        await until(lambda: client.statistics().queued_sends)
         assert client.statistics().queued_sends == 1
         for number in range(20):
-            with trio.fail_after(2):
+            with trio.fail_after(10):
                 async with trio.open_nursery() as sends:  # one send_all is over before the next begins
                     sends.start_soon(client.send, pattern(2000, number), 2)
                     sends.start_soon(client.send_all, bytes([number]) * 3000)
@@ -214,7 +218,7 @@ async def test_polling_a_lane_with_receive_nowait_lets_messages_in(worker: ucp.W
             await client.send(b"here", 2)
 
         nursery.start_soon(flood)
-        with trio.fail_after(3):
+        with trio.fail_after(10):
             while True:
                 try:
                     assert server.receive_nowait(2) == b"here"
@@ -227,7 +231,7 @@ async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
         for size in (4096, 60_000, 200_000):
             nursery.start_soon(client.send, pattern(size), 1)
-            with trio.fail_after(2):
+            with trio.fail_after(10):
                 assert await server.receive(1) == pattern(size)
 
 
@@ -246,7 +250,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
         nursery.start_soon(wait)
         await trio.sleep(0.05)
         assert not done.is_set()
-        with trio.fail_after(2):
+        with trio.fail_after(10):
             while not done.is_set():
                 assert server.receive_nowait(1) == b""
                 await trio.sleep(0.001)
@@ -268,6 +272,6 @@ async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Wor
             nursery.start_soon(client.send, bytes([number]) * (100_000 if number % 2 else 1000), 1)
             await trio.testing.wait_all_tasks_blocked()
         scope.cancel()
-        with trio.fail_after(3):
+        with trio.fail_after(10):
             assert [(await server.receive(1))[0] for _ in range(6)] == list(range(6))
             await server.receive(9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 
 import pytest
@@ -24,13 +23,15 @@ async def test_idle_connections_use_no_cpu(transports: str, keepalive: str) -> N
         async with trio.open_nursery() as nursery:
             nursery.start_soon(server.receive)
             nursery.start_soon(client.receive_some)
-            with trio.fail_after(2):
+            with trio.fail_after(20):
                 await trio.testing.wait_all_tasks_blocked()
-            before = os.times()
+            before, used = worker.statistics(), time.process_time()
             await trio.sleep(2)
-            after = os.times()
-            used = (after.user - before.user) + (after.system - before.system)
-            assert used <= 0.03, f"{used} s of CPU in 2 s"
+            used = time.process_time() - used
+            after = worker.statistics()
+            assert after.wakeups - before.wakeups <= 4
+            assert after.progress_calls - before.progress_calls <= 100
+            assert used <= 0.1, f"{used} s of CPU in 2 s"
             nursery.cancel_scope.cancel()
         assert worker.statistics().missed_events == 0
         assert worker.statistics().backoffs < 20
@@ -38,14 +39,15 @@ async def test_idle_connections_use_no_cpu(transports: str, keepalive: str) -> N
 
 async def test_wait_all_tasks_blocked_returns(worker: ucp.Worker) -> None:
     async with open_pair(worker):
-        with trio.fail_after(2):
+        with trio.fail_after(20):
             await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 async def test_no_keepalive_no_missed_event(transports: str) -> None:
-    """Posting to an armed worker, again and again, with nothing else that could wake it."""
+    """Posting to an armed worker, again and again, with nothing else that could wake it: but the safety nets, which
+    count what they find."""
     config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
-    async with open_peer("echo", [1], transports=transports, UCX_KEEPALIVE_INTERVAL="inf") as peer:
+    async with open_peer("echo", [1], True, transports=transports, UCX_KEEPALIVE_INTERVAL="inf") as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config=config) as worker:
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
@@ -53,18 +55,21 @@ async def test_no_keepalive_no_missed_event(transports: str) -> None:
                     for number in range(100 if size < 2**20 else 20):
                         await trio.testing.wait_all_tasks_blocked()
                         connection.send_nowait(pattern(size, number), 1)
-                        with trio.fail_after(0.9):  # less than the safety net's second
+                        with trio.fail_after(20):
                             assert await connection.receive(1) == pattern(size, number)
             assert worker.statistics().missed_events == 0
+        await peer.tell()
+        assert await peer.hear() == 0
 
 
 async def test_thousand_sends_to_an_armed_worker(worker: ucp.Worker, transports: str) -> None:
     async with open_pair(worker) as (client, server):
         for number in range(1000):
             client.send_nowait(number.to_bytes(8, "little"), 3)
-        with trio.fail_after(0.9):
+        with trio.fail_after(20):
             for number in range(1000):
                 assert await server.receive(3) == number.to_bytes(8, "little")
+        assert worker.statistics().missed_events == 0  # the safety net would have helped
 
 
 async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.testing.MockClock) -> None:
@@ -75,7 +80,7 @@ async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.
             mock_clock.autojump_threshold = 0
             await trio.sleep(100 * 3600)
             mock_clock.autojump_threshold = math.inf
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 60  # of 100 hours
             assert worker.statistics().wakeups < 50
             await client.send(b"x")
         assert worker.statistics().missed_events == 0
@@ -91,9 +96,11 @@ async def test_busy_peer_is_backed_off_from(worker: ucp.Worker, transports: str)
         try:
             with trio.move_on_after(0.5):
                 await connection.send_all(bytes(2**28))
-            before = time.process_time()
+            before, used = worker.statistics(), time.process_time()
             await trio.sleep(1)
-            assert time.process_time() - before < 0.25
+            used = time.process_time() - used
+            assert worker.statistics().progress_calls - before.progress_calls < 20_000
+            assert used < 0.25, f"{used} s of CPU in 1 s"
         finally:
             peer.resume()
             connection.abort()
@@ -105,7 +112,7 @@ async def test_client_without_error_handling_leaves_the_server_reachable(worker:
         for _ in range(3):
             async with ucp.open_worker(config={"TLS": transports}) as other:
                 endpoint = await other.open_endpoint(worker.address, error_mode=ucp.ErrorMode.NONE)
-                with trio.fail_after(5):
+                with trio.fail_after(20):
                     await endpoint.am_send(3, b"hello", reply=True)
                     (await messages.receive()).release()
                     await endpoint.flush()
