@@ -1,0 +1,55 @@
+"""Who is measured: one file for each. A file has:
+
+CONTENDERS      its configurations
+LOOP            what its ends run in: "trio", "asyncio" or "blocking"; "tool" where it is a program of its own
+open_end        an async context manager, which gives one end of a pair, once it is connected
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..jobs import Job
+
+MODULES = ("ours", "ours_raw", "perftest", "trio_sockets", "ucxx_polling", "mpi", "nng", "zeromq")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A configuration that is measured.
+
+    Attributes:
+        name: unique, and how it is called in tables.
+        transport: "tcp", "shm" (shared memory) or "unix" (sockets of the file system).
+        module: of this package.
+        jobs: what it can give.
+        needs: the import name of its package; None: nothing but what trio_ucx needs.
+        install: what installs it.
+        options: for its module.
+        environment: for its processes.
+    """
+
+    name: str
+    transport: str
+    module: str
+    jobs: tuple[Job, ...]
+    needs: str | None = None
+    install: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def installed(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+
+
+def load(module: str) -> Any:
+    return importlib.import_module(f"{__name__}.{module}")
+
+
+def all_contenders() -> list[Contender]:
+    return [contender for module in MODULES for contender in load(module).CONTENDERS]

@@ -1,0 +1,221 @@
+"""trio_ucx: Connections."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import trio
+
+import trio_ucx
+from trio_ucx import ucp
+
+from ..ends import Control, End, echo, ping, repeat
+from ..jobs import IDLE, KIB, MIB, Batch, Job, Kind, bandwidth, latency, rate
+from . import Contender
+
+LOOP = "trio"
+TAG = 1
+#: Without tcp there are no connections by socket address. What is used is checked.
+TLS = {"tcp": "tcp", "shm": "tcp,sm,self"}
+SHARED_MEMORY = {"sysv", "posix", "xpmem"}
+
+#: Options that came later than the first release.
+NEW_OPTIONS = ("spin", "yield_interval")
+
+
+def contender(name: str, transport: str, jobs: tuple[Job, ...], **worker: float) -> Contender:
+    return Contender(
+        f"trio_ucx {name} {transport}", transport, "ours", jobs, options={"tls": TLS[transport], "worker": worker}
+    )
+
+
+def variants(transport: str) -> list[Contender]:
+    full = (
+        latency()
+        + bandwidth("receive_into", "receive")
+        + (Job("bandwidth", MIB, "byte stream"),)
+        + rate("plain", "nowait", "group")
+        + IDLE
+    )
+    return [
+        contender("default", transport, full),
+        contender("yield_interval=100e-6", transport, latency() + rate("plain"), yield_interval=100e-6),
+        contender("spin=0", transport, latency(8, KIB) + rate("plain") + IDLE, spin=0.0),
+    ]
+
+
+CONTENDERS = [contender for transport in TLS for contender in variants(transport)]
+
+
+class NotSupported(Exception):
+    """This trio_ucx has no such option."""
+
+
+def worker_options(setup: dict[str, Any]) -> dict[str, Any]:
+    """What to open a worker with; only options that this trio_ucx has."""
+    asked = dict(setup["options"].get("worker", {}))
+    known = inspect.signature(ucp.open_worker).parameters
+    missing = [name for name in asked if name not in known]
+    if missing:
+        raise NotSupported(f"not supported by this trio_ucx: open_worker({missing[0]}=)")
+    return {"config": {"TLS": setup["options"]["tls"]}, **asked}
+
+
+def check_transports(endpoint: ucp.Endpoint, setup: dict[str, Any]) -> tuple[str, ...]:
+    names = tuple(sorted({lane.name for lane in endpoint.transports}))
+    if (setup["transport"] == "shm") != bool(SHARED_MEMORY & set(names)):
+        raise RuntimeError(f"asked for {setup['transport']}, but the connection runs over {', '.join(names)}")
+    return names
+
+
+@asynccontextmanager
+async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
+    async with ucp.open_worker(**worker_options(setup)) as worker:
+        if setup["role"] == "client":
+            async with trio_ucx.connect(tuple(setup["address"]), worker=worker) as connection:
+                yield await greet(connection, setup)
+            return
+        listeners = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        async with listeners[0] as listener:
+            await control.tell({"address": listener.address})
+            async with await listener.accept() as connection:
+                yield await greet(connection, setup)
+                with trio.move_on_after(5):  # the client closes first: its goodbye is answered at once
+                    async for _ in connection.messages(TAG):
+                        pass
+
+
+async def greet(connection: trio_ucx.Connection, setup: dict[str, Any]) -> End:
+    """A message each way: only then UCX knows which lanes it uses."""
+    await connection.send(b"hello")
+    await connection.receive()
+    end = OurEnd(connection)
+    end.transports = check_transports(connection.endpoint, setup)
+    return end
+
+
+class OurEnd(End):
+    def __init__(self, connection: trio_ucx.Connection) -> None:
+        super().__init__()
+        self.connection = connection
+        self.payload = b""
+        self.buffers: list[bytearray] = []
+
+    def prepare(self, batch: Batch) -> None:
+        self.payload = batch.payload()
+        wanted = batch.window if batch.job.kind is not Kind.LATENCY else 1
+        if len(self.buffers) != wanted or len(self.buffers[0]) != batch.job.size:
+            self.buffers = [bytearray(b"\0") * batch.job.size for _ in range(wanted)]
+        for buffer in self.buffers:
+            buffer[:] = bytes(len(buffer))
+
+    async def ping(self, batch: Batch) -> list[int]:
+        self.last = self.buffers[0]
+        send = partial(self.connection.send, self.payload, TAG)
+        return await ping(send, partial(self.connection.receive_into, self.buffers[0], TAG), batch.count)
+
+    async def echo(self, batch: Batch) -> None:
+        self.last = self.buffers[0]
+        send = partial(self.connection.send, self.buffers[0], TAG)
+        await echo(send, partial(self.connection.receive_into, self.buffers[0], TAG), batch.count)
+
+    async def send(self, batch: Batch) -> None:
+        way = batch.job.way
+        if way == "byte stream":
+            await repeat(partial(self.connection.send_all, self.payload), batch.count)
+        elif way == "plain":
+            await repeat(partial(self.connection.send, self.payload, TAG), batch.count)
+        elif way == "nowait":
+            await self._send_nowait(batch.count)
+        else:
+            await self._send_by_group(batch)
+
+    async def _send_nowait(self, count: int) -> None:
+        send, payload = self.connection.send_nowait, self.payload
+        for _ in range(count):
+            try:
+                send(payload, TAG)
+            except trio.WouldBlock:
+                await self.connection.send(payload, TAG)
+
+    async def _send_by_group(self, batch: Batch) -> None:
+        connection, payload, window = self.connection, self.payload, batch.window
+        async with connection.worker.open_request_group() as group:
+            flying: deque[ucp.Request] = deque()
+            for _ in range(batch.count):
+                if len(flying) == window:
+                    request = flying.popleft()
+                    if not request.done:  # one that is done needs no checkpoint
+                        await request
+                flying.append(group.send(connection, payload, TAG))
+
+    async def receive(self, batch: Batch) -> None:
+        way = batch.job.way
+        if way == "byte stream":
+            await self._receive_stream(batch)
+        elif way == "plain":
+            receive = self.connection.receive
+            for _ in range(batch.count):
+                message = await receive(TAG)
+            self.last = message
+        elif way == "nowait":
+            await self._receive_nowait(batch.count)
+        elif way == "receive":
+            await self._receive_in_tasks(batch)
+        else:
+            await self._receive_by_group(batch)
+
+    async def _receive_stream(self, batch: Batch) -> None:
+        left = batch.count * batch.job.size
+        tail = bytearray()
+        while left:
+            piece = await self.connection.receive_some()
+            left -= len(piece)
+            if left < batch.job.size:
+                tail += piece
+        self.last = tail[-batch.job.size :]
+
+    async def _receive_nowait(self, count: int) -> None:
+        receive = self.connection.receive_nowait
+        left = count
+        while left:
+            message = await self.connection.receive(TAG)
+            left -= 1
+            try:
+                while left:
+                    message = receive(TAG)
+                    left -= 1
+            except trio.WouldBlock:
+                pass
+        self.last = message
+
+    async def _receive_in_tasks(self, batch: Batch) -> None:
+        left = batch.count
+
+        async def receiver() -> None:
+            nonlocal left
+            while left:
+                left -= 1
+                self.last = await self.connection.receive(TAG)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(batch.window, batch.count)):
+                nursery.start_soon(receiver)
+
+    async def _receive_by_group(self, batch: Batch) -> None:
+        connection, buffers = self.connection, self.buffers
+        async with connection.worker.open_request_group() as group:
+            flying: deque[ucp.Request] = deque()
+            for number in range(batch.count):
+                if len(flying) == len(buffers):
+                    request = flying.popleft()
+                    if not request.done:  # one that is done needs no checkpoint
+                        await request
+                buffer = buffers[number % len(buffers)]
+                flying.append(group.receive_into(connection, buffer, TAG))
+        self.last = buffer

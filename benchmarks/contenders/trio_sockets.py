@@ -1,0 +1,127 @@
+"""Trio's own streams, over TCP and Unix sockets."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from ..ends import Control, End, ping, repeat
+from ..ends import echo as echo_loop
+from ..jobs import IDLE, Batch, Kind, bandwidth, latency, rate
+from . import Contender
+
+LOOP = "trio"
+#: Of the sizes tried (64 KiB to 1 MiB) the fastest.
+CHUNK = 256 * 1024
+#: Small messages in a stream have their length before them.
+LENGTH = struct.Struct("<I")
+
+CONTENDERS = [
+    Contender(f"trio stream {transport}", transport, "trio_sockets", latency() + bandwidth() + rate() + IDLE)
+    for transport in ("tcp", "unix")
+]
+
+
+@asynccontextmanager
+async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
+    if setup["role"] == "client":
+        if setup["transport"] == "tcp":
+            stream = await trio.open_tcp_stream(*setup["address"])
+        else:
+            stream = await trio.open_unix_socket(setup["address"])
+        async with stream:
+            yield StreamEnd(stream)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if setup["transport"] == "tcp":
+            listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
+            address = listener.socket.getsockname()
+        else:
+            listening = trio.socket.socket(trio.socket.AF_UNIX)
+            address = str(Path(folder, "socket"))
+            await listening.bind(address)
+            listening.listen()
+            listener = trio.SocketListener(listening)
+        async with listener:
+            await control.tell({"address": address})
+            async with await listener.accept() as stream:
+                yield StreamEnd(stream)
+
+
+class StreamEnd(End):
+    def __init__(self, stream: trio.SocketStream) -> None:
+        super().__init__()
+        self.stream = stream
+        self.payload = b""
+
+    def prepare(self, batch: Batch) -> None:
+        self.payload = batch.payload()
+
+    async def _receive_exactly(self, size: int) -> None:
+        data: bytes | bytearray = await self.stream.receive_some(size)
+        while len(data) < size:
+            more = await self.stream.receive_some(size - len(data))
+            if not more:
+                raise EOFError("the stream ended")
+            data = data + more
+        self.last = data
+
+    async def ping(self, batch: Batch) -> list[int]:
+        send = partial(self.stream.send_all, self.payload)
+        return await ping(send, partial(self._receive_exactly, batch.job.size), batch.count)
+
+    async def echo(self, batch: Batch) -> None:
+        async def send() -> None:
+            await self.stream.send_all(self.last)
+
+        await echo_loop(send, partial(self._receive_exactly, batch.job.size), batch.count)
+
+    async def send(self, batch: Batch) -> None:
+        data = self.payload
+        if batch.job.kind is Kind.RATE:
+            data = LENGTH.pack(len(data)) + data
+        await repeat(partial(self.stream.send_all, data), batch.count)
+
+    async def receive(self, batch: Batch) -> None:
+        if batch.job.kind is Kind.RATE:
+            await self._receive_messages(batch.count)
+            return
+        left = batch.count * batch.job.size
+        tail = bytearray()
+        while left:
+            piece = await self.stream.receive_some(min(CHUNK, left))
+            if not piece:
+                raise EOFError("the stream ended")
+            left -= len(piece)
+            if left < batch.job.size:
+                tail += piece
+        self.last = tail[-batch.job.size :]
+
+    async def _receive_messages(self, count: int) -> None:
+        unpack, header = LENGTH.unpack_from, LENGTH.size
+        rest = b""
+        message = b""
+        left = count
+        while left:
+            more = await self.stream.receive_some()
+            if not more:
+                raise EOFError("the stream ended")
+            data = rest + more
+            place = 0
+            while len(data) - place >= header:
+                (length,) = unpack(data, place)
+                end = place + header + length
+                if end > len(data):
+                    break
+                message = data[place + header : end]
+                place = end
+                left -= 1
+            rest = data[place:]
+        self.last = message

@@ -1,0 +1,48 @@
+"""Whether anybody else uses the cores that we measure on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Of a core's time, in percent; more than that and figures say little.
+TOLERABLE = 5.0
+
+
+def core_times(text: str) -> dict[int, tuple[int, int]]:
+    """Of ``/proc/stat``, by core: the time that it had something to do, and all of it."""
+    found = {}
+    for line in text.splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name != "cpu":
+            times = [int(field) for field in fields[:8]]
+            waiting = times[3] + times[4]
+            found[int(name[3:])] = (sum(times) - waiting, sum(times))
+    return found
+
+
+def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
+    """How busy the busiest of these cores was; all cores if there are none."""
+    then, now = core_times(before), core_times(after)
+    shares = [0.0]
+    for core in then:
+        if (core in cores or None in cores) and core in now and now[core][1] > then[core][1]:
+            shares.append(100 * (now[core][0] - then[core][0]) / (now[core][1] - then[core][1]))
+    return max(shares)
+
+
+def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
+    """What others use of these cores, while we do nothing."""
+    stat = Path("/proc/stat")
+    before = stat.read_text()
+    time.sleep(seconds)
+    return busy_percent(before, stat.read_text(), cores)
+
+
+def warning(busy: float) -> str:
+    if busy <= TOLERABLE:
+        return ""
+    return (
+        f"Others use {busy:.0f} % of a core that is measured on: these figures say little, their ratios not much more."
+    )

