@@ -29,7 +29,7 @@ from helpers import (
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp import _engine
+from trio_ucx.ucp import _end, _engine
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull
@@ -650,7 +650,7 @@ async def test_worker_closed_while_something_uses_the_data(
 ) -> None:
     """Rather a leak than a crash."""
     abandoned: list[Any] = []
-    monkeypatch.setattr(_engine, "_abandoned", abandoned)
+    monkeypatch.setattr(_end, "abandoned", abandoned)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:

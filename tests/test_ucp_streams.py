@@ -16,7 +16,7 @@ import trio.testing
 from helpers import PROMPT, Stopwatch, assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _engine
+from trio_ucx.ucp import _end
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
 SIZES = [0, 1, 8191, 65535, 65536, 65537, 2**20]
@@ -326,7 +326,7 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
 @pytest.mark.parametrize("read", [0, 3])
 async def test_worker_closed_with_unread_data(transports: str, read: int) -> None:
     """And with endpoints that are open."""
-    abandoned = len(_engine._abandoned)
+    abandoned = len(_end.abandoned)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         listener = await worker.open_listener("127.0.0.1", 0)
         client = await worker.open_endpoint(listener.address)
@@ -334,7 +334,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         await client.stream_send(pattern(10_000))
         await arrived(server, 10_000)
         await server.stream_receive(bytearray(read))
-    assert len(_engine._abandoned) == abandoned
+    assert len(_end.abandoned) == abandoned
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
     with pytest.raises(trio.ClosedResourceError):
@@ -410,7 +410,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_worker_closed_while_something_uses_the_data(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[Any] = []
-    monkeypatch.setattr(_engine, "_abandoned", abandoned)
+    monkeypatch.setattr(_end, "abandoned", abandoned)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
             async with open_raw_pair(worker) as (client, server):

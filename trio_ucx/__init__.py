@@ -16,7 +16,6 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
 from . import ucp as ucp
 from ._connection import Connection as Connection
-from ._connection import ConnectionStatistics as ConnectionStatistics
 from ._connection import Messages as Messages
 from ._highlevel import connect as connect
 from ._highlevel import open_ucx_listeners as open_ucx_listeners
@@ -24,6 +23,7 @@ from ._highlevel import open_ucx_stream as open_ucx_stream
 from ._highlevel import serve_ucx as serve_ucx
 from ._listener import Listener as Listener
 from ._listener import ListenerStatistics as ListenerStatistics
+from ._statistics import ConnectionStatistics as ConnectionStatistics
 from ._version import __version__ as __version__
 from .ucp._util import publish as _publish
 

@@ -14,6 +14,7 @@ from . import _wire as wire
 from ._lanes import Want
 from ._link import Link
 from ._session import QueuedSend
+from ._statistics import ConnectionStatistics
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
@@ -25,31 +26,9 @@ from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, wa
 NOWAIT_COPY_LIMIT = 2**20
 
 
-@attrs.frozen
-class ConnectionStatistics:
-    """Figures about a :class:`Connection`.
-
-    Attributes:
-        messages_sent, bytes_sent: messages that left, chunks of the byte stream included, and their payload.
-        messages_received, bytes_received: messages that arrived, read or not, and their payload; of a message that
-            its sender keeps until it is received, the announcement counts.
-        held: what the messages cost that have arrived and were not read, in bytes of our window.
-        credit: what the peer lets us send, in bytes of its window; less than 0 after it let a message in beyond it.
-        queued_sends: sends that wait for credit.
-        left_over_operations: sends and transfers whose task was cancelled and whose buffers are not released yet.
-    """
-
-    messages_sent: int
-    bytes_sent: int
-    messages_received: int
-    bytes_received: int
-    held: int
-    credit: int
-    queued_sends: int
-    left_over_operations: int
-
-
 def check_tag(tag: int) -> int:
+    if type(tag) is int and 0 <= tag <= wire.MAX_TAG:
+        return tag
     return check_integer(tag, "the tag", 0, wire.MAX_TAG)
 
 
@@ -204,6 +183,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             data = link.take_small(lane)
             if data is not None:
                 await link.engine.waiting.schedule_point()
+                return data
+        elif lane is not None and lane.idle and not link.inbound.stalled and link.engine.waiting.poll_at_once():
+            data = link.take_small(lane) if lane.runs else None
+            link.engine.waiting.went_on()
+            if data is not None:
                 return data
         return cast(bytes, await self._received(tag, Want.BYTES))
 

@@ -84,9 +84,6 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
         }
         return 0;
     }
-    while (tu_worker_progress(worker) != 0 && worker->used < max) {
-    }
-    tu_worker_collect(worker);
     count = tu_ring_take(worker, (tu_record_t *)out, max);
     worker->counts.polls_paid++;
     poll->misses  = 0;

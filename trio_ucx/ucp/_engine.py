@@ -30,26 +30,24 @@ import collections
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import trio
 from outcome import Error
 
-from .._native import ffi, lib, ucx
+from .._native import ffi, lib
 from ._address import worker_address
-from ._answers import send_answers
 from ._attributes import native_name, query_worker
 from ._context import Context, Feature
+from ._delivery import FIELDS, Mailbox, deliver, deliver_failures
+from ._end import dispose, drain, ignoring_late_run
 from ._loans import Loan
 from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles, under_way
 from ._pending import Signal, Waiters
 from ._safety_net import SafetyNet
-from ._statistics import WorkerStatistics
+from ._statistics import WorkerStatistics, worker_statistics
 from ._status import Status, UCXError, broken
-from ._util import warn_resource
 from ._waiting import DEFAULT_SPIN, Waiting
 
 logger = logging.getLogger("trio_ucx")
@@ -57,17 +55,9 @@ logger = logging.getLogger("trio_ucx")
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
 
-_FIELDS = lib.TU_RECORD_FIELDS
-_OPERATION, _RUN = lib.TU_RECORD_OPERATION, lib.TU_RECORD_RUN
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
-#: How long closing a worker waits for UCX to let go of what is in flight.
-DRAIN_TIMEOUT = 2.0
-#: The same when every endpoint is closed: what is still pending then will hardly end.
-STUCK_TIMEOUT = 0.1
-#: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
-STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 _MAX_BACKOFF = 0.002
 
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
@@ -82,16 +72,6 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
-
-
-class Mailbox(Protocol):
-    """Takes the messages of one connection."""
-
-    def message_came(self, lane: int, handle: int, length: int) -> None:
-        """A message arrived, and is UCX's until it is received."""
-
-    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
-        """So many small messages of the same length arrived; none: one that had promised to be small was not."""
 
 
 class Engine:
@@ -121,10 +101,10 @@ class Engine:
         self.waiting = Waiting(self, spin, yield_interval)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
-        self._records = ffi.new("uint64_t[]", _BATCH * _FIELDS)
+        self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
-        self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(self.handle), lib.TU_ARENA))
+        self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(self.handle), lib.TU_ARENA))
         #: Up to how many bytes the messages of Connections are received as they come.
         self._small = 0
         self.received = ffi.new("tu_received_t *")
@@ -159,8 +139,11 @@ class Engine:
         self.background: set[object] = set()
         self.background_ended: Signal | None = None
         self.counters: collections.Counter[str] = collections.Counter()
+        #: Messages of Connections that arrived.
+        self.messages = 0
         self.broken: BaseException | None = None
-        self._failures: list[tuple[int, int]] = []
+        #: Endpoints that failed, and why; told when what had arrived before is delivered.
+        self.failures: list[tuple[int, int]] = []
         self._delivering = False
         #: Whether something was posted in a delivery, which has to be progressed.
         self._again = False
@@ -168,6 +151,8 @@ class Engine:
         self.armed = False
         self.turns = 0
         self.parked = False
+        #: The progress task, while it lets others poll.
+        self._resting: trio.lowlevel.Task | None = None
         self._closing = False
         self.unanswered = False
         #: Whether there were ever endpoints for atomics.
@@ -217,10 +202,8 @@ class Engine:
 
     # ---- turning ----
 
-    def turn(self, arm: bool, *, leave_to_woken: bool = False) -> int:
+    def turn(self, arm: bool) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to.
-
-        With ``leave_to_woken``, only until tasks are woken: they will see to the rest, and are wanted first.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -235,11 +218,9 @@ class Engine:
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
-                    self._deliver(self._view[: count * _FIELDS].tolist())
-                    if leave_to_woken and self.waiting.woken:
-                        return lib.TU_MORE
-                elif self._failures:
-                    self._deliver_failures()
+                    deliver(self, self._view[: count * FIELDS].tolist())
+                elif self.failures:
+                    deliver_failures(self)
                 elif count < 0:
                     raise UCXError(Status.IO_ERROR, "arming the worker")
                 else:
@@ -263,83 +244,31 @@ class Engine:
         try:
             count = lib.tu_poll(self.handle, self._records, _BATCH)
             if count > 0:
-                self._deliver(self._view[: count * _FIELDS].tolist())
+                deliver(self, self._view[: count * FIELDS].tolist())
         except BaseException as error:
             self._break(error)
             return False
         finally:
             self._delivering = False
-        if self._again or self._failures:
+        if self._again or self.failures:
             self.turn(arm=False)
         return count > 0
 
-    def _deliver(self, rows: list[int]) -> None:
-        for start in range(0, len(rows), _FIELDS):
-            kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
-            if kind == _OPERATION:
-                self.in_flight.pop(id).complete(-status, length, tag)
-            elif kind == _RUN:
-                self.counters["messages"] += id
-                self.counters["arrived"] += 1
-                mailbox = self.mailboxes.get(tag >> 32)
-                if mailbox is not None:
-                    data = self._arena[pointer : pointer + id * length].tobytes()
-                    mailbox.run_came(tag & 0xFFFFFFFF, id, length, data)
-            elif kind == lib.TU_RECORD_MESSAGE:
-                self.counters["messages"] += 1
-                self.counters["arrived"] += 1
-                mailbox = self.mailboxes.get(tag >> 32)
-                if mailbox is None:
-                    self.discard_message(pointer)
-                else:
-                    mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
-            elif kind == lib.TU_RECORD_FAILURE:
-                self._failures.append((id, -status))  # after the messages that had arrived by then
-            elif kind == lib.TU_RECORD_REQUEST:
-                listener = self.listeners.get(id)
-                assert listener is not None, "a listener's requests end before the listener"
-                listener(pointer)
-            elif kind == lib.TU_RECORD_HELLO:
-                memory = ffi.cast("void *", pointer)
-                hello = bytes(ffi.buffer(memory, length)) if length else b""
-                lib.free(memory)
-                if self.on_hello is not None:
-                    self.on_hello(id, hello)
-            elif kind == lib.TU_RECORD_AM:
-                self.counters["arrived"] += 1
-                announce = self.am_queues.get(id)
-                if announce is not None:
-                    announce()
-            elif kind == lib.TU_RECORD_STREAM:
-                self._deliver_piece(id, pointer, length)
-            elif kind == lib.TU_RECORD_CUT:
-                self._failures.append((id, -status))
-
-    def _deliver_piece(self, id: int, pointer: int, length: int) -> None:
-        self.counters["arrived"] += 1
-        core = self.endpoints.get(id)
-        if core is None or core.handle is None:
-            lib.tu_stream_release(self.handle, pointer)
-            return
-        core.stream_inbox().arrived(pointer, length)
-        while self.stream_watchers.give(None):
-            pass
-
-    def _deliver_failures(self) -> None:
-        failures, self._failures = self._failures, []
-        for id, status in failures:
-            core = self.endpoints.get(id)
-            if core is not None:
-                core.fail(UCXError(status, f"talking to {core.label}{self.context.reach_hint(status)}"))
+    def news(self) -> int:
+        """Grows whenever something arrives or completes."""
+        return self.messages + self.counters["arrived"] + self.counters["completed"]
 
     def settle(self) -> None:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
         if self._delivering:
             self._again = True  # the delivery under way takes another turn
             return
+        if self._resting is not None and self.waiting.polls_for_all:
+            self.turn(arm=False)  # who polls will go on with it, or the safety net within a millisecond
+            return
         state = self.turn(arm=self.parked)
-        if self.parked and state != lib.TU_ARMED and self.handle is not None:
-            lib.tu_worker_signal(self.handle)
+        if state != lib.TU_ARMED and self.handle is not None:
+            self.rouse()
 
     def guard(self, function: Callable[[], None]) -> None:
         """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
@@ -395,12 +324,15 @@ class Engine:
     async def _progress_until(self, finished: Callable[[], bool]) -> None:
         delay = 0.0
         while self.handle is not None and not finished():
-            state = self.turn(arm=True, leave_to_woken=True)
+            if self.waiting.polls_for_all:
+                await self._rest()
+                continue
+            state = self.turn(arm=True)
             if self.handle is None or finished():
                 return
             if self.broken is not None:
                 return
-            if state == lib.TU_ARMED or (state == lib.TU_MORE and self.waiting.woken):
+            if state == lib.TU_ARMED:
                 delay = 0.0
                 await self._park(self.efd)
                 self.counters["wakeups"] += 1
@@ -414,6 +346,26 @@ class Engine:
                 # An event may end the sleep; but one that is there already, and could not be armed away, may not.
                 early = not lib.tu_readable(self.efd)
                 await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
+
+    async def _rest(self) -> None:
+        """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
+        self._resting = trio.lowlevel.current_task()
+        self._net.arm_soon()
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._resting = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def rouse(self) -> None:
+        """Makes the progress task look."""
+        task, self._resting = self._resting, None
+        if task is not None:
+            self.waiting.polls_for_all = False
+            trio.lowlevel.reschedule(task)
+        elif self.parked:
+            lib.tu_worker_signal(self.handle)
 
     async def _park(self, fd: int) -> None:
         self.parked = True
@@ -455,7 +407,7 @@ class Engine:
                 if not self.background and self.background_ended is not None:
                     self.background_ended.set()
                 if self.usable:
-                    lib.tu_worker_signal(self.handle)  # the progress task may be waiting for the last of them
+                    self.rouse()  # the progress task may be waiting for the last of them
 
         try:
             trio.lowlevel.spawn_system_task(run, name=name)
@@ -516,14 +468,14 @@ class Engine:
         if not self._begin_close():
             return
         with trio.CancelScope(shield=True):
-            for _ in self._drain():
+            for _ in drain(self):
                 await trio.lowlevel.checkpoint()
         self._finish_close()
 
     def close_now(self) -> None:
         """The same as a plain function."""
         if self._begin_close():
-            for _ in self._drain():
+            for _ in drain(self):
                 pass
             self._finish_close()
 
@@ -545,91 +497,28 @@ class Engine:
             lib.tu_operation_cancel(self.handle, operation.id)
         return True
 
-    def _drain(self) -> Iterator[None]:
-        """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
-        start = time.monotonic()
-        self.turn(arm=False)
-        while self.in_flight and time.monotonic() < start + (DRAIN_TIMEOUT if self.endpoints else STUCK_TIMEOUT):
-            yield
-            time.sleep(0.0002)
-            self.turn(arm=False)
-        # Then what nobody asked for. (Messages of Connections are taken by every turn.)
-        while self.tags and (message := lib.tu_tag_probe(self.handle, 0, 0, 1, self.received)):
-            self.discard_message(message)
-            if time.monotonic() > start + DRAIN_TIMEOUT:
-                break
-        yield
-        self.turn(arm=False)
-        yield from send_answers(self, STUCK_TIMEOUT)
-
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
         for end in list(self.at_end.values()):
             end()
         stuck = under_way(self.in_flight.values())
         for fd in (self.efd, self._net.timer, self._backoff_timer, self._backoff_fd):
-            with _ignoring_late_run():
+            with ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
         handle, self.handle = self.handle, None
         for fd in (self._backoff_fd, self._backoff_timer):
             os.close(fd)
         self._net.close()
         if self._stop is not None:
-            with _ignoring_late_run():
+            with ignoring_late_run():
                 self._stop.cancel()
         live_handles.closed("worker")
         engines.discard(self)
         self.left_over = 0
-        if self.unanswered or not all(loan.ended for loan in self.overdue):
-            _abandoned.append((self, handle))  # somebody looks at UCX's memory, and was warned
-        elif not self.in_flight or (not self.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
-            # A receive whose sender died in the middle of a message never completes, nor does a send to the full
-            # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
-            # progress could still touch their buffers, and that ends here.
-            lib.tu_worker_destroy(handle)
-            for operation in self.in_flight.values():
-                if operation.pins is not None:
-                    operation.pins.release()
-            self.in_flight.clear()
-            self.context.released(self)
-            if self.on_closed is not None:
-                self.on_closed()
-        else:
-            _abandoned.append((self, handle))  # UCX may still touch those buffers: keep them for ever
-            warn_resource(f"a UCX worker was left alone, {len(self.in_flight)} operation(s) did not end{stuck}")
+        dispose(self, handle, stuck)
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:
             assert self.statistics_at_close is not None
             return self.statistics_at_close
-        counts = ffi.new("tu_counts_t *")
-        lib.tu_worker_counts(self.handle, counts)
-        return WorkerStatistics(
-            operations_in_flight=len(self.in_flight),
-            left_over_operations=self.left_over,
-            completed_operations=self.counters["completed"],
-            endpoints=len(self.endpoints),
-            wakeups=self.counters["wakeups"],
-            busy_arms=counts.arm_busy,
-            backoffs=self.counters["backoffs"],
-            missed_events=self.counters["missed_events"],
-            progress_calls=counts.progress_calls,
-            messages=self.counters["messages"],
-            polls=counts.polls,
-            polls_paid=counts.polls_paid,
-            poll_seconds=counts.poll_nanoseconds / 1e9,
-            poll_limit=counts.poll_limit / 1e9,
-            background_closes=len(self.background),
-        )
-
-
-_abandoned: list[Any] = []
-
-
-@contextmanager
-def _ignoring_late_run() -> Iterator[None]:
-    """Trio calls that only matter while a run goes on."""
-    try:
-        yield
-    except RuntimeError:
-        pass
+        return worker_statistics(self)

@@ -28,19 +28,19 @@ class SafetyNet:
         self._engine = engine
         self.timer = lib.tu_timer_create()
         self._running = False
-        self._arming = False
+        self.arming = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
         if not self._running:
             self._running = True
-            if not self._arming:
+            if not self.arming:
                 self._set(INTERVAL)
 
     def arm_soon(self) -> None:
         """The worker is not armed, and whoever progressed it last may not wait again."""
-        if not self._arming:
-            self._arming = True
+        if not self.arming:
+            self.arming = True
             self._set(ARM)
 
     def _set(self, seconds: float) -> None:
@@ -54,15 +54,16 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
-            if self._arming:
-                if not engine.armed and engine.parked and turns != engine.turns:
+            if self.arming:
+                if not engine.armed and turns != engine.turns:
                     turns = engine.turns
                     self._set(ARM)  # it is being polled
                     continue
-                self._arming = False
-                if not engine.armed and engine.parked:
+                self.arming = False
+                engine.waiting.polls_for_all = False
+                if not engine.armed:
                     engine.settle()
-                    turns = engine.turns
+                turns = engine.turns
                 self._running = True
                 self._set(INTERVAL)
                 continue
@@ -74,9 +75,9 @@ class SafetyNet:
             # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
             # what is found now may have come just now.
             if engine.parked and turns == engine.turns and not lib.tu_readable(engine.efd):
-                before = engine.counters["arrived"], engine.counters["completed"]
+                before = engine.news()
                 engine.settle()
-                if before != (engine.counters["arrived"], engine.counters["completed"]):
+                if before != engine.news():
                     engine.counters["missed_events"] += 1
             turns = engine.turns
 

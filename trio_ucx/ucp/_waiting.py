@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 DEFAULT_SPIN = 100e-6
 #: A schedule point that took longer than this many times the shortest: others have run.
 _OTHERS = 1.7
+#: One that took longer than this many times the shortest: certainly. In between, it is worth another look.
+_BUSY = 6
+_LOOKS = 3
 
 
 class Waiting:
     """One worker's waits."""
 
-    __slots__ = ("_engine", "_shortest", "_yield_interval", "_yielded", "parked", "polling", "woken")
+    __slots__ = ("_engine", "_shortest", "_yield_interval", "_yielded", "parked", "polling", "polls_for_all", "woken")
 
     def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -50,6 +53,8 @@ class Waiting:
         self._shortest = 100_000.0
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
+        #: Whether polling has been paying for the only task that waits: then nobody else need look.
+        self.polls_for_all = False
         self.woken = 0
 
     async def schedule_point(self) -> None:
@@ -62,6 +67,22 @@ class Waiting:
             self._yielded = perf_counter()
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def poll_at_once(self) -> bool:
+        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered.
+
+        If so, call :meth:`went_on` before going on.
+        """
+        if not self._yield_interval or not self.polling or self.woken or self._engine.handle is None:
+            return False
+        if perf_counter() - self._yielded >= self._yield_interval or not lib.tu_poll_begin(self._engine.handle):
+            return False
+        return self._engine.poll()
+
+    def went_on(self) -> None:
+        """A task found what it wanted, by polling."""
+        if not self._engine.armed:
+            self._go_on()
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
         """Waits for something pending: always a schedule point.
@@ -83,26 +104,32 @@ class Waiting:
         engine = self._engine
         pending.polled = True
         try:
-            if await self._alone():
+            if await self._alone(pending):
                 while pending.outcome is None and not self.woken and engine.poll():
                     pass
         finally:
             pending.polled = False
 
-    async def _alone(self) -> bool:
-        """A schedule point. Returns whether no other task seems to be runnable."""
+    async def _alone(self, pending: Pending) -> bool:
+        """A schedule point, or a few. Returns whether no other task seems to be runnable."""
         if self._yield_interval and perf_counter() - self._yielded < self._yield_interval:
             return True
-        begin = perf_counter_ns()
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        took = perf_counter_ns() - begin
+        alone = False
+        for _ in range(_LOOKS):
+            begin = perf_counter_ns()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            took = perf_counter_ns() - begin
+            self._shortest = min(took, self._shortest * 1.001)
+            alone = took < self._shortest * _OTHERS
+            if alone or took > self._shortest * _BUSY or pending.outcome is not None:
+                break  # else it may have been the progress task, or the machine
         if self._yield_interval:
             self._yielded = perf_counter()
-        self._shortest = min(took, self._shortest * 1.001)
-        return took < self._shortest * _OTHERS
+        return alone
 
     async def _park(self, pending: Pending, watch: bool) -> None:
         engine = self._engine
+        self.polls_for_all = False
         if not engine.armed and not self.woken:
             engine.settle()
         engine.watch_events()
@@ -127,6 +154,8 @@ class Waiting:
         if self.woken:
             return  # so will others, and the last of them arms
         if self.parked:
+            self.polls_for_all = False
             self._engine.settle()
         else:
+            self.polls_for_all = self.polling
             self._engine.arm_soon()

@@ -1,0 +1,78 @@
+"""The end of a worker: it waits for what is in flight, and is destroyed, or left alone where that would do harm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .._native import lib, ucx
+from ._answers import send_answers
+from ._util import warn_resource
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: How long closing a worker waits for UCX to let go of what is in flight.
+DRAIN_TIMEOUT = 2.0
+#: The same when every endpoint is closed: what is still pending then will hardly end.
+STUCK_TIMEOUT = 0.1
+#: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
+STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
+
+#: Workers that were left alone, and everything that UCX may still look at.
+abandoned: list[Any] = []
+
+
+def drain(engine: Engine) -> Iterator[None]:
+    """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
+    start = time.monotonic()
+    engine.turn(arm=False)
+    while engine.in_flight and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
+        yield
+        time.sleep(0.0002)
+        engine.turn(arm=False)
+    # Then what nobody asked for. (Messages of Connections are taken by every turn.)
+    while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, 1, engine.received)):
+        engine.discard_message(message)
+        if time.monotonic() > start + DRAIN_TIMEOUT:
+            break
+    yield
+    engine.turn(arm=False)
+    yield from send_answers(engine, STUCK_TIMEOUT)
+
+
+def dispose(engine: Engine, handle: Any, stuck: str) -> None:
+    """Destroys a worker that was closed, or leaves it alone.
+
+    Args:
+        handle: UCX's, which the engine has forgotten.
+        stuck: what is still under way, in words.
+    """
+    if engine.unanswered or not all(loan.ended for loan in engine.overdue):
+        abandoned.append((engine, handle))  # somebody looks at UCX's memory, and was warned
+    elif not engine.in_flight or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
+        # A receive whose sender died in the middle of a message never completes, nor does a send to the full
+        # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
+        # progress could still touch their buffers, and that ends here.
+        lib.tu_worker_destroy(handle)
+        for operation in engine.in_flight.values():
+            if operation.pins is not None:
+                operation.pins.release()
+        engine.in_flight.clear()
+        engine.context.released(engine)
+        if engine.on_closed is not None:
+            engine.on_closed()
+    else:
+        abandoned.append((engine, handle))  # UCX may still touch those buffers: keep them for ever
+        warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
+
+
+@contextmanager
+def ignoring_late_run() -> Iterator[None]:
+    """Trio calls that only matter while a run goes on."""
+    try:
+        yield
+    except RuntimeError:
+        pass
