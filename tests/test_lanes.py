@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+import trio
 
 from trio_ucx import ucp
-from trio_ucx._lanes import Lane, Message, Receive, State, Want
+from trio_ucx._lanes import Lane, Message, Receive, Run, State, Want
 from trio_ucx.ucp._buffers import Pinned
 
 LIMIT = 1 << 40
@@ -281,3 +282,75 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
     assert lane.idle and not mover.orphans
     assert all(free(buffer) for buffer in buffers)
+
+
+def run(*messages: bytes) -> Run:
+    return Run(len(messages), len(messages[0]), b"".join(messages))
+
+
+def test_runs_are_messages_in_order_with_others() -> None:
+    mover = Mover()
+    lane = Lane(1, mover)
+    lane.run_arrived(run(b"aa", b"bb", b"cc"))
+    lane.run_arrived(run(b"ddd"))
+    lane.arrived(1, 5, move=True)
+    assert not lane.idle and len(mover.moving) == 1
+    mover.finish()
+    lane.run_arrived(run(b"e", b"f"))
+    assert lane.take_small(2) == b"aa"
+    receives = [lane.wait(Want.BYTES, None, 100) for _ in range(7)]
+    assert [value(receive) for receive in receives[:3]] == [b"bb", b"cc", b"ddd"]
+    assert len(value(receives[3])) == 5
+    assert [value(receive) for receive in receives[4:6]] == [b"e", b"f"]
+    assert receives[6].outcome is None
+    lane.run_arrived(run(b"gg", b"hh"))
+    assert value(receives[6]) == b"gg"
+    assert lane.take_small(2) == b"hh"
+    assert lane.idle
+
+
+def test_runs_for_receives_of_every_kind() -> None:
+    mover = Mover()
+    lane = Lane(1, mover)
+    length = lane.wait(Want.LENGTH, None, 1 << 62)
+    receive, buffer = into(lane, 10)
+    short, _ = into(lane, 1)
+    whole = lane.wait(Want.BYTES, None, 100)
+    lane.run_arrived(run(b"one", b"two", b"six", b"ten"))
+    assert value(length) == 3
+    assert value(receive) == 3
+    assert buffer[:3] == b"one"
+    with pytest.raises(ucp.UCXError, match="3 bytes is too long, the buffer has 1"):
+        value(short)
+    assert value(whole) == b"six"
+    lane.spread()
+    assert value(lane.wait(Want.BYTES, None, 3)) == b"ten"
+    assert lane.idle
+    lane.run_arrived(run(b"more"))
+    assert lane.take_small(2) is None, "too long: left to a receive, which says so"
+    assert lane.ready_now() is not None
+
+
+def test_what_is_unread_of_a_run_keeps_little_memory() -> None:
+    messages = [bytes([number]) * 100 for number in range(250)]
+    many = run(*messages)
+    for number, message in enumerate(messages):
+        assert many.pop() == message
+        assert len(many._data) <= 2 * 100 * (250 - number) + 4096
+    assert many.left == 0
+    some = run(*messages)
+    some.pop()
+    assert some.rest() == b"".join(messages[1:])
+
+
+def test_runs_of_a_lane_that_failed_or_closed() -> None:
+    mover = Mover()
+    lane = Lane(1, mover, sequential=True)
+    lane.arrived(1, 5, move=False)
+    lane.drop_held(trio.BrokenResourceError())
+    lane.run_arrived(run(b"x", b"y"))
+    assert mover.run_messages == 2, "nothing is handed out behind what is missing"
+    other = Lane(2, mover)
+    other.run_arrived(run(b"x"))
+    other.close(trio.ClosedResourceError())
+    assert other.idle

@@ -216,3 +216,28 @@ async def test_request_that_comes_after_the_listener_was_closed(transports: str)
                     client.sendall(struct.pack("<QB7x", 64, 0) + bytes(64))
                 await trio.sleep(0.01)
         assert await peer.ended() == 0
+
+
+async def test_small_message_by_rendezvous_against_the_hello(worker: ucp.Worker, transports: str) -> None:
+    """Small messages are received as they come. One that does not come whole is a breach of what its sender said."""
+    async with unharmed(worker), ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "1"}) as liar:
+        liar.context.rendezvous_threshold = 65536
+        async with open_pair(liar, worker) as (client, server), trio.open_nursery() as nursery:
+            nursery.start_soon(send_whatever_becomes_of_it, client)
+            with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="did not arrive in one piece"):
+                await server.receive(1)
+            nursery.cancel_scope.cancel()
+
+
+async def send_whatever_becomes_of_it(connection: trio_ucx.Connection) -> None:
+    with contextlib.suppress(trio.BrokenResourceError):
+        await connection.send(bytes(500), 1)
+
+
+async def test_low_threshold_told_in_the_hello(worker: ucp.Worker, transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "100"}) as other:
+        async with open_pair(other, worker) as (client, server), trio.open_nursery() as nursery:
+            for size in (0, 1, 99, 100, 101, 1024, 1025):
+                nursery.start_soon(client.send, pattern(size), 1)
+                with trio.fail_after(10):
+                    assert await server.receive(1) == pattern(size)

@@ -350,6 +350,7 @@ class Engine:
     async def _rest(self) -> None:
         """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
         self._resting = trio.lowlevel.current_task()
+        self.armed = False  # or as good as that: nobody looks at the descriptor
         self._net.arm_soon()
 
         def abort(_: object) -> trio.lowlevel.Abort:
@@ -357,6 +358,11 @@ class Engine:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the progress task waits to be woken by an event, or by somebody."""
+        return self.parked or self._resting is not None
 
     def rouse(self) -> None:
         """Makes the progress task look."""

@@ -21,15 +21,15 @@ class Pending:
     What happens when that task is cancelled is the subclass's to say, in :meth:`abandon`.
     """
 
-    __slots__ = ("_raise_cancel", "_task", "notify", "outcome", "parked_at", "polled")
+    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
 
     def __init__(self) -> None:
         self.outcome: Outcome[Any] | None = None
         #: Called with this object when it finishes (request groups use it).
         self.notify: Callable[[Pending], None] | None = None
         self._task: trio.lowlevel.Task | None = None
-        #: Whether a task polls for it, which will wait for it if that finds nothing.
-        self.polled = False
+        #: Whether a task looks for it, and will wait for it if that finds nothing.
+        self.expected = False
         #: Where a task is parked that waits for it: to be told that it goes on.
         self.parked_at: Waiting | None = None
         self._raise_cancel: RaiseCancel | None = None
@@ -37,7 +37,7 @@ class Pending:
     @property
     def awaited(self) -> bool:
         """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
-        return self._task is not None or self.polled
+        return self._task is not None or self.expected
 
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is not None:

@@ -74,7 +74,7 @@ class SafetyNet:
             self._set(INTERVAL)
             # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
             # what is found now may have come just now.
-            if engine.parked and turns == engine.turns and not lib.tu_readable(engine.efd):
+            if engine.asleep and turns == engine.turns and not (engine.parked and lib.tu_readable(engine.efd)):
                 before = engine.news()
                 engine.settle()
                 if before != engine.news():

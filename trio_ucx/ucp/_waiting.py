@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 DEFAULT_SPIN = 100e-6
 #: A schedule point that took longer than this many times the shortest: others have run.
 _OTHERS = 1.7
+#: Nanoseconds. None is believed to take longer by itself: the first ones may have been measured while others ran.
+_LONGEST = 10_000.0
 #: One that took longer than this many times the shortest: certainly. In between, it is worth another look.
 _BUSY = 6
 _LOOKS = 3
@@ -50,7 +52,7 @@ class Waiting:
         #: When a task last passed a schedule point.
         self._yielded = 0.0
         #: Nanoseconds of the shortest schedule points; creeps up, so that it is not for ever.
-        self._shortest = 100_000.0
+        self._shortest = _LONGEST
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
         #: Whether polling has been paying for the only task that waits: then nobody else need look.
@@ -90,25 +92,22 @@ class Waiting:
         Cancelling that abandons it; with ``watch``, changes nothing about it.
         """
         engine = self._engine
+        pending.expected = True
         try:
             if self.polling and not self.woken and engine.handle is not None and lib.tu_poll_begin(engine.handle):
                 await self._poll(pending)
             if pending.outcome is None:
                 await self._park(pending, watch)
         finally:
+            pending.expected = False
             if not engine.armed:
                 self._go_on()
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
-        engine = self._engine
-        pending.polled = True
-        try:
-            if await self._alone(pending):
-                while pending.outcome is None and not self.woken and engine.poll():
-                    pass
-        finally:
-            pending.polled = False
+        if await self._alone(pending):
+            while pending.outcome is None and not self.woken and self._engine.poll():
+                pass
 
     async def _alone(self, pending: Pending) -> bool:
         """A schedule point, or a few. Returns whether no other task seems to be runnable."""
@@ -119,7 +118,7 @@ class Waiting:
             begin = perf_counter_ns()
             await trio.lowlevel.cancel_shielded_checkpoint()
             took = perf_counter_ns() - begin
-            self._shortest = min(took, self._shortest * 1.001)
+            self._shortest = min(took, self._shortest * 1.001, _LONGEST)
             alone = took < self._shortest * _OTHERS
             if alone or took > self._shortest * _BUSY or pending.outcome is not None:
                 break  # else it may have been the progress task, or the machine
@@ -132,8 +131,12 @@ class Waiting:
         self.polls_for_all = False
         if not engine.armed and not self.woken:
             engine.settle()
+            if pending.outcome is not None:
+                await self.schedule_point()
+                return
         engine.watch_events()
         self.parked += 1
+        pending.expected = False
         pending.parked_at = self
         try:
             await (pending.watch() if watch else pending.wait())

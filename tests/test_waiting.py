@@ -1,0 +1,194 @@
+"""How tasks wait: polling before they park, and schedule points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import trio
+from helpers import open_pair, open_peer, pattern
+
+import trio_ucx
+from trio_ucx import ucp
+
+
+class Ticks(trio.abc.Instrument):
+    """Counts the rounds of Trio's loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+@contextmanager
+def ticks() -> Iterator[Ticks]:
+    instrument = Ticks()
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        yield instrument
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+
+
+async def echoed(connection: trio_ucx.Connection, count: int) -> None:
+    for number in range(count):
+        data = pattern(8, number)
+        await connection.send(data, 1)
+        assert await connection.receive(1) == data
+
+
+async def test_a_poll_finds_what_has_arrived(transports: str) -> None:
+    """With a long yield_interval, nothing but the poll can find it: no other task runs in between."""
+    async with ucp.open_worker(config={"TLS": transports}, yield_interval=60) as worker:
+        async with open_pair(worker) as (client, server):
+            await client.send(b"x", 1)
+            assert await server.receive(1) == b"x"
+            await trio.lowlevel.checkpoint()
+            before = worker.statistics()
+            with ticks() as loop:
+                for number in range(100):
+                    data = pattern(8, number)
+                    client.send_nowait(data, 1)
+                    assert await server.receive(1) == data
+            after = worker.statistics()
+            assert after.polls_paid - before.polls_paid + loop.count >= 90, "neither polls nor rounds brought messages"
+            assert after.polls_paid > before.polls_paid
+            assert after.poll_seconds > before.poll_seconds
+            assert 0 < after.poll_limit <= 100e-6
+
+
+async def test_spin_is_the_bound(transports: str) -> None:
+    async with open_peer("echo", [1], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        for spin in (0, 1e-5, 0.01):
+            async with ucp.open_worker(config={"TLS": transports}, spin=spin) as worker:
+                async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                    with trio.fail_after(30):
+                        await echoed(connection, 300)
+                statistics = worker.statistics()
+                assert statistics.poll_limit <= spin
+                assert (statistics.polls == 0) == (spin == 0)
+
+
+async def test_polling_in_vain_ends(transports: str) -> None:
+    """Nothing ever comes: a few polls, and no more."""
+    async with ucp.open_worker(config={"TLS": transports}) as worker, open_pair(worker) as (_, server):
+        before = worker.statistics().polls
+        for _ in range(50):
+            with trio.move_on_after(0.001):
+                await server.receive(1)
+        assert worker.statistics().polls - before <= 10
+
+
+async def test_nobody_polls_while_others_run(transports: str) -> None:
+    """Fifty tasks that are always runnable: none is held up by a wait."""
+    async with open_peer("echo", [1], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection, trio.open_nursery() as nursery:
+                await echoed(connection, 50)
+
+                async def busy() -> None:
+                    while True:
+                        await trio.lowlevel.checkpoint()
+
+                for _ in range(50):
+                    nursery.start_soon(busy)
+                await trio.sleep(0.01)
+                before = worker.statistics().polls
+                with trio.fail_after(30):
+                    await echoed(connection, 100)
+                assert worker.statistics().polls - before <= 10
+                nursery.cancel_scope.cancel()
+
+
+async def receive_to(connection: trio_ucx.Connection, got: list[bytes]) -> None:
+    got.append(await connection.receive(2))
+
+
+async def test_worker_is_armed_for_the_others(transports: str) -> None:
+    """One task polls all the time, and then does something else: another one's message is noticed all the same."""
+    async with open_peer("echo", [1, 2], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
+        async with ucp.open_worker(config=config) as worker:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                for number in range(200):
+                    with trio.fail_after(20):
+                        await echoed(connection, 3)
+                        got: list[bytes] = []
+                        async with trio.open_nursery() as nursery:
+                            nursery.start_soon(receive_to, connection, got)
+                            if number % 2:
+                                await trio.lowlevel.checkpoint()
+                            connection.send_nowait(pattern(9, number), 2)
+                            await trio.sleep(0)
+                        assert got == [pattern(9, number)]
+            assert worker.statistics().missed_events == 0
+
+
+async def test_a_newcomer_is_heard_after_polling(transports: str) -> None:
+    """The last wait left the worker unarmed, and nobody waits for anything but connections."""
+    config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
+    async with open_peer("echo", [1], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with (
+            ucp.open_worker(config=config) as worker,
+            ucp.open_worker(config=config) as newcomers,
+            trio_ucx.connect(tuple(address), worker=worker) as connection,
+        ):
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+            async with listener:
+                for number in range(20):
+                    with trio.fail_after(10):
+                        await echoed(connection, 10)
+                        async with trio_ucx.connect(listener.address, worker=newcomers) as client:
+                            async with await listener.accept() as server:
+                                client.send_nowait(pattern(50, number))
+                                await trio.sleep(0.003)
+                                assert server.receive_nowait() == pattern(50, number)
+            assert worker.statistics().missed_events == 0
+
+
+async def test_yield_interval_skips_schedule_points(transports: str) -> None:
+    for interval, least, most in ((0.0, 200, 10**6), (60.0, 0, 20)):
+        async with ucp.open_worker(config={"TLS": transports}, yield_interval=interval) as worker:
+            async with open_pair(worker) as (client, server):
+                await client.send(b"x")
+                assert await server.receive() == b"x"
+                for _ in range(100):
+                    client.send_nowait(b"y")
+                await trio.sleep(0.1)
+                await client.send(b"y")
+                with ticks() as loop:
+                    for _ in range(100):
+                        await client.send(b"z", 2)
+                    for _ in range(100):
+                        assert await server.receive() == b"y"
+                assert least <= loop.count <= most, loop.count
+
+
+async def test_yield_interval_notices_cancellation(transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports}, yield_interval=60) as worker:
+        async with open_pair(worker) as (client, server):
+            await client.send(b"x")
+            assert await server.receive() == b"x"
+            with trio.CancelScope() as scope:
+                await client.send(b"y")
+                scope.cancel()
+                await client.send(b"never")
+            assert scope.cancelled_caught
+            await client.send(b"z")
+            with trio.fail_after(10):
+                assert [await server.receive(), await server.receive()] == [b"y", b"z"]
+
+
+@pytest.mark.parametrize("option", ["spin", "yield_interval"])
+async def test_bad_options(option: str) -> None:
+    for value, error in ((-1, ValueError), (float("nan"), ValueError), ("1", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=option):
+            async with ucp.open_worker(**{option: value}):  # type: ignore[arg-type]
+                pass
