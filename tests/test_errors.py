@@ -63,7 +63,7 @@ async def test_an_internal_error_breaks_the_worker_and_tells_everybody(
             nursery.start_soon(expect_broken)
             await trio.testing.wait_all_tasks_blocked()
             caplog.set_level(logging.CRITICAL, "trio_ucx")
-            monkeypatch.setattr(server._link.inbound, "arrived", lambda *_: 1 / 0)
+            monkeypatch.setattr(server._link.inbound, "run_arrived", lambda *_: 1 / 0)
             await client.send(b"x")
         with pytest.raises(trio.BrokenResourceError, match="worker broke"):
             await client.send(b"x")

@@ -264,7 +264,7 @@ class Engine:
             self._again = True  # the delivery under way takes another turn
             return
         if self._resting is not None and self.waiting.polls_for_all:
-            self.turn(arm=False)  # who polls will go on with it, or the safety net within a millisecond
+            self.turn(arm=False)  # who polls will go on with it, or the safety net soon
             return
         state = self.turn(arm=self.parked)
         if state != lib.TU_ARMED and self.handle is not None:

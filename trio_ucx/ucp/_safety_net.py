@@ -44,7 +44,8 @@ class SafetyNet:
             self._set(ARM)
 
     def _set(self, seconds: float) -> None:
-        lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
+        if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
+            lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
 
     async def run(self) -> None:
         engine = self._engine

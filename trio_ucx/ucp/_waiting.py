@@ -12,7 +12,7 @@ For how long is decided in C (``poll.c``): it grows while it pays and ends when 
 While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
 system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
 will most probably wait again. If it does not, the others that wait need the worker armed: so it is, at once, when there
-are others, and within a millisecond when there are none (``_safety_net``).
+are others, and within two milliseconds when there are none (``_safety_net``).
 """
 
 from __future__ import annotations
