@@ -294,8 +294,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
-        self._link.check()
-        return self._link.submit(tag, data)
+        link = self._link
+        link.check()
+        return link.submit_bytes(tag, data) if type(data) is bytes else link.submit(tag, data)
 
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
         tag = check_tag(tag)

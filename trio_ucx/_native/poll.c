@@ -5,15 +5,15 @@
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
  *   MISSES polls in a row do not      no polling for 1 wait, 2, 4, ... 1024 waits; a poll that finds something forgives
- *   nobody polled, and the wait was   short: the limit doubles, or begins. Longer than the bound: it is halved
+ *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
  */
 #include <time.h>
 
 #include "native.h"
 
-#define START 20000            /* the first limit: the time that waking a task costs, about */
 #define LEAST 2000             /* a limit below this is none */
 #define MARGIN 8
+#define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
 #define MOST_PENALTY 10
 #define ROUNDS 16              /* progress calls between two looks at the clock */
@@ -34,7 +34,7 @@ static uint64_t least(uint64_t one, uint64_t other)
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds)
 {
     worker->poll.bound = nanoseconds;
-    worker->poll.limit = least(START, nanoseconds);
+    worker->poll.limit = nanoseconds;
 }
 
 /* A task is about to wait. Returns whether it should poll. */
@@ -104,9 +104,9 @@ void tu_poll_ended(tu_worker_t *worker)
     }
     took        = now() - poll->began;
     poll->began = 0;
-    if (took > poll->bound) {
+    if (took > SHORT * poll->bound) {
         poll->limit = poll->limit / 2 >= LEAST ? poll->limit / 2 : 0;
     } else if (poll->skip == 0) {
-        poll->limit = least(poll->bound, poll->limit > 0 ? poll->limit * 2 : START);
+        poll->limit = poll->bound;
     }
 }

@@ -323,8 +323,10 @@ class Engine:
 
     async def _progress_until(self, finished: Callable[[], bool]) -> None:
         delay = 0.0
+        woken = False  # by an event
         while self.handle is not None and not finished():
-            if self.waiting.polls_for_all:
+            if self._net.alive and (self.waiting.polls_for_all or (woken and self._left_to_others())):
+                woken = False
                 await self._rest()
                 continue
             state = self.turn(arm=True)
@@ -335,6 +337,7 @@ class Engine:
             if state == lib.TU_ARMED:
                 delay = 0.0
                 await self._park(self.efd)
+                woken = True
                 self.counters["wakeups"] += 1
             elif state == lib.TU_MORE:
                 await trio.lowlevel.checkpoint()
@@ -346,6 +349,12 @@ class Engine:
                 # An event may end the sleep; but one that is there already, and could not be armed away, may not.
                 early = not lib.tu_readable(self.efd)
                 await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
+
+    def _left_to_others(self) -> bool:
+        """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
+        before = self.news()
+        self.turn(arm=False)
+        return self.news() != before and self.waiting.parked == self.waiting.woken and self.usable
 
     async def _rest(self) -> None:
         """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
@@ -359,6 +368,13 @@ class Engine:
 
         await trio.lowlevel.wait_task_rescheduled(abort)
 
+    def rearm(self) -> None:
+        """Somebody parks: lets the progress task look, which may have left that to others, and arms."""
+        if self._resting is not None:
+            self.rouse()
+        else:
+            self.settle()
+
     @property
     def asleep(self) -> bool:
         """Whether the progress task waits to be woken by an event, or by somebody."""
@@ -370,7 +386,7 @@ class Engine:
         if task is not None:
             self.waiting.polls_for_all = False
             trio.lowlevel.reschedule(task)
-        elif self.parked:
+        elif self.parked and self.handle is not None:
             lib.tu_worker_signal(self.handle)
 
     async def _park(self, fd: int) -> None:

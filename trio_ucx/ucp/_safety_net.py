@@ -29,6 +29,8 @@ class SafetyNet:
         self.timer = lib.tu_timer_create()
         self._running = False
         self.arming = False
+        #: Whether somebody looks at the timer: no more at the end of a run.
+        self.alive = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
@@ -48,6 +50,14 @@ class SafetyNet:
             lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
 
     async def run(self) -> None:
+        self.alive = True
+        try:
+            await self._look()
+        finally:
+            self.alive = False
+            self._engine.rouse()
+
+    async def _look(self) -> None:
         engine = self._engine
         turns = 0
         while engine.handle is not None:

@@ -130,7 +130,7 @@ class Waiting:
         engine = self._engine
         self.polls_for_all = False
         if not engine.armed and not self.woken:
-            engine.settle()
+            engine.rearm()
             if pending.outcome is not None:
                 await self.schedule_point()
                 return
@@ -158,7 +158,7 @@ class Waiting:
             return  # so will others, and the last of them arms
         if self.parked:
             self.polls_for_all = False
-            self._engine.settle()
+            self._engine.rearm()
         else:
             self.polls_for_all = self.polling
             self._engine.arm_soon()
