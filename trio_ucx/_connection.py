@@ -11,6 +11,7 @@ from trio.lowlevel import enable_ki_protection
 
 from . import _stream as stream
 from . import _wire as wire
+from ._copies import immutable
 from ._lanes import Want
 from ._link import Link
 from ._session import QueuedSend
@@ -21,9 +22,6 @@ from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
-
-#: The most mutable data that `send_nowait` copies.
-NOWAIT_COPY_LIMIT = 2**20
 
 
 def check_tag(tag: int) -> int:
@@ -158,7 +156,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 link.post_bytes(tag, data)
                 return
         else:
-            data = _immutable(data)
+            data = immutable(data)
         link.submit_nowait(tag, data)
 
     @enable_ki_protection
@@ -178,18 +176,26 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        lane = link.lanes.get(tag)
-        if lane is not None and lane.runs:
-            data = link.take_small(lane)
-            if data is not None:
-                await link.engine.waiting.schedule_point()
-                return data
-        elif lane is not None and lane.idle and not link.inbound.stalled and link.engine.waiting.poll_at_once():
-            data = link.take_small(lane) if lane.runs else None
-            link.engine.waiting.went_on()
-            if data is not None:
-                return data
+        data = self._small_one(tag, link.options.max_message_size)
+        if data is not None:
+            await link.engine.waiting.schedule_point()
+            return data
         return cast(bytes, await self._received(tag, Want.BYTES))
+
+    def _small_one(self, tag: int, limit: int) -> bytes | None:
+        """The lane's next message, if it is a small one, and there, or found by polling before a yield is due."""
+        link = self._link
+        lane = link.lanes.get(tag)
+        if lane is None:
+            return None
+        if not lane.runs:
+            waiting = link.engine.waiting
+            if not lane.idle or link.inbound.stalled or not waiting.poll_at_once():
+                return None
+            waiting.went_on()
+            if not lane.runs:
+                return None
+        return link.take_small(lane, limit)
 
     @enable_ki_protection
     async def receive_into(self, buffer: Buffer, tag: int = 0) -> int:
@@ -214,9 +220,19 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
         """
         tag = check_tag(tag)
-        self._link.check()
+        link = self._link
+        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        return cast(int, await self._received(tag, Want.INTO, self._to_receive_into(buffer)))
+        pins = self._to_receive_into(buffer)
+        data = self._small_one(tag, pins.size)
+        if data is not None:
+            try:
+                pins.fill(memoryview(data))
+            finally:
+                pins.release()
+            await link.engine.waiting.schedule_point()
+            return len(data)
+        return cast(int, await self._received(tag, Want.INTO, pins))
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
@@ -234,7 +250,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             link.engine.settle()
             lane = link.lanes.get(tag)
         if lane is not None and lane.runs:
-            data = link.take_small(lane)
+            data = link.take_small(lane, link.options.max_message_size)
             if data is not None:
                 return data
         if lane is None or lane.ready_now() is None:
@@ -517,27 +533,3 @@ def _close_in_background(link: Link) -> None:
 
     if not link.engine.spawn_background(run, f"trio_ucx closing {link.core.label}"):
         link.close_now()
-
-
-def _immutable(data: Buffer) -> Buffer:
-    """The same bytes in objects that nobody will change."""
-    budget = NOWAIT_COPY_LIMIT
-    several = isinstance(data, (list, tuple))
-
-    def copy(part: Any) -> bytes:
-        nonlocal budget
-        if isinstance(part, bytes):
-            return part
-        pins = Pinned([part] if several else part)  # what must not be in a list is refused
-        try:
-            budget -= pins.size
-            if budget < 0:
-                raise ValueError(
-                    f"send_nowait copies at most {NOWAIT_COPY_LIMIT} bytes of mutable data: use send, which does not "
-                    "copy, or bytes"
-                )
-            return pins.copy(pins.size)
-        finally:
-            pins.release()
-
-    return [copy(part) for part in data] if several else copy(data)

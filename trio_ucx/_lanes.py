@@ -187,12 +187,19 @@ class Lane:
 
     def _deliver_small(self, run: Run, receive: Receive) -> bool:
         """Gives the first of a run to the first of the receives, if that is simple."""
-        if receive.want is not Want.BYTES or run.length > receive.limit:
+        if receive.want is Want.LENGTH or run.length > receive.limit:
             return False
         self.receives.popleft()
         data = run.pop()
+        result: outcome.Outcome[Any] = Value(data)
+        if receive.pins is not None:
+            try:
+                receive.pins.fill(memoryview(data))
+                result = Value(len(data))
+            except RuntimeError as error:
+                result = Error(error)
         self.mover.run_consumed(run.length, 1)
-        receive.finish(Value(data))
+        self._finish(receive, result)
         return True
 
     def _messages_of(self, run: Run) -> list[Message]:

@@ -316,10 +316,10 @@ class Session:
             self._forget_idle(lane)
             self._acknowledge()
 
-    def take_small(self, lane: Lane) -> bytes | None:
-        """The first message of a lane that has runs, if it is not too long to be received so."""
+    def take_small(self, lane: Lane, limit: int) -> bytes | None:
+        """The first message of a lane that has runs, if it is not longer than ``limit``."""
         length = lane.runs[0].length
-        data = lane.take_small(self.options.max_message_size)
+        data = lane.take_small(limit)
         if data is not None:
             self.run_consumed(length, 1)
         return data

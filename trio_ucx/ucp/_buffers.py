@@ -256,6 +256,9 @@ class Pinned:
         Raises:
             RuntimeError: the device did not let us.
         """
+        if start == 0 and self.many is None and type(self._exports[0]) not in _OURS:
+            ffi.memmove(self.address, source, len(source))
+            return
         for part, size in self._parts():
             skipped = min(start, size)
             count = min(size - skipped, len(source))

@@ -1,0 +1,34 @@
+"""Copies of what the user may change before it is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .ucp._buffers import Buffer, Pinned
+
+#: The most mutable data that `send_nowait` copies.
+NOWAIT_COPY_LIMIT = 2**20
+
+
+def immutable(data: Buffer) -> Buffer:
+    """The same bytes in objects that nobody will change."""
+    budget = NOWAIT_COPY_LIMIT
+    several = isinstance(data, (list, tuple))
+
+    def copy(part: Any) -> bytes:
+        nonlocal budget
+        if isinstance(part, bytes):
+            return part
+        pins = Pinned([part] if several else part)  # what must not be in a list is refused
+        try:
+            budget -= pins.size
+            if budget < 0:
+                raise ValueError(
+                    f"send_nowait copies at most {NOWAIT_COPY_LIMIT} bytes of mutable data: use send, which does not "
+                    "copy, or bytes"
+                )
+            return pins.copy(pins.size)
+        finally:
+            pins.release()
+
+    return [copy(part) for part in data] if several else copy(data)
