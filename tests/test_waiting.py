@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -184,6 +185,13 @@ async def test_yield_interval_notices_cancellation(transports: str) -> None:
             await client.send(b"z")
             with trio.fail_after(10):
                 assert [await server.receive(), await server.receive()] == [b"y", b"z"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("spin", 1.5), ("spin", math.inf), ("yield_interval", math.inf)])
+async def test_options_that_would_stop_everything(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        async with ucp.open_worker(**{option: value}):  # type: ignore[arg-type]
+            pass
 
 
 @pytest.mark.parametrize("option", ["spin", "yield_interval"])

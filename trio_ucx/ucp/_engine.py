@@ -12,12 +12,18 @@ it wakes. Besides, whoever posts an operation that does not complete at once tak
 because posting to an armed worker can leave it with work and no event: it must be progressed and armed again before
 anybody sleeps. When that fails (UCX says BUSY), the progress task is woken and takes over.
 
+Tasks that wait poll before they park (``_waiting.py``), and while messages flow, arming is work for nothing. So the
+progress task steps aside (:meth:`Engine._rest`) when every task that was parked goes on, and as long as polling brings
+the only waiting task what it wants. Who parks then makes it look again (:meth:`Engine.rearm`); if nobody does, the
+safety net's timer does so within two milliseconds.
+
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
 has not matched; any other operation whose task is cancelled stays in the table, as *left over*.
 
 *Lost events.* While something is awaited, a safety net looks once a second whether the worker has something to deliver
-although its descriptor is silent. It should never find anything; ``statistics().missed_events`` counts.
+although its descriptor is silent, or the progress task has stepped aside. It should never find anything;
+``statistics().missed_events`` counts.
 
 *The end.* The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that
 still go on in the background finish (each has its own deadline) and closes the worker. Closing by force needs no

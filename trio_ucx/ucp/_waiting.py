@@ -17,6 +17,7 @@ are others, and within two milliseconds when there are none (``_safety_net``).
 
 from __future__ import annotations
 
+import math
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,15 @@ import trio
 
 from .._native import lib
 from ._pending import Pending
+from ._util import check_timeout
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
 #: The default of ``spin``, in seconds: three times what it costs to wake a task.
 DEFAULT_SPIN = 100e-6
+#: Its limit, in seconds: all of Trio stands still meanwhile.
+MOST_SPIN = 1.0
 #: A schedule point that took longer than this many times the shortest: others have run.
 _OTHERS = 1.7
 #: Nanoseconds. None is believed to take longer by itself: the first ones may have been measured while others ran.
@@ -37,6 +41,22 @@ _LONGEST = 10_000.0
 #: One that took longer than this many times the shortest: certainly. In between, it is worth another look.
 _BUSY = 6
 _LOOKS = 3
+
+
+def check_spin(spin: float | None) -> float:
+    if spin is None:
+        return DEFAULT_SPIN
+    spin = check_timeout(spin, "spin")
+    if spin > MOST_SPIN:
+        raise ValueError(f"spin must be at most {MOST_SPIN} seconds, not {spin}: nothing else runs meanwhile")
+    return spin
+
+
+def check_yield_interval(yield_interval: float) -> float:
+    yield_interval = check_timeout(yield_interval, "yield_interval")
+    if yield_interval == math.inf:
+        raise ValueError("yield_interval must be finite: other tasks would never run")
+    return yield_interval
 
 
 class Waiting:
@@ -55,9 +75,9 @@ class Waiting:
         self._shortest = _LONGEST
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
+        self.woken = 0
         #: Whether polling has been paying for the only task that waits: then nobody else need look.
         self.polls_for_all = False
-        self.woken = 0
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""

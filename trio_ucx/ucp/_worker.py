@@ -28,8 +28,8 @@ from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, os_error_from_status
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
-from ._util import FULL, OpenedNotConstructed, check_integer, check_timeout
-from ._waiting import DEFAULT_SPIN
+from ._util import FULL, OpenedNotConstructed, check_integer
+from ._waiting import check_spin, check_yield_interval
 
 
 @attrs.define(eq=False, repr=False)
@@ -65,8 +65,7 @@ class Worker(metaclass=OpenedNotConstructed):
                 if value is not None:
                     raise ValueError(f"give {option}= to open_context, or to open_worker without a context")
         name, client_id = check_name(name), check_client_id(client_id)
-        spin = DEFAULT_SPIN if spin is None else check_timeout(spin, "spin")
-        yield_interval = check_timeout(yield_interval, "yield_interval")
+        spin, yield_interval = check_spin(spin), check_yield_interval(yield_interval)
         owned = context is None
         if context is None:
             features = DEFAULT_FEATURES if features is None else features
@@ -493,8 +492,8 @@ async def open_worker(
         client_id: a number, 1 to 2**64 - 1, that listeners see in the connection requests of this worker.
         spin: seconds, the longest time for which a task that waits polls before it parks, which saves the cost of
             waking it. It polls only while no other task is runnable, and only as long as that has been paying; timers
-            and other descriptors wait meanwhile. None is 100e-6; 0 turns polling off. ``statistics()`` says what it
-            did.
+            and other descriptors wait meanwhile. None is 100e-6; 0 turns polling off; at most 1. ``statistics()`` says
+            what it did.
         yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
 
