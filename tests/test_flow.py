@@ -172,9 +172,9 @@ async def test_silent_receivers_hold_their_windows(transports: str) -> None:
             address, _ = await sender.hear(60)
             async with open_peer("hoard", address, 3, window, count, size, transports=transports) as receiver:
                 grown, held, received = await receiver.hear(120)
-                assert held <= window, size
-                assert grown < window + FIXED, size
-                assert received == count, size
+                assert held <= window, (size, held)
+                assert grown < window + FIXED, (size, grown)
+                assert received == count, (size, received)
                 assert await receiver.ended() == 0
 
     async with trio.open_nursery() as nursery:

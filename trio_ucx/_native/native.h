@@ -24,6 +24,8 @@
 
 /* Records that may arrive without a reservation, between two turns. */
 #define TU_RING_SLACK 256
+/* A turn ends when it has brought so many bytes that UCX keeps until Python has taken them. */
+#define TU_BATCH_BYTES (512 * 1024)
 
 struct tu_context {
     ucp_context_h context;
@@ -60,6 +62,7 @@ struct tu_worker {
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
     size_t hello_max;
 
+    size_t collected;          /* bytes of the messages in the ring, which UCX still has */
     size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */
     char *scratch;             /* TU_SMALL_MESSAGE bytes */
     size_t arena_used;         /* begins anew when the ring is empty */

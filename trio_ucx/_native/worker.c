@@ -74,7 +74,8 @@ size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
         out[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
     }
     worker->first = (worker->first + count) & (worker->capacity - 1);
-    worker->used -= count;
+    worker->used     -= count;
+    worker->collected = 0;
     return count;
 }
 
@@ -327,6 +328,7 @@ void tu_worker_collect(tu_worker_t *worker)
         }
         tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                        (uint64_t)(uintptr_t)message);
+        worker->collected += info.length;
     }
 }
 
@@ -355,8 +357,8 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
-        } while (moved != 0 && --budget > 0 && worker->used < max);
-        tu_worker_collect(worker);
+            tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
+        } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
         count = tu_ring_take(worker, (tu_record_t *)out, max);
         if (count > 0) {
             tu_poll_ended(worker);
