@@ -181,6 +181,16 @@ async def test_messages_beyond_the_window(worker: ucp.Worker, lane: int) -> None
                 await receive()
 
 
+async def test_run_beyond_the_window(worker: ucp.Worker) -> None:
+    """What the peer had credit for is received, also if it came together with what it had none for."""
+    async with unharmed(worker), open_pair(worker, window=8192) as (_, server):
+        server._link.run_came(1, 50, 1000, bytes(50_000))
+        for _ in range(6):
+            assert await server.receive(1) == bytes(1000)
+        with pytest.raises(trio.BrokenResourceError, match="ignores its credit"):
+            await server.receive(1)
+
+
 async def test_flood_beyond_the_window_is_bounded(transports: str) -> None:
     """200 MB from a peer that ignores its credits, to a process that reads nothing: it is cut off, and stays small."""
     async with open_peer("victim", transports=transports) as victim:

@@ -194,20 +194,15 @@ class Inbound:
             raise ProtocolError(f"the peer ignores its credit: {self.outstanding} bytes sent, {self.window} allowed")
         self._admitted.discard(lane)
 
-    def run_arrived(self, lane: int, count: int, size: int) -> None:
-        """So many messages arrived, all of this size.
-
-        Raises:
-            ProtocolError: the peer had no credit for them.
-        """
+    def run_arrived(self, count: int, size: int) -> bool:
+        """So many messages arrived, all of this size. If it says False, something is special: take them one by one."""
         amount = count * cost(size, self.threshold)
         if self._admitted or self.outstanding + amount > self.window:
-            for _ in range(count):
-                self.arrived(lane, size)
-            return
+            return False
         self.received += count
         self.outstanding += amount
         self.unread += amount
+        return True
 
     def consumed(self, size: int, count: int = 1) -> int:
         """So many messages of this size were read: how much to grant (0: not yet)."""

@@ -264,7 +264,12 @@ class Session:
         """
         if number > wire.MAX_TAG and number != wire.STREAM:
             raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
-        self.inbound.run_arrived(number, count, length)
+        if not self.inbound.run_arrived(count, length):
+            if count > 1:  # those that the peer had credit for count, whatever comes after them
+                for index in range(count):
+                    self.run_arrived(number, 1, length, data[index * length : (index + 1) * length])
+                return
+            self.inbound.arrived(number, length)
         self.bytes_received += len(data)
         self.lane(number).run_arrived(Run(count, length, data))
 
