@@ -48,7 +48,7 @@ typedef struct tu_poll {
     uint64_t bound;            /* the user's: never longer; 0: never */
     uint64_t limit;            /* what has been paying lately */
     uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
-    unsigned misses;           /* polls in a row that found nothing */
+    unsigned misses;           /* polls that found nothing, and were not made up for */
     unsigned skip;             /* waits that do not poll before the next try */
     unsigned penalty;          /* log2 of how many that will be after the next failure */
 } tu_poll_t;

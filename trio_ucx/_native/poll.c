@@ -4,7 +4,7 @@
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
- *   MISSES polls in a row do not      no polling for 1 wait, 2, 4, ... 1024 waits; a poll that finds something forgives
+ *   MISSES polls in a row do not      no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
  *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
  */
 #include <time.h>
@@ -15,6 +15,7 @@
 #define MARGIN 8
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
+#define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
 #define MOST_PENALTY 10
 #define ROUNDS 16              /* progress calls between two looks at the clock */
 
@@ -74,7 +75,8 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     } while (worker->used == 0 && time - start < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
     if (worker->used == 0) {
-        if (++poll->misses >= MISSES) {
+        poll->misses += HITS_FOR_A_MISS;
+        if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
             poll->misses = 0;
             poll->skip   = 1u << poll->penalty;
             poll->limit  = 0;
@@ -86,10 +88,13 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     }
     count = tu_ring_take(worker, (tu_record_t *)out, max);
     worker->counts.polls_paid++;
-    poll->misses  = 0;
-    poll->penalty = 0;
-    poll->began   = 0;
-    poll->limit   = least(poll->bound, (poll->limit * 15 + (time - start + LEAST) * MARGIN) / 16);
+    poll->began = 0;
+    if (poll->misses > 0) {
+        poll->misses--;
+    } else {
+        poll->penalty = 0;
+    }
+    poll->limit = least(poll->bound, (poll->limit * 15 + (time - start + LEAST) * MARGIN) / 16);
     return (int)count;
 }
 
