@@ -20,7 +20,6 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
-from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
@@ -123,14 +122,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        pending = link.submit_bytes(tag, data) if type(data) is bytes else link.submit(tag, data)
-        if pending is None:
-            await link.engine.waiting.schedule_point()
-        else:
-            await completed(pending, link.engine)
-
-    async def _submitted(self, pending: Pending | None) -> None:
-        await completed(pending, self._link.engine)
+        await completed(link.submit_message(tag, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, tag: int = 0) -> None:
@@ -150,14 +142,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         link = self._link
         link.check()
-        if type(data) is bytes:
-            if len(data) <= SHORT and link.may_post and link.outbound.take_small(tag, len(data)):
-                link.bytes_sent += len(data)
-                link.post_bytes(tag, data)
-                return
+        if link.take_short(tag, data):
+            link.post_bytes(tag, data)
         else:
-            data = immutable(data)
-        link.submit_nowait(tag, data)
+            link.submit_nowait(tag, immutable(data))
 
     @enable_ki_protection
     async def receive(self, tag: int = 0) -> bytes:
@@ -310,9 +298,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
-        link = self._link
-        link.check()
-        return link.submit_bytes(tag, data) if type(data) is bytes else link.submit(tag, data)
+        self._link.check()
+        return self._link.submit_message(tag, data)
 
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
         tag = check_tag(tag)
@@ -388,7 +375,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             pending = self._link.submit(wire.STREAM, b"")
             self._eof_sent = True
             try:
-                await self._submitted(pending)
+                await completed(pending, self._link.engine)
             except trio.Cancelled:
                 if isinstance(pending, QueuedSend) and pending.sending is None:
                     self._eof_sent = False  # it was waiting for credit

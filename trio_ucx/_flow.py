@@ -79,7 +79,10 @@ class Outbound:
 
     def _charge(self, lane: int, size: int) -> None:
         self._admitted.discard(lane)
-        self.credit -= cost(size, self.threshold)
+        self._count(lane, cost(size, self.threshold))
+
+    def _count(self, lane: int, amount: int) -> None:
+        self.credit -= amount
         self.sent += 1
         self._last[lane] = self.sent
         if len(self._last) > self._remembered:
@@ -90,11 +93,7 @@ class Outbound:
         amount = size + MESSAGE_OVERHEAD
         if self.queue or self._admitted or amount > self.credit or 0 < self.threshold <= size:
             return False
-        self.credit -= amount
-        self.sent += 1
-        self._last[lane] = self.sent
-        if len(self._last) > self._remembered:
-            self._forget()
+        self._count(lane, amount)
         return True
 
     def _forget(self) -> None:

@@ -97,10 +97,6 @@ class Link(Session):
             sending.lane = lane
         return sending
 
-    @property
-    def may_post(self) -> bool:
-        return self.core.error is None and self.core.handle is not None and self.farewell.peer is not Peer.SAID_GOODBYE
-
     def post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
         sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
         if sending is not None:

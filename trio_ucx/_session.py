@@ -58,6 +58,11 @@ class Sending(Protocol):
         """Its task was cancelled, or told."""
 
 
+def _check_lane(number: int) -> None:
+    if number > wire.MAX_TAG and number != wire.STREAM:
+        raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
+
+
 class Session:
     """One connection."""
 
@@ -97,11 +102,6 @@ class Session:
         Raises:
             Exception: it cannot be sent; ``pins`` are released.
         """
-        raise NotImplementedError
-
-    @property
-    def may_post(self) -> bool:
-        """Whether nothing speaks against posting: no goodbye came, the peer was not lost, we did not close."""
         raise NotImplementedError
 
     def post_bytes(self, lane: int, data: bytes) -> Pending | None:
@@ -178,12 +178,18 @@ class Session:
         assert sending is None or isinstance(sending, Pending)
         return sending
 
-    def submit_bytes(self, lane: int, data: bytes) -> Pending | None:
-        """The short way of :meth:`submit` for bytes, when nothing is special."""
-        if len(data) > SHORT or not self.may_post or not self.outbound.take_small(lane, len(data)):
-            return self.submit(lane, data)
+    def take_short(self, lane: int, data: Buffer) -> bool:
+        """Whether a message may go the short way now, as nothing is special; then :meth:`post_bytes` it."""
+        if type(data) is not bytes or len(data) > SHORT or self.send_problem() is not None:
+            return False
+        if not self.outbound.take_small(lane, len(data)):
+            return False
         self.bytes_sent += len(data)
-        return self.post_bytes(lane, data)
+        return True
+
+    def submit_message(self, lane: int, data: Buffer) -> Pending | None:
+        """The same as :meth:`submit` for a message of the user's, the short way if possible."""
+        return self.post_bytes(lane, data) if self.take_short(lane, data) else self.submit(lane, data)
 
     def submit_nowait(self, lane: int, data: Buffer) -> None:
         """Sends now.
@@ -245,8 +251,7 @@ class Session:
         Raises:
             wire.ProtocolError: the peer must not send it.
         """
-        if number > wire.MAX_TAG and number != wire.STREAM:
-            raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
+        _check_lane(number)
         if number == wire.STREAM and length > stream.MAX_PIECE:
             raise wire.ProtocolError(f"a piece of {length} bytes of the byte stream; {stream.MAX_PIECE} are allowed")
         self.inbound.arrived(number, length)
@@ -262,8 +267,7 @@ class Session:
         Raises:
             wire.ProtocolError: the peer must not send them.
         """
-        if number > wire.MAX_TAG and number != wire.STREAM:
-            raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
+        _check_lane(number)
         if not self.inbound.run_arrived(count, length):
             if count > 1:  # those that the peer had credit for count, whatever comes after them
                 for index in range(count):
@@ -341,9 +345,7 @@ class Session:
             self._grant(amount)
 
     def consumed(self, message: Message) -> None:
-        amount = self.inbound.consumed(message.length)
-        if amount:
-            self._grant(amount)
+        self.run_consumed(message.length, 1)
 
     def _grant(self, amount: int) -> None:
         self.control(wire.Grant(amount, self.inbound.received))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -99,6 +99,20 @@ async def greet(connection: trio_ucx.Connection, setup: dict[str, Any]) -> End:
     return end
 
 
+async def keep_in_flight(
+    worker: ucp.Worker, window: int, count: int, post: Callable[[ucp.RequestGroup, int], ucp.Request]
+) -> None:
+    """Posts so many requests to a group, by their numbers, at most ``window`` of them unfinished."""
+    async with worker.open_request_group() as group:
+        flying: deque[ucp.Request] = deque()
+        for number in range(count):
+            if len(flying) == window:
+                request = flying.popleft()
+                if not request.done:  # one that is done needs no checkpoint
+                    await request
+            flying.append(post(group, number))
+
+
 class OurEnd(End):
     def __init__(self, connection: trio_ucx.Connection) -> None:
         super().__init__()
@@ -144,15 +158,10 @@ class OurEnd(End):
                 await self.connection.send(payload, TAG)
 
     async def _send_by_group(self, batch: Batch) -> None:
-        connection, payload, window = self.connection, self.payload, batch.window
-        async with connection.worker.open_request_group() as group:
-            flying: deque[ucp.Request] = deque()
-            for _ in range(batch.count):
-                if len(flying) == window:
-                    request = flying.popleft()
-                    if not request.done:  # one that is done needs no checkpoint
-                        await request
-                flying.append(group.send(connection, payload, TAG))
+        connection, payload = self.connection, self.payload
+        await keep_in_flight(
+            connection.worker, batch.window, batch.count, lambda group, _: group.send(connection, payload, TAG)
+        )
 
     async def receive(self, batch: Batch) -> None:
         way = batch.job.way
@@ -208,14 +217,11 @@ class OurEnd(End):
                 nursery.start_soon(receiver)
 
     async def _receive_by_group(self, batch: Batch) -> None:
-        connection, buffers = self.connection, self.buffers
-        async with connection.worker.open_request_group() as group:
-            flying: deque[ucp.Request] = deque()
-            for number in range(batch.count):
-                if len(flying) == len(buffers):
-                    request = flying.popleft()
-                    if not request.done:  # one that is done needs no checkpoint
-                        await request
-                buffer = buffers[number % len(buffers)]
-                flying.append(group.receive_into(connection, buffer, TAG))
-        self.last = buffer
+        connection, buffers, window = self.connection, self.buffers, len(self.buffers)
+        await keep_in_flight(
+            connection.worker,
+            window,
+            batch.count,
+            lambda group, number: group.receive_into(connection, buffers[number % window], TAG),
+        )
+        self.last = buffers[(batch.count - 1) % window]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from trio_ucx import ucp
 from ..ends import Control, End, echo, ping
 from ..jobs import Batch, Kind, bandwidth, latency, rate
 from . import Contender
-from .ours import TLS, check_transports, worker_options
+from .ours import TLS, check_transports, keep_in_flight, worker_options
 
 LOOP = "trio"
 #: The tag of what each end sends.
@@ -86,25 +85,17 @@ class RawEnd(End):
         await echo(send, partial(self.worker.tag_receive, self.buffers[0], self.theirs), batch.count)
 
     async def send(self, batch: Batch) -> None:
-        endpoint, payload, tag, window = self.endpoint, self.payload, self.mine, batch.window
-        async with self.worker.open_request_group() as group:
-            flying: deque[ucp.Request] = deque()
-            for _ in range(batch.count):
-                if len(flying) == window:
-                    request = flying.popleft()
-                    if not request.done:
-                        await request
-                flying.append(group.tag_send(endpoint, payload, tag))
+        endpoint, payload, tag = self.endpoint, self.payload, self.mine
+        await keep_in_flight(
+            self.worker, batch.window, batch.count, lambda group, _: group.tag_send(endpoint, payload, tag)
+        )
 
     async def receive(self, batch: Batch) -> None:
-        buffers, tag = self.buffers, self.theirs
-        async with self.worker.open_request_group() as group:
-            flying: deque[ucp.Request] = deque()
-            for number in range(batch.count):
-                if len(flying) == len(buffers):
-                    request = flying.popleft()
-                    if not request.done:
-                        await request
-                buffer = buffers[number % len(buffers)]
-                flying.append(group.tag_receive(buffer, tag))
-        self.last = buffer
+        buffers, tag, window = self.buffers, self.theirs, len(self.buffers)
+        await keep_in_flight(
+            self.worker,
+            window,
+            batch.count,
+            lambda group, number: group.tag_receive(buffers[number % window], tag),
+        )
+        self.last = buffers[(batch.count - 1) % window]

@@ -212,7 +212,6 @@ int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t si
 /* tag.c */
 int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
 int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag);
-int64_t tu_tag_send_bytes(tu_endpoint_t *endpoint, const char *data, size_t length, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
 int64_t tu_tag_receive_one(tu_worker_t *worker, void *address, size_t length, int memory, uint64_t tag, uint64_t mask,

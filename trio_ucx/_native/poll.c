@@ -4,7 +4,7 @@
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
- *   MISSES polls in a row do not      no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
+ *   MISSES polls do not               no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
  *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
  */
 #include <time.h>

@@ -28,15 +28,6 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     return tu_tag_send(endpoint, &one, tag, 0);
 }
 
-/* The short path: bytes, which do not change. If the verdict is an id, they must be kept until it completes. */
-int64_t tu_tag_send_bytes(tu_endpoint_t *endpoint, const char *data, size_t length, uint64_t tag)
-{
-    void *addresses[1] = {(void *)(uintptr_t)data};
-    tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length, .memory = TU_MEMORY_HOST};
-
-    return tu_tag_send(endpoint, &one, tag, 0);
-}
-
 /* Begins a receive. UCX writes `info` when it completes inside the call. */
 static int64_t begin_receive(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers,
                              ucp_tag_recv_info_t *info)

@@ -64,7 +64,7 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
 def post_bytes_send(core: EndpointCore, data: bytes, tag: int, kind: type[Operation] = Operation) -> Operation | None:
     """The short way for bytes that UCX will hardly keep: they are pinned only if it does."""
     core.unflushed = True
-    verdict = lib.tu_tag_send_bytes(core.handle, data, len(data), tag)
+    verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)
     if verdict == 0:
         return None
     return pending_operation(core.engine, verdict, Pinned(data), "sending a message", core, kind)

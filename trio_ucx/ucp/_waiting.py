@@ -82,13 +82,16 @@ class Waiting:
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
         if self._yield_interval:
-            # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
-            if perf_counter() - self._yielded < self._yield_interval:
+            if self._yielded_lately():
                 return
             await trio.lowlevel.cancel_shielded_checkpoint()
             self._yielded = perf_counter()
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _yielded_lately(self) -> bool:
+        # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
+        return perf_counter() - self._yielded < self._yield_interval
 
     def poll_at_once(self) -> bool:
         """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered.
@@ -97,7 +100,7 @@ class Waiting:
         """
         if not self._yield_interval or not self.polling or self.woken or self._engine.handle is None:
             return False
-        if perf_counter() - self._yielded >= self._yield_interval or not lib.tu_poll_begin(self._engine.handle):
+        if not self._yielded_lately() or not lib.tu_poll_begin(self._engine.handle):
             return False
         return self._engine.poll()
 
@@ -131,7 +134,7 @@ class Waiting:
 
     async def _alone(self, pending: Pending) -> bool:
         """A schedule point, or a few. Returns whether no other task seems to be runnable."""
-        if self._yield_interval and perf_counter() - self._yielded < self._yield_interval:
+        if self._yield_interval and self._yielded_lately():
             return True
         alone = False
         for _ in range(_LOOKS):
