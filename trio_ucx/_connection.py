@@ -20,6 +20,7 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
+from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
@@ -122,7 +123,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        await completed(link.submit_message(tag, data), link.engine)
+        pending = link.post_bytes(tag, data) if link.take_short(tag, data) else link.submit(tag, data)
+        if pending is None:
+            await link.engine.waiting.schedule_point()
+        else:
+            await completed(pending, link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, tag: int = 0) -> None:
@@ -333,6 +338,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             link = self._link
             link.check_sendable()
+            if self._wrote_short(data):
+                await link.engine.waiting.schedule_point()
+                return
             waited = False
             with memoryview(data) as view, view.cast("B") as flat:
                 cut = stream.pieces(len(flat), link.outbound.window, link.outbound.threshold)
@@ -345,6 +353,17 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                     write.cancel()
             if not waited:
                 await link.engine.waiting.schedule_point()
+
+    def _wrote_short(self, data: object) -> bool:
+        """Whether it is a small write, and was sent as small messages are."""
+        link = self._link
+        if not isinstance(data, (bytes, bytearray)) or not 0 < len(data) <= min(SHORT, link.outbound.window // 4):
+            return False
+        short = bytes(data)
+        if not link.take_short(wire.STREAM, short):
+            return False
+        link.post_bytes(wire.STREAM, short)
+        return True
 
     @enable_ki_protection
     async def wait_send_all_might_not_block(self) -> None:

@@ -21,7 +21,6 @@ from ._session import Options
 from ._version import __version__
 from .ucp import Feature, Status, UCXError, Worker, WorkerAddress
 from .ucp._buffers import Pinned
-from .ucp._engine import CONNECTION_BIT
 from .ucp._operations import EndpointCore, under_way
 from .ucp._peers import watch_process
 from .ucp._pending import Signal
@@ -57,7 +56,7 @@ class Services:
         status = lib.tu_worker_accept_hellos(self.engine.handle, wire.HELLO_AM_ID, wire.MAX_HELLO)
         if status != Status.OK:
             raise UCXError(status, "registering the hello handler")
-        self.engine.claim_messages(CONNECTION_BIT)
+        self.engine.mail.claim()
         self.engine.on_hello = self._arrived
 
     @classmethod
@@ -159,7 +158,7 @@ class Connecting:
         self.core = core
         self.options = options
         self.id = wire.new_connection_id()
-        while self.id in services.engine.mailboxes or self.id in services.connecting:
+        while self.id in services.engine.mail.boxes or self.id in services.connecting:
             self.id = wire.new_connection_id()
         self.answer = Signal()
         self.by_address = False
@@ -261,7 +260,7 @@ class Connecting:
 def welcome(services: Services, core: EndpointCore, hello: wire.Hello, options: Options) -> tuple[Link, bytes]:
     """The server's side of an OPEN: its link, and the answer to be sent."""
     my_id = wire.new_connection_id()
-    while my_id in services.engine.mailboxes:
+    while my_id in services.engine.mail.boxes:
         my_id = wire.new_connection_id()
     answer = wire.Hello(
         kind=wire.WELCOME,

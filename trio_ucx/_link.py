@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import trio
@@ -27,10 +28,12 @@ from . import _wire as wire
 from ._farewell import Peer
 from ._lanes import Message, State
 from ._native import ffi, lib
+from ._outbox import LONGEST_MESSAGE, Outbox
 from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._buffers import Pinned, new_bytes
+from .ucp._held import MOMENT
 from .ucp._operations import EndpointCore, Operation, live_handles, under_way
 from .ucp._posting import check_reaches
 from .ucp._status import broken, error_from_status
@@ -55,9 +58,15 @@ class Link(Session):
         self.my_id = my_id
         self.peer_id = hello.client_id if hello.kind == wire.OPEN else hello.server_id
         self._deadline = math.inf
-        self.engine.mailboxes[my_id] = self
+        self._outbox = Outbox()
+        #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
+        self._holds = not self.outbound.stays(wire.MAX_BATCH)
+        # When the last short message was sent, and how often the worker had been looked at.
+        self._sent_at = 0.0
+        self._sent_turn = 0
+        self.engine.mail.boxes[my_id] = self
         if hello.threshold:
-            self.engine.expect_rendezvous(hello.threshold)
+            self.engine.mail.expect_rendezvous(hello.threshold)
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
@@ -91,6 +100,7 @@ class Link(Session):
         if problem is not None:
             pins.release()
             raise problem
+        self.send_held()
         sending = post_pinned_send(self.core, pins, (self.peer_id << 32) | lane, kind=SendOperation)
         if sending is not None:
             assert isinstance(sending, SendOperation)
@@ -98,11 +108,49 @@ class Link(Session):
         return sending
 
     def post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
+        if len(data) <= LONGEST_MESSAGE:
+            outbox = self._outbox
+            if not outbox.parts:
+                if not self._follows():
+                    return self._post_bytes(lane, data)
+                self.engine.held.add(self)
+            if outbox.add(lane, data):
+                self.send_held()
+            return None
+        self.send_held()
+        return self._post_bytes(lane, data)
+
+    def _post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
         sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
         if sending is not None:
             assert isinstance(sending, SendOperation)
             sending.lane = lane
         return sending
+
+    def _follows(self) -> bool:
+        """Whether a short message closely follows another. Not where its sender waited for anything in between."""
+        now = perf_counter()
+        turns = self.engine.turns
+        follows = self._holds and turns == self._sent_turn and now - self._sent_at < MOMENT
+        self._sent_at = now
+        self._sent_turn = turns
+        return follows
+
+    def send_held(self) -> bool:
+        """See :class:`ucp._held.Holder`."""
+        if not self._outbox.parts:
+            return True
+        batch = self._outbox.take()
+        if self.core.handle is None:
+            return True
+        self.engine.counters["batches"] += 1
+        try:
+            return self._post_bytes(wire.BATCH, batch) is None
+        except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
+            self.send_failed(told=False)
+            if self.core.error is None:
+                self.core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
+            return False
 
     def check_memory(self, pins: Pinned) -> None:
         check_reaches(self.engine, pins)
@@ -113,6 +161,7 @@ class Link(Session):
     def control(self, frame: Frame) -> None:
         if self.core.handle is None:
             return
+        self.send_held()
         try:
             post_bytes_send(self.core, wire.encode_frame(frame), (self.peer_id << 32) | wire.CONTROL)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
@@ -133,7 +182,7 @@ class Link(Session):
             self.announced(lane, length)
         except wire.ProtocolError as error:
             if lane != wire.CONTROL:
-                self.engine.discard_message(handle)
+                self.engine.mail.discard(handle)
             self._refuse(error)
             return
         self.arrived(lane, handle, length)
@@ -158,7 +207,7 @@ class Link(Session):
 
     def _frame_came(self, handle: int, length: int) -> None:
         if length > wire.MAX_FRAME:
-            self.engine.discard_message(handle)
+            self.engine.mail.discard(handle)
             raise wire.ProtocolError(f"a control frame of {length} bytes")
         data = ffi.new("char[]", wire.MAX_FRAME)
         verdict = lib.tu_message_receive_one(
@@ -203,7 +252,7 @@ class Link(Session):
 
     def discard(self, message: Message) -> None:
         if self.engine.handle is not None:
-            self.engine.discard_message(message.handle)
+            self.engine.mail.discard(message.handle)
 
     def buffers_released(self) -> bool:
         return not self.orphans and self.core.buffers_released()
@@ -257,7 +306,7 @@ class Link(Session):
         self.engine.children.pop(self.my_id, None)
         self.core.on_close = None
         self.core.close()
-        self.engine.mailboxes.pop(self.my_id, None)
+        self.engine.mail.boxes.pop(self.my_id, None)
         self.let_go()
         live_handles.closed("connection")
 

@@ -185,6 +185,8 @@ class Session:
         if not self.outbound.take_small(lane, len(data)):
             return False
         self.bytes_sent += len(data)
+        if lane == wire.STREAM:
+            self._stream_tail.clear()  # as in _posted
         return True
 
     def submit_message(self, lane: int, data: Buffer) -> Pending | None:

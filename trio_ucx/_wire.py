@@ -2,10 +2,11 @@
 
 A connection begins with hellos, which are active messages: OPEN from the client, WELCOME or REFUSE from the server.
 Each side chooses the id under which *it* wants to be written to. From then on everything is a tag message with the tag
-``id << 32 | lane``. Lanes below 2**31 are the user's tags; of those above, two are in use:
+``id << 32 | lane``. Lanes below 2**31 are the user's tags; of those above, three are in use:
 
     CONTROL   small frames: credits, goodbyes
     STREAM    the byte stream; an empty message is its end
+    BATCH     several small messages as one, taken apart before anything else looks at them
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import attrs
 from .ucp._process import NOBODY, Process
 
 MAGIC = b"trio_ucx"
-VERSION = 1
+VERSION = 2
 
 #: The active-message id that hellos use.
 HELLO_AM_ID = 127
@@ -29,6 +30,12 @@ MAX_HELLO = 60_000
 MAX_TAG = 2**31 - 1
 CONTROL = 2**31
 STREAM = 2**31 + 1
+BATCH = 2**31 + 2
+
+#: A run of messages in a batch: their lane, the length of each, their number; then the messages.
+RUN_HEAD = struct.Struct("<IHH")
+#: No batch is longer.
+MAX_BATCH = 4096
 
 OPEN, WELCOME, REFUSE = 1, 2, 3
 

@@ -35,6 +35,9 @@ class Lib(Protocol):
     TU_RECORD_CUT: int
     TU_RECORD_RUN: int
     TU_SMALL_MESSAGE: int
+    TU_BATCH_LANE: int
+    TU_LONGEST_BATCH: int
+    TU_RUN_HEAD: int
     TU_ARENA: int
     TU_AM_COPIED: int
     TU_AM_LENT: int

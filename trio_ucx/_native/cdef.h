@@ -26,8 +26,12 @@ typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
                                   each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
                                   the next turn; or one that could not be received (status) */
 
-/* The longest message that may come so, and how much memory there is for them. */
+/* The longest message that may come so; the lane on which several come as one, how long that may be, and the head of
+ * each run in it: the lane (4 bytes), the length of its messages (2) and their number (2); and how much memory there is. */
 #define TU_SMALL_MESSAGE 1024
+#define TU_BATCH_LANE 0x80000002
+#define TU_LONGEST_BATCH 4096
+#define TU_RUN_HEAD 8
 #define TU_ARENA 65536
 
 typedef struct tu_record {

@@ -64,7 +64,7 @@ struct tu_worker {
 
     size_t collected;          /* bytes of the messages in the ring, which UCX still has */
     size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */
-    char *scratch;             /* TU_SMALL_MESSAGE bytes */
+    char *scratch;             /* TU_LONGEST_BATCH bytes */
     size_t arena_used;         /* begins anew when the ring is empty */
     char arena[TU_ARENA];
 

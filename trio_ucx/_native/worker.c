@@ -238,9 +238,8 @@ static void scratch_received(void *request, ucs_status_t status, const ucp_tag_r
     ucp_request_free(request);
 }
 
-/* Copies a small message that has arrived to the worker's arena. Returns where; NULL when there is no room, and it is
- * still UCX's (*status is OK), or when it could not be received (*status says why). */
-static char *receive_small(tu_worker_t *worker, ucp_tag_message_h message, size_t length, ucs_status_t *status)
+/* Receives a small message that has arrived into the worker's scratch memory. Returns a ucs_status_t. */
+static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h message, size_t length)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
@@ -248,87 +247,109 @@ static char *receive_small(tu_worker_t *worker, ucp_tag_message_h message, size_
         .cb.recv     = scratch_received,
         .datatype    = ucp_dt_make_contig(1),
         .memory_type = UCS_MEMORY_TYPE_HOST,
+        .user_data   = worker->scratch,
     };
-    ucs_status_ptr_t answer;
-    char *place;
+    ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
 
-    *status = UCS_OK;
+    if (UCS_PTR_IS_PTR(answer)) {
+        /* A peer that sends a small message by rendezvous, against what it said in its hello: UCX keeps the memory. */
+        worker->scratch = NULL;
+        return UCS_ERR_INVALID_PARAM;
+    }
+    return UCS_PTR_RAW_STATUS(answer);
+}
+
+/* Adds messages of one kind to the arena: to the run that the last record is about, or with a new one. */
+static void add_run(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
+{
+    size_t place      = worker->arena_used;
+    tu_record_t *last = NULL;
+
+    memcpy(worker->arena + place, data, count * length);
+    worker->arena_used += count * length;
+    if (worker->used > 0) {
+        last = &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)];
+    }
+    if (last != NULL && last->kind == TU_RECORD_RUN && last->tag == tag && last->length == length && last->id > 0 &&
+        last->pointer + last->id * length == place) {
+        last->id += count;
+    } else {
+        tu_ring_append(worker, TU_RECORD_RUN, count, UCS_OK, length, tag, place);
+    }
+}
+
+/* Adds the runs of a batch that was received into the scratch memory. Returns a ucs_status_t; a batch that is malformed
+ * is one up to there. */
+static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
+{
+    const char *next = worker->scratch;
+    const char *end  = next + size;
+    uint16_t length, count;
+    uint32_t lane;
+
+    while (worker->used + worker->reserved + size / TU_RUN_HEAD >= worker->capacity) {
+        if (ring_grow(worker) < 0) {
+            return UCS_ERR_NO_MEMORY;
+        }
+    }
+    while (next < end) {
+        if (end - next < TU_RUN_HEAD) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+        memcpy(&lane, next, 4);
+        memcpy(&length, next + 4, 2);
+        memcpy(&count, next + 6, 2);
+        next += TU_RUN_HEAD;
+        if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+        add_run(worker, (tag & ~(uint64_t)UINT32_MAX) | lane, length, count, next);
+        next += (size_t)count * length;
+    }
+    return UCS_OK;
+}
+
+/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. Those that find
+ * no room stay there until Python has taken what is in the ring. */
+void tu_worker_collect(tu_worker_t *worker)
+{
+    ucp_tag_recv_info_t info;
+    ucp_tag_message_h message;
+    ucs_status_t status;
+    int batch;
+
     if (worker->used == 0) {
         worker->arena_used = 0;
     }
     if (worker->scratch == NULL) {
-        worker->scratch = malloc(TU_SMALL_MESSAGE);
+        worker->scratch = malloc(TU_LONGEST_BATCH);
     }
-    if (worker->scratch == NULL || worker->arena_used + length > sizeof(worker->arena)) {
-        return NULL;
-    }
-    param.user_data = worker->scratch;
-    answer          = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
-    if (UCS_PTR_IS_PTR(answer)) {
-        /* A peer that sends a small message by rendezvous, against what it said in its hello: UCX keeps the memory. */
-        worker->scratch = NULL;
-        *status         = UCS_ERR_INVALID_PARAM;
-        return NULL;
-    }
-    *status = UCS_PTR_RAW_STATUS(answer);
-    if (*status != UCS_OK) {
-        return NULL;
-    }
-    place = worker->arena + worker->arena_used;
-    memcpy(place, worker->scratch, length);
-    worker->arena_used += length;
-    return place;
-}
-
-/* Adds a message in the arena to the run that the last record is about, if it is of the same kind. */
-static int extend_run(tu_worker_t *worker, uint64_t tag, size_t length, const char *place)
-{
-    tu_record_t *last;
-
-    if (worker->used == 0) {
-        return 0;
-    }
-    last = &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)];
-    if (last->kind != TU_RECORD_RUN || last->tag != tag || last->length != length ||
-        worker->arena + last->pointer + last->id * length != place) {
-        return 0;
-    }
-    last->id++;
-    return 1;
-}
-
-/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. */
-void tu_worker_collect(tu_worker_t *worker)
-{
-    ucs_status_t status;
-    char *place;
-
-    ucp_tag_recv_info_t info;
-    ucp_tag_message_h message;
-
-    while (worker->claimed_bit != 0 && worker->used + worker->reserved < worker->capacity) {
+    while (worker->claimed_bit != 0 && worker->scratch != NULL &&
+           worker->used + worker->reserved < worker->capacity &&
+           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {
         message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
         if (message == NULL) {
             return;
         }
-        status = UCS_OK;
-        if (info.length <= worker->small) {
-            place = receive_small(worker, message, info.length, &status);
-            if (place != NULL) {
-                if (!extend_run(worker, info.sender_tag, info.length, place)) {
-                    tu_ring_append(worker, TU_RECORD_RUN, 1, UCS_OK, info.length, info.sender_tag,
-                                   (uint64_t)(place - worker->arena));
-                }
-                continue;
-            }
+        batch = (uint32_t)info.sender_tag == TU_BATCH_LANE && info.length <= TU_LONGEST_BATCH;
+        if (!batch && info.length > worker->small) {
+            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
+                           (uint64_t)(uintptr_t)message);
+            worker->collected += info.length;
+            continue;
+        }
+        status = receive_to_scratch(worker, message, info.length);
+        if (status == UCS_OK && batch) {
+            status = add_batch(worker, info.sender_tag, info.length);
+        } else if (status == UCS_OK) {
+            add_run(worker, info.sender_tag, info.length, 1, worker->scratch);
         }
         if (status != UCS_OK) {
             tu_ring_append(worker, TU_RECORD_RUN, 0, status, info.length, info.sender_tag, 0);
-            continue;
         }
-        tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
-                       (uint64_t)(uintptr_t)message);
-        worker->collected += info.length;
+        if (worker->scratch == NULL) {
+            return; /* another with the next turn */
+        }
     }
 }
 

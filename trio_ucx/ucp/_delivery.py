@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .._native import ffi, lib
 from ._status import UCXError
@@ -14,33 +14,23 @@ FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _RUN, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_RUN, lib.TU_RECORD_MESSAGE
 
 
-class Mailbox(Protocol):
-    """Takes the messages of one connection."""
-
-    def message_came(self, lane: int, handle: int, length: int) -> None:
-        """A message arrived, and is UCX's until it is received."""
-
-    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
-        """So many small messages of the same length arrived; none: one that had promised to be small was not."""
-
-
 def deliver(engine: Engine, rows: list[int]) -> None:
     """Takes the records of one call into C, all their fields in a row."""
+    mail = engine.mail
     for start in range(0, len(rows), FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + FIELDS]
         if kind == _OPERATION:
             engine.in_flight.pop(id).complete(-status, length, tag)
         elif kind == _RUN:
             engine.messages += id
-            mailbox = engine.mailboxes.get(tag >> 32)
+            mailbox = mail.boxes.get(tag >> 32)
             if mailbox is not None:
-                data = engine.arena[pointer : pointer + id * length].tobytes()
-                mailbox.run_came(tag & 0xFFFFFFFF, id, length, data)
+                mailbox.run_came(tag & 0xFFFFFFFF, id, length, mail.received(pointer, id * length))
         elif kind == _MESSAGE:
             engine.messages += 1
-            mailbox = engine.mailboxes.get(tag >> 32)
+            mailbox = mail.boxes.get(tag >> 32)
             if mailbox is None:
-                engine.discard_message(pointer)
+                mail.discard(pointer)
             else:
                 mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
         else:

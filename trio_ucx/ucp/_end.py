@@ -35,7 +35,7 @@ def drain(engine: Engine) -> Iterator[None]:
         engine.turn(arm=False)
     # Then what nobody asked for. (Messages of Connections are taken by every turn.)
     while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, 1, engine.received)):
-        engine.discard_message(message)
+        engine.mail.discard(message)
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
     yield

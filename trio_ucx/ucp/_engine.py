@@ -46,10 +46,12 @@ from .._native import ffi, lib
 from ._address import worker_address
 from ._attributes import native_name, query_worker
 from ._context import Context, Feature
-from ._delivery import FIELDS, Mailbox, deliver, deliver_failures
+from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
+from ._held import Held
 from ._loans import Loan
-from ._operations import EndpointCore, Operation, ReceiveOperation, live_handles, under_way
+from ._mail import Mail
+from ._operations import EndpointCore, Operation, live_handles, under_way
 from ._pending import Signal, Waiters
 from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics, worker_statistics
@@ -57,9 +59,6 @@ from ._status import Status, UCXError, broken
 from ._waiting import DEFAULT_SPIN, Waiting
 
 logger = logging.getLogger("trio_ucx")
-
-#: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
-CONNECTION_BIT = 1 << 63
 
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
@@ -105,19 +104,16 @@ class Engine:
         self.efd = lib.tu_worker_efd(self.handle)
         self._net = SafetyNet(self)
         self.waiting = Waiting(self, spin, yield_interval)
+        self.held = Held(self)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
-        self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(self.handle), lib.TU_ARENA))
-        #: Up to how many bytes the messages of Connections are received as they come.
-        self._small = 0
+        self.mail = Mail(self)
         self.received = ffi.new("tu_received_t *")
         self.in_flight: dict[int, Operation] = {}
         self.endpoints: dict[int, EndpointCore] = {}
-        #: What takes the messages of a connection id, while it is open.
-        self.mailboxes: dict[int, Mailbox] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.
@@ -221,6 +217,8 @@ class Engine:
         self.armed = False
         self.turns += 1
         try:
+            if self.held:
+                self.held.send()
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
@@ -248,6 +246,8 @@ class Engine:
         self._again = self.armed = False
         self.turns += 1
         try:
+            if self.held:
+                self.held.send()
             count = lib.tu_poll(self.handle, self._records, _BATCH)
             if count > 0:
                 deliver(self, self._view[: count * FIELDS].tolist())
@@ -259,6 +259,20 @@ class Engine:
         if self._again or self.failures:
             self.turn(arm=False)
         return count > 0
+
+    def send_held(self) -> None:
+        """Sends what is held back, from where no task must be woken: Trio is about to look for events."""
+        self._delivering = True
+        self._again = False
+        try:
+            done = self.held.send()
+        except BaseException as error:
+            done = False
+            self._break(error)
+        finally:
+            self._delivering = False
+        if self._again or not done:
+            self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""
@@ -414,7 +428,7 @@ class Engine:
         """Whether anybody waits for anything that UCX would tell."""
         return bool(
             self.in_flight
-            or self.mailboxes
+            or self.mail.boxes
             or self.stream_watchers
             or any(waiters for waiters in self.am_waiters.values())
             or any(core.inbox is not None and core.inbox.awaited for core in self.endpoints.values())
@@ -457,25 +471,6 @@ class Engine:
             self._token.run_sync_soon(call)
         except trio.RunFinishedError:
             pass
-
-    # ---- the messages of Connections ----
-
-    def claim_messages(self, tag_bit: int) -> None:
-        """From now on, messages whose tag has this bit go to mailboxes."""
-        self._small = lib.TU_SMALL_MESSAGE
-        lib.tu_worker_claim_messages(self.handle, tag_bit, self._small)
-
-    def expect_rendezvous(self, threshold: int) -> None:
-        """A peer sends messages from so many bytes on in a way that keeps them with it until they are received."""
-        if threshold <= self._small:
-            self._small = threshold - 1
-            lib.tu_worker_claim_messages(self.handle, CONNECTION_BIT, max(self._small, 0))
-
-    def discard_message(self, message: int) -> None:
-        """Takes a message off UCX's hands and throws it away."""
-        verdict = lib.tu_message_receive_one(self.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, self.received)
-        if verdict > 0:
-            ReceiveOperation(self, verdict, None, "discarding a message").leave_over()
 
     # ---- closing ----
 

@@ -28,6 +28,7 @@ class WorkerStatistics:
             in trio_ucx.
         progress_calls: calls of ``ucp_worker_progress``.
         messages: Connection messages that arrived.
+        batches: times that small messages of a Connection which closely followed each other were sent as one.
         polls: times a task polled before it would have parked; polls_paid: those that found something.
         poll_seconds: time spent in all of them.
         poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
@@ -44,6 +45,7 @@ class WorkerStatistics:
     missed_events: int
     progress_calls: int
     messages: int
+    batches: int
     polls: int
     polls_paid: int
     poll_seconds: float
@@ -66,6 +68,7 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         missed_events=engine.counters["missed_events"],
         progress_calls=counts.progress_calls,
         messages=engine.messages,
+        batches=engine.counters["batches"],
         polls=counts.polls,
         polls_paid=counts.polls_paid,
         poll_seconds=counts.poll_nanoseconds / 1e9,

@@ -1,0 +1,249 @@
+"""Small messages that follow each other closely, and go as one: in order, whole, and soon."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+from helpers import open_pair, open_peer, pattern
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trio_ucx
+from trio_ucx import _wire as wire
+from trio_ucx import ucp
+from trio_ucx._native import lib
+from trio_ucx._outbox import LONGEST_MESSAGE, Outbox
+
+Messages = list[tuple[int, bytes]]
+
+
+def taken_apart(batch: bytes) -> Messages:
+    messages = []
+    while batch:
+        lane, length, count = wire.RUN_HEAD.unpack_from(batch)
+        batch = batch[wire.RUN_HEAD.size :]
+        for _ in range(count):
+            messages.append((lane, batch[:length]))
+            batch = batch[length:]
+    return messages
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, wire.STREAM]), st.binary(max_size=40) | st.just(bytes(1024)))))
+def test_a_batch_is_what_was_added(messages: Messages) -> None:
+    outbox = Outbox()
+    batches = []
+    for lane, data in messages:
+        if outbox.add(lane, data):
+            batches.append(outbox.take())
+            assert not outbox.parts
+    batches.append(outbox.take())
+    assert all(len(batch) <= wire.MAX_BATCH for batch in batches)
+    assert [message for batch in batches for message in taken_apart(batch)] == messages
+
+
+def test_very_many_empty_messages() -> None:
+    outbox = Outbox()
+    for _ in range(70_000):
+        assert not outbox.add(1, b"")
+    assert taken_apart(outbox.take()) == [(1, b"")] * 70_000
+
+
+def test_c_knows_the_same_numbers() -> None:
+    assert lib.TU_BATCH_LANE == wire.BATCH
+    assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
+    assert wire.RUN_HEAD.size == lib.TU_RUN_HEAD
+    assert LONGEST_MESSAGE <= lib.TU_SMALL_MESSAGE
+
+
+def batches(worker: ucp.Worker) -> int:
+    return worker.statistics().batches
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_lane_keeps_its_order(worker: ucp.Worker, seed: int) -> None:
+    """All ways to send, all sizes, several lanes and the byte stream: nothing overtakes what was sent before."""
+    chance = random.Random(seed)
+    sent: dict[int, list[bytes]] = {lane: [] for lane in (0, 1, 2)}
+    stream = bytearray()
+    sizes = [0, 1, 8, 8, 8, 8, 100, 1000, 1024, 1025, 4000, 10_000]
+
+    async def send(client: trio_ucx.Connection) -> None:
+        for number in range(1500):
+            lane = chance.choice([0, 0, 0, 1, 2])
+            data = pattern(chance.choice(sizes if chance.random() < 0.95 else [70_000, 200_000]), number)
+            way = chance.random()
+            if way < 0.1 and data:
+                stream.extend(data)
+                await client.send_all(data)
+                continue
+            sent[lane].append(data)
+            try:
+                if way < 0.7:
+                    client.send_nowait(data, lane)
+                    continue
+            except trio.WouldBlock:
+                pass
+            if way > 0.9:
+                async with worker.open_request_group() as group:
+                    group.send(client, data, lane)
+            else:
+                await client.send(data, lane)
+
+    async with open_pair(worker) as (client, server):
+        got: dict[int, list[bytes]] = {lane: [] for lane in sent}
+        read = bytearray()
+
+        async def receive(lane: int) -> None:
+            async for data in server.messages(lane):
+                got[lane].append(data)
+
+        async def read_all() -> None:
+            async for chunk in server:
+                read.extend(chunk)
+
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for lane in sent:
+                    nursery.start_soon(receive, lane)
+                nursery.start_soon(read_all)
+                await send(client)
+                await client.aclose()
+        assert got == sent
+        assert read == stream
+        assert batches(worker) > 20
+        assert worker.statistics().missed_events == 0
+
+
+async def test_one_message_goes_at_once(worker: ucp.Worker) -> None:
+    """Nobody waits for a second one; nor for an answer's answer."""
+    async with open_pair(worker) as (client, server):
+        for _ in range(20):
+            client.send_nowait(b"to")
+            assert await server.receive() == b"to"
+            server.send_nowait(b"fro")
+            assert await client.receive() == b"fro"
+        assert batches(worker) == 0
+
+
+def some(connection: trio_ucx.Connection, count: int = 10) -> list[bytes]:
+    data = [pattern(8, number) for number in range(count)]
+    for one in data:
+        connection.send_nowait(one)
+    return data
+
+
+@pytest.mark.parametrize("then", ["sleeps", "works", "computes and sleeps"])
+async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str) -> None:
+    """It does nothing more with the connection; and in another process, nobody makes its worker progress."""
+    async with open_peer("echo", [0], transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                await connection.send(b"first")
+                assert await connection.receive() == b"first"
+                for _ in range(3):
+                    sent = some(connection)
+                    begin = trio.current_time()
+                    if then == "sleeps":
+                        await trio.sleep(0.2)
+                    elif then == "works":
+                        while trio.current_time() < begin + 0.2:
+                            await trio.lowlevel.checkpoint()
+                    else:
+                        while trio.current_time() < begin + 0.02:
+                            pass
+                        await trio.sleep(0.2)
+                    assert not worker._engine.held
+                    # The answers have come, and with them the proof that all was sent by then.
+                    worker._engine.settle()
+                    assert [connection.receive_nowait() for _ in sent] == sent
+                assert batches(worker) > 0
+                assert worker.statistics().missed_events == 0
+
+
+async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> None:
+    def watched() -> bool:
+        try:
+            trio.lowlevel.remove_instrument(worker._engine.held)
+        except KeyError:
+            return False
+        trio.lowlevel.add_instrument(worker._engine.held)
+        return True
+
+    async with open_pair(worker) as (client, server):
+        assert not watched()
+        some(client)
+        assert watched()
+        assert [await server.receive() for _ in range(10)] == [pattern(8, number) for number in range(10)]
+        for _ in range(300):
+            await trio.sleep(0.0001)
+        assert not watched()
+        some(client)  # and it comes back
+        assert watched()
+        assert await server.receive() == pattern(8, 0)
+
+
+@pytest.mark.parametrize("how", ["aclose", "abort", "flush", "worker flush", "cancelled aclose"])
+async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
+    async with open_pair(worker) as (client, server):
+        sent = some(client)
+        if how == "abort":
+            client.abort()
+        elif how == "aclose":
+            await client.aclose()
+        elif how == "flush":
+            await client.endpoint.flush()
+        elif how == "worker flush":
+            await worker.flush()
+        else:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await client.aclose()
+        assert not worker._engine.held
+        with trio.fail_after(5):
+            assert [await server.receive() for _ in sent] == sent
+
+
+async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
+    async with open_peer("echo", [0], transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+            await connection.send(b"first")
+            assert await connection.receive() == b"first"
+            some(connection)
+            peer.process.kill()
+            with trio.fail_after(10):
+                await peer.process.wait()
+                with pytest.raises(trio.BrokenResourceError):
+                    while True:
+                        some(connection, 3)
+                        await trio.sleep(0.01)
+                await connection.aclose()
+            assert not worker._engine.held
+
+
+async def test_not_where_ucx_would_keep_them(transports: str) -> None:
+    """With a rendezvous threshold this low, a batch would stay with the sender until somebody receives it."""
+    async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": 500}) as worker:
+        async with open_pair(worker) as (client, server):
+            sent = some(client, 50)
+            assert [await server.receive() for _ in sent] == sent
+            assert batches(worker) == 0
+
+
+async def test_credit_is_paid_for_each(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server):
+        sent = 0
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                client.send_nowait(bytes(8))
+                sent += 1
+        assert sent == 8192 // (8 + 256)
+        assert client.statistics().messages_sent == sent
+        for _ in range(sent):
+            assert await server.receive() == bytes(8)
+        assert server.statistics().messages_received == sent
+        assert server.statistics().held == 0

@@ -1,0 +1,58 @@
+"""The messages of Connections: tag messages that the engine takes off UCX's hands, for whoever has the mailbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from .._native import ffi, lib
+from ._operations import ReceiveOperation
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
+CONNECTION_BIT = 1 << 63
+
+
+class Mailbox(Protocol):
+    """Takes the messages of one connection."""
+
+    def message_came(self, lane: int, handle: int, length: int) -> None:
+        """A message arrived, and is UCX's until it is received."""
+
+    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+        """So many small messages of the same length arrived; none: one that had promised to be small was not."""
+
+
+class Mail:
+    """Where the messages of one worker's Connections go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: What takes the messages of a connection id, while it is open.
+        self.boxes: dict[int, Mailbox] = {}
+        #: Up to how many bytes they are received as they come.
+        self._small = 0
+        self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
+
+    def claim(self) -> None:
+        """From now on, such messages come here."""
+        self._small = lib.TU_SMALL_MESSAGE
+        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self._small)
+
+    def expect_rendezvous(self, threshold: int) -> None:
+        """A peer sends messages from so many bytes on in a way that keeps them with it until they are received."""
+        if threshold <= self._small:
+            self._small = threshold - 1
+            lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, max(self._small, 0))
+
+    def received(self, place: int, size: int) -> bytes:
+        """The bytes of a run that was received there."""
+        return self._arena[place : place + size].tobytes()
+
+    def discard(self, message: int) -> None:
+        """Takes a message off UCX's hands and throws it away."""
+        engine = self._engine
+        verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
+        if verdict > 0:
+            ReceiveOperation(engine, verdict, None, "discarding a message").leave_over()
