@@ -155,7 +155,7 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not worker._engine.held
+                    assert not worker._engine.held.holders
                     # The answers have come, and with them the proof that all was sent by then.
                     worker._engine.settle()
                     assert [connection.receive_nowait() for _ in sent] == sent
@@ -201,7 +201,7 @@ async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not worker._engine.held
+        assert not worker._engine.held.holders
         with trio.fail_after(5):
             assert [await server.receive() for _ in sent] == sent
 
@@ -222,7 +222,7 @@ async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not worker._engine.held
+            assert not worker._engine.held.holders
 
 
 async def test_not_where_ucx_would_keep_them(transports: str) -> None:

@@ -11,7 +11,7 @@ from trio.lowlevel import enable_ki_protection
 
 from . import _stream as stream
 from . import _wire as wire
-from ._copies import immutable
+from ._copies import immutable, short
 from ._lanes import Want
 from ._link import Link
 from ._session import QueuedSend
@@ -20,7 +20,6 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
-from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
@@ -123,6 +122,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        data = short(data)
         pending = link.post_bytes(tag, data) if link.take_short(tag, data) else link.submit(tag, data)
         if pending is None:
             await link.engine.waiting.schedule_point()
@@ -147,6 +147,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         link = self._link
         link.check()
+        data = short(data)
         if link.take_short(tag, data):
             link.post_bytes(tag, data)
         else:
@@ -216,16 +217,19 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        pins = self._to_receive_into(buffer)
-        data = self._small_one(tag, pins.size)
-        if data is not None:
+        pins = None if type(buffer) is bytearray else self._to_receive_into(buffer)
+        data = self._small_one(tag, len(buffer) if pins is None else pins.size)
+        if data is None:
+            return cast(int, await self._received(tag, Want.INTO, pins or self._to_receive_into(buffer)))
+        if pins is None:
+            cast(bytearray, buffer)[: len(data)] = data
+        else:
             try:
                 pins.fill(memoryview(data))
             finally:
                 pins.release()
-            await link.engine.waiting.schedule_point()
-            return len(data)
-        return cast(int, await self._received(tag, Want.INTO, pins))
+        await link.engine.waiting.schedule_point()
+        return len(data)
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
@@ -354,15 +358,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if not waited:
                 await link.engine.waiting.schedule_point()
 
-    def _wrote_short(self, data: object) -> bool:
+    def _wrote_short(self, data: Buffer) -> bool:
         """Whether it is a small write, and was sent as small messages are."""
         link = self._link
-        if not isinstance(data, (bytes, bytearray)) or not 0 < len(data) <= min(SHORT, link.outbound.window // 4):
+        data = short(data)
+        if type(data) is not bytes or not 0 < len(data) <= link.outbound.window // 4:
             return False
-        short = bytes(data)
-        if not link.take_short(wire.STREAM, short):
+        if not link.take_short(wire.STREAM, data):
             return False
-        link.post_bytes(wire.STREAM, short)
+        link.post_bytes(wire.STREAM, data)
         return True
 
     @enable_ki_protection

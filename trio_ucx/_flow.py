@@ -195,8 +195,8 @@ class Inbound:
 
     def run_arrived(self, count: int, size: int) -> bool:
         """So many messages arrived, all of this size. If it says False, something is special: take them one by one."""
-        amount = count * cost(size, self.threshold)
-        if self._admitted or self.outstanding + amount > self.window:
+        amount = count * (size + MESSAGE_OVERHEAD)
+        if self._admitted or self.outstanding + amount > self.window or 0 < self.threshold <= size:
             return False
         self.received += count
         self.outstanding += amount

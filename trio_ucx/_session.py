@@ -269,7 +269,8 @@ class Session:
         Raises:
             wire.ProtocolError: the peer must not send them.
         """
-        _check_lane(number)
+        if number > wire.MAX_TAG:
+            _check_lane(number)
         if not self.inbound.run_arrived(count, length):
             if count > 1:  # those that the peer had credit for count, whatever comes after them
                 for index in range(count):
@@ -277,7 +278,8 @@ class Session:
                 return
             self.inbound.arrived(number, length)
         self.bytes_received += len(data)
-        self.lane(number).run_arrived(Run(count, length, data))
+        lane = self.lanes.get(number) or self.lane(number)
+        lane.run_arrived(Run(count, length, data))
 
     def lane(self, number: int) -> Lane:
         lane = self.lanes.get(number)
@@ -329,10 +331,9 @@ class Session:
 
     def take_small(self, lane: Lane, limit: int) -> bytes | None:
         """The first message of a lane that has runs, if it is not longer than ``limit``."""
-        length = lane.runs[0].length
         data = lane.take_small(limit)
         if data is not None:
-            self.run_consumed(length, 1)
+            self.run_consumed(len(data), 1)
         return data
 
     def take_run(self, lane: Lane) -> bytes:

@@ -168,6 +168,7 @@ char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
 int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
+int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
@@ -176,6 +177,7 @@ int64_t tu_worker_flush(tu_worker_t *worker);
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
 int tu_poll_begin(tu_worker_t *worker);
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
+int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
 
 /* operation.c */
 int tu_operation_cancel(tu_worker_t *worker, uint64_t id);

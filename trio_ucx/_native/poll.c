@@ -98,6 +98,12 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     return (int)count;
 }
 
+/* Both, for a task that has nothing to do in between. */
+int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max)
+{
+    return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
+}
+
 /* Something arrived in a turn: what a wait that did not poll, or in vain, could have saved. */
 void tu_poll_ended(tu_worker_t *worker)
 {

@@ -404,6 +404,20 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
     }
 }
 
+/* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
+int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
+{
+    size_t count;
+
+    tu_worker_progress(worker);
+    tu_worker_collect(worker);
+    count = tu_ring_take(worker, (tu_record_t *)out, max);
+    if (count > 0) {
+        tu_poll_ended(worker);
+    }
+    return (int)count;
+}
+
 int tu_worker_signal(tu_worker_t *worker)
 {
     return ucp_worker_signal(worker->worker);

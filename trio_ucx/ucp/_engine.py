@@ -217,7 +217,7 @@ class Engine:
         self.armed = False
         self.turns += 1
         try:
-            if self.held:
+            if self.held.holders:
                 self.held.send()
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
@@ -240,15 +240,19 @@ class Engine:
 
     def poll(self) -> bool:
         """Polls as long as that pays; whether something was delivered."""
+        return self.take(lib.tu_poll)
+
+    def take(self, function: Callable[[Any, Any, int], int]) -> bool:
+        """Delivers what a function of C brings, and what follows from that; whether there was something."""
         if self._delivering or self.handle is None:
             return False
         self._delivering = True
         self._again = self.armed = False
         self.turns += 1
         try:
-            if self.held:
+            if self.held.holders:
                 self.held.send()
-            count = lib.tu_poll(self.handle, self._records, _BATCH)
+            count = function(self.handle, self._records, _BATCH)
             if count > 0:
                 deliver(self, self._view[: count * FIELDS].tolist())
         except BaseException as error:
@@ -372,9 +376,7 @@ class Engine:
 
     def _left_to_others(self) -> bool:
         """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
-        before = self.news()
-        self.turn(arm=False)
-        return self.news() != before and self.waiting.parked == self.waiting.woken and self.usable
+        return self.take(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
     async def _rest(self) -> None:
         """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""

@@ -36,34 +36,32 @@ class Held(trio.abc.Instrument):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._holders: set[Holder] = set()
+        #: Who holds something back; some have sent it meanwhile.
+        self.holders: set[Holder] = set()
         self._since = 0.0
         self._watching = False
         self._idle = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._holders)
-
     def add(self, holder: Holder) -> None:
         """It holds something back."""
-        if not self._holders:
+        if not self.holders:
             self._since = perf_counter()
             if not self._watching:
                 self._watching = True
                 trio.lowlevel.add_instrument(self)
-        self._holders.add(holder)
+        self.holders.add(holder)
 
     def send(self) -> bool:
         """Sends everything. Whether nothing remains to be done about it."""
         self._idle = 0
-        holders, self._holders = self._holders, set()
+        holders, self.holders = self.holders, set()
         done = True
         for holder in holders:
             done = holder.send_held() and done
         return done
 
     def before_io_wait(self, timeout: float) -> None:
-        if self._holders:
+        if self.holders:
             if timeout > 0 or perf_counter() - self._since > MOMENT:
                 self._engine.send_held()
         elif timeout > 0:

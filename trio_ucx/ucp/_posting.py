@@ -70,7 +70,7 @@ def pending_operation(
 
 
 def post_flush(core: EndpointCore) -> Operation | None:
-    if core.engine.held:
+    if core.engine.held.holders:
         core.engine.held.send()
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 

@@ -98,11 +98,9 @@ class Waiting:
 
         If so, call :meth:`went_on` before going on.
         """
-        if not self._yield_interval or not self.polling or self.woken or self._engine.handle is None:
+        if not self._yield_interval or not self.polling or self.woken:
             return False
-        if not self._yielded_lately() or not lib.tu_poll_begin(self._engine.handle):
-            return False
-        return self._engine.poll()
+        return self._yielded_lately() and self._engine.take(lib.tu_poll_at_once)
 
     def went_on(self) -> None:
         """A task found what it wanted, by polling."""
