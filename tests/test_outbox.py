@@ -155,7 +155,7 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not worker._engine.held.holders
+                    assert not worker._engine.between.holders
                     # The answers have come, and with them the proof that all was sent by then.
                     worker._engine.settle()
                     assert [connection.receive_nowait() for _ in sent] == sent
@@ -166,19 +166,23 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
 async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
         try:
-            trio.lowlevel.remove_instrument(worker._engine.held)
+            trio.lowlevel.remove_instrument(worker._engine.between)
         except KeyError:
             return False
-        trio.lowlevel.add_instrument(worker._engine.held)
+        trio.lowlevel.add_instrument(worker._engine.between)
         return True
 
+    async def idle() -> None:
+        for _ in range(300):
+            await trio.sleep(0.0001)
+
     async with open_pair(worker) as (client, server):
+        await idle()
         assert not watched()
         some(client)
         assert watched()
         assert [await server.receive() for _ in range(10)] == [pattern(8, number) for number in range(10)]
-        for _ in range(300):
-            await trio.sleep(0.0001)
+        await idle()
         assert not watched()
         some(client)  # and it comes back
         assert watched()
@@ -201,7 +205,7 @@ async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not worker._engine.held.holders
+        assert not worker._engine.between.holders
         with trio.fail_after(5):
             assert [await server.receive() for _ in sent] == sent
 
@@ -222,7 +226,7 @@ async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not worker._engine.held.holders
+            assert not worker._engine.between.holders
 
 
 async def test_not_where_ucx_would_keep_them(transports: str) -> None:

@@ -32,8 +32,8 @@ from ._outbox import LONGEST_MESSAGE, Outbox
 from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
+from .ucp._between import MOMENT
 from .ucp._buffers import Pinned, new_bytes
-from .ucp._held import MOMENT
 from .ucp._operations import EndpointCore, Operation, live_handles, under_way
 from .ucp._posting import check_reaches
 from .ucp._status import broken, error_from_status
@@ -113,7 +113,7 @@ class Link(Session):
             if not outbox.parts:
                 if not self._follows():
                     return self._post_bytes(lane, data)
-                self.engine.held.add(self)
+                self.engine.between.hold(self)
             if outbox.add(lane, data):
                 self.send_held()
             return None
@@ -137,7 +137,7 @@ class Link(Session):
         return follows
 
     def send_held(self) -> bool:
-        """See :class:`ucp._held.Holder`."""
+        """See :class:`ucp._between.Holder`."""
         if not self._outbox.parts:
             return True
         batch = self._outbox.take()

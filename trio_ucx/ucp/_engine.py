@@ -14,8 +14,8 @@ anybody sleeps. When that fails (UCX says BUSY), the progress task is woken and 
 
 Tasks that wait poll before they park (``_waiting.py``), and while messages flow, arming is work for nothing. So the
 progress task steps aside (:meth:`Engine._rest`) when every task that was parked goes on, and as long as polling brings
-the only waiting task what it wants. Who parks then makes it look again (:meth:`Engine.rearm`); if nobody does, the
-safety net's timer does so within two milliseconds.
+waiting tasks what they want. Who parks then makes it look again (:meth:`Engine.rearm`); if nobody does, it looks as
+soon as Trio has nothing else to run, or has run other tasks for a moment (``_between.py``).
 
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
@@ -45,10 +45,10 @@ from outcome import Error
 from .._native import ffi, lib
 from ._address import worker_address
 from ._attributes import native_name, query_worker
+from ._between import Between
 from ._context import Context, Feature
 from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
-from ._held import Held
 from ._loans import Loan
 from ._mail import Mail
 from ._operations import EndpointCore, Operation, live_handles, under_way
@@ -104,7 +104,7 @@ class Engine:
         self.efd = lib.tu_worker_efd(self.handle)
         self._net = SafetyNet(self)
         self.waiting = Waiting(self, spin, yield_interval)
-        self.held = Held(self)
+        self.between = Between(self)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
@@ -217,8 +217,8 @@ class Engine:
         self.armed = False
         self.turns += 1
         try:
-            if self.held.holders:
-                self.held.send()
+            if self.between.holders:
+                self.between.send_held()
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
@@ -250,8 +250,8 @@ class Engine:
         self._again = self.armed = False
         self.turns += 1
         try:
-            if self.held.holders:
-                self.held.send()
+            if self.between.holders:
+                self.between.send_held()
             count = function(self.handle, self._records, _BATCH)
             if count > 0:
                 deliver(self, self._view[: count * FIELDS].tolist())
@@ -269,7 +269,7 @@ class Engine:
         self._delivering = True
         self._again = False
         try:
-            done = self.held.send()
+            done = self.between.send_held()
         except BaseException as error:
             done = False
             self._break(error)
@@ -288,7 +288,8 @@ class Engine:
             self._again = True  # the delivery under way takes another turn
             return
         if self._resting is not None and self.waiting.polls_for_all:
-            self.turn(arm=False)  # who polls will go on with it, or the safety net soon
+            self.turn(arm=False)  # who polls will go on with it
+            self.between.leave_unarmed()
             return
         state = self.turn(arm=self.parked)
         if state != lib.TU_ARMED and self.handle is not None:
@@ -349,7 +350,7 @@ class Engine:
         delay = 0.0
         woken = False  # by an event
         while self.handle is not None and not finished():
-            if self._net.alive and (self.waiting.polls_for_all or (woken and self._left_to_others())):
+            if self.waiting.polls_for_all or (woken and self._left_to_others()):
                 woken = False
                 await self._rest()
                 continue
@@ -382,7 +383,7 @@ class Engine:
         """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
         self._resting = trio.lowlevel.current_task()
         self.armed = False  # or as good as that: nobody looks at the descriptor
-        self._net.arm_soon()
+        self.between.leave_unarmed()
 
         def abort(_: object) -> trio.lowlevel.Abort:
             self._resting = None
@@ -422,9 +423,11 @@ class Engine:
         """Something is awaited: let the safety net look."""
         self._net.watch()
 
-    def arm_soon(self) -> None:
-        """The worker is not armed; nobody waits for anything in particular."""
-        self._net.arm_soon()
+    def attend(self) -> None:
+        """The worker was left unarmed, and nobody has come back: arms it."""
+        self.waiting.polls_for_all = False
+        if not self.armed:
+            self.settle()
 
     def awaited(self) -> bool:
         """Whether anybody waits for anything that UCX would tell."""

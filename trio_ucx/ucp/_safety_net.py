@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks.
 INTERVAL = 1.0
-#: Seconds until a worker is armed that a task left unarmed, because it will most probably wait again.
-ARM = 0.001
 
 
 class SafetyNet:
@@ -28,36 +26,18 @@ class SafetyNet:
         self._engine = engine
         self.timer = lib.tu_timer_create()
         self._running = False
-        self.arming = False
-        #: Whether somebody looks at the timer: no more at the end of a run.
-        self.alive = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
         if not self._running:
             self._running = True
-            if not self.arming:
-                self._set(INTERVAL)
-
-    def arm_soon(self) -> None:
-        """The worker is not armed, and whoever progressed it last may not wait again."""
-        if not self.arming:
-            self.arming = True
-            self._set(ARM)
+            self._set(INTERVAL)
 
     def _set(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
             lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
 
     async def run(self) -> None:
-        self.alive = True
-        try:
-            await self._look()
-        finally:
-            self.alive = False
-            self._engine.rouse()
-
-    async def _look(self) -> None:
         engine = self._engine
         turns = 0
         while engine.handle is not None:
@@ -65,19 +45,6 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
-            if self.arming:
-                if not engine.armed and turns != engine.turns:
-                    turns = engine.turns
-                    self._set(ARM)  # it is being polled
-                    continue
-                self.arming = False
-                engine.waiting.polls_for_all = False
-                if not engine.armed:
-                    engine.settle()
-                turns = engine.turns
-                self._running = True
-                self._set(INTERVAL)
-                continue
             if not engine.awaited():
                 self._running = False
                 self._set(0)

@@ -11,8 +11,8 @@ For how long is decided in C (``poll.c``): it grows while it pays and ends when 
 
 While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
 system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
-will most probably wait again. If it does not, the others that wait need the worker armed: so it is, at once, when there
-are others, and within two milliseconds when there are none (``_safety_net``).
+will most probably wait again, and others that wait get what it finds. If it does not, the worker is armed as soon as
+Trio has nothing else to run (``_between.py``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Waiting:
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
         self.woken = 0
-        #: Whether polling has been paying for the only task that waits: then nobody else need look.
+        #: Whether polling has been paying for tasks that wait: then nobody else need look.
         self.polls_for_all = False
 
     async def schedule_point(self) -> None:
@@ -175,11 +175,6 @@ class Waiting:
 
     def _go_on(self) -> None:
         """A task goes on, and the worker is not armed."""
-        if self.woken:
-            return  # so will others, and the last of them arms
-        if self.parked:
-            self.polls_for_all = False
-            self._engine.rearm()
-        else:
+        if not self.woken:  # else so will others
             self.polls_for_all = self.polling
-            self._engine.arm_soon()
+            self._engine.between.leave_unarmed()

@@ -1,0 +1,101 @@
+"""Between the rounds of Trio's loop: what a task left open for a moment, and that the moment is short.
+
+Two things are left open, because whoever left them so will most probably come back at once:
+
+* *Messages held back.* A message that closely follows another may wait for more, to go as one with them.
+* *A worker that is not armed.* A task that found what it waited for, by polling, goes on without arming.
+
+Both end, at the latest, when Trio has nothing more to run, or has run other tasks for ``MOMENT``. Trio tells an
+instrument before it looks for events, and for how long it may wait for them. (Messages go before that whenever anything
+makes the worker progress: so always before a task polls.)
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+#: Seconds for which something is left open while other tasks run; and within which one message closely follows another.
+#: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
+MOMENT = 75e-6
+#: The instrument goes when Trio was idle so often with nothing left open: adding it takes as long as some messages.
+_IDLE = 100
+
+
+class Holder(Protocol):
+    """A connection that holds messages back."""
+
+    def send_held(self) -> bool:
+        """Hands them to UCX. Whether nothing remains to be done about them. Never raises."""
+
+
+class Between(trio.abc.Instrument):
+    """What is left open on one worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: Who holds something back; some have sent it meanwhile. And since when.
+        self.holders: set[Holder] = set()
+        self._since = 0.0
+        self._unarmed = False
+        # The worker's turns, and when they were last seen to grow.
+        self._turns = 0
+        self._turned = 0.0
+        self._watching = False
+        self._idle = 0
+
+    def hold(self, holder: Holder) -> None:
+        """It holds messages back."""
+        if not self.holders:
+            self._since = perf_counter()
+            self._watch()
+        self.holders.add(holder)
+
+    def leave_unarmed(self) -> None:
+        """A task goes on that will most probably wait again."""
+        if not self._unarmed:
+            self._unarmed = True
+            self._watch()
+
+    def _watch(self) -> None:
+        self._idle = 0
+        if not self._watching:
+            self._watching = True
+            trio.lowlevel.add_instrument(self)
+
+    def send_held(self) -> bool:
+        """Sends everything that is held back. Whether nothing remains to be done about it."""
+        holders, self.holders = self.holders, set()
+        done = True
+        for holder in holders:
+            done = holder.send_held() and done
+        return done
+
+    def before_io_wait(self, timeout: float) -> None:
+        if self.holders and (timeout > 0 or perf_counter() - self._since > MOMENT):
+            self._engine.send_held()
+        if self._unarmed:
+            if self._engine.armed:
+                self._unarmed = False
+            elif timeout > 0 or not self._turning():
+                self._unarmed = False
+                self._engine.call_soon(self._engine.attend)
+        elif timeout > 0 and not self.holders:
+            self._idle += 1
+            if self._idle > _IDLE:
+                self._watching = False
+                trio.lowlevel.remove_instrument(self)
+
+    def _turning(self) -> bool:
+        """Whether somebody made the worker progress lately."""
+        turns = self._engine.turns
+        if turns != self._turns:
+            self._turns = turns
+            self._turned = perf_counter()
+            return True
+        return perf_counter() - self._turned <= MOMENT
