@@ -2,7 +2,9 @@
 
     errors      what goes wrong without being a bug
     info        what UCX offers on this machine, and the configuration in force
+    sizes       message sizes, as people write them
     exchange    the two ends of a measurement: what they say to each other, and what they check
+    measuring   what every way of measuring shares
     perf        the measurements: server, client, results
     pair        both ends as processes of this machine
     here        the commands, and how they end

@@ -32,12 +32,12 @@ from .. import Connection
 from .._native import ucx
 from .._version import __version__
 from .errors import PerfError
+from .sizes import MAX_SIZE
 
 PROTOCOL = 1
 CONTROL_TAG = 0
 PAYLOAD_TAG = 1
 
-MAX_SIZE = 2**30
 #: The payloads of a round: at most so many, and in so many bytes (but at least one).
 ROUND_MESSAGES = 4096
 ROUND_BYTES = 8 * 2**20
