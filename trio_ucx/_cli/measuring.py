@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
 from .. import ucp
-from .exchange import SHIFTS, Client, Kind, Round, Timing, round_limit
+from .exchange import Client, Kind, Timing, round_limit
 
 DEFAULT_SECONDS = 1.5
 WARM_UP_MESSAGES = 64
@@ -33,25 +31,32 @@ async def repeat(
     client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
 ) -> list[tuple[Timing, int]]:
     """Runs rounds for so many messages or seconds, after a short one to warm up; their times and messages."""
-    seed = secrets.token_hex(8)
     limit = round_limit(size)
     warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
-    warm = await client.run(Round(kind, seed, size, warm_up, 0))
+    warm = await client.run_next(kind, size, warm_up)
     seconds = seconds or DEFAULT_SECONDS
     if iterations is None:  # several rounds, also where they are slow
         limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
     timings: list[tuple[Timing, int]] = []
     done = 0
     begin = trio.current_time()
-    for number in itertools.count(1):
+    while True:
         count = limit if iterations is None else min(limit, iterations - done)
-        timings.append((await client.run(Round(kind, seed, size, count, number % SHIFTS)), count))
+        timings.append((await client.run_next(kind, size, count), count))
         done += count
         share = done / iterations if iterations else (trio.current_time() - begin) / seconds
         advance(min(share, 1))
         if share >= 1:
-            break
-    return timings
+            return timings
+
+
+def half_trips(timings: list[tuple[Timing, int]]) -> list[float]:
+    """Half of each round trip, in microseconds, the shortest first."""
+    return sorted(nanoseconds / 2000 for timing, _ in timings for nanoseconds in timing.round_trips)
+
+
+def messages_a_second(timings: list[tuple[Timing, int]]) -> float:
+    return sum(count for _, count in timings) / (sum(timing.total for timing, _ in timings) / 1e9)
 
 
 @contextmanager

@@ -17,11 +17,13 @@ import trio
 from .. import Connection, connect, serve_ucx
 from .._version import __version__
 from ..ucp._address import format_address, split_address
+from . import tune
 from .errors import EXPECTED, describe
-from .exchange import Client, Kind, Round, serve
-from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, progress_bar, repeat
+from .exchange import Client, Kind, serve
+from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import run_pair
 from .sizes import format_size, parse_sizes
+from .trials import ROUNDS
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
 
@@ -81,10 +83,23 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=parse_positive(float, "number of seconds"),
         metavar="S",
-        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS})",
+        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS}), or {ROUNDS} per "
+        f"figure and value with --tune (default {tune.SECONDS})",
     )
     parser.add_argument(
         "--transports", metavar="TLS", help="UCX transports to use, such as tcp or tcp,sm,self (UCX's option TLS)"
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="compare values of UCX's options with trio_ucx's defaults, and print what it would set; both ends need "
+        "this trio_ucx",
+    )
+    parser.add_argument(
+        "--options",
+        type=tune.parse_options,
+        metavar="NAMES",
+        help=f"with --tune: only these options (default {','.join(tune.tunable())})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
@@ -92,12 +107,18 @@ def add_command(commands: Any) -> None:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
             parser.error("with --listen, the client says --sizes, --iterations and --seconds")
+        if arguments.listen is not None and (arguments.tune or arguments.options):
+            parser.error("with --listen, the client says --tune and --options; any server of this trio_ucx knows them")
+        if arguments.options and not arguments.tune:
+            parser.error("--options are what --tune compares: add --tune")
+        if arguments.tune and (arguments.sizes or arguments.iterations):
+            parser.error("--tune has its own sizes, and measures by time: say --seconds, not --sizes and --iterations")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
-            return trio.run(run_client, arguments)
+            return trio.run(tune.run_tune if arguments.tune else run_client, arguments)
         return trio.run(run_pair, arguments)
 
     parser.set_defaults(run=run, prog=parser.prog)
@@ -152,7 +173,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
     ):
         client = Client(connection)
         server = await client.introduce()
-        await client.run(Round(Kind.LATENCY, "lanes", 8, 1, 0))  # only after a message UCX knows which lanes it uses
+        await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         header = {
             "server": {
                 "address": format_address(arguments.address),
@@ -177,9 +198,8 @@ async def run_client(arguments: argparse.Namespace) -> int:
 async def measure(client: Client, size: int, iterations: int | None, seconds: float | None, advance: Advance) -> Result:
     latency = await repeat(client, Kind.LATENCY, size, iterations, seconds, lambda share: advance(share / 2))
     stream = await repeat(client, Kind.STREAM, size, iterations, seconds, lambda share: advance((1 + share) / 2))
-    trips = sorted(nanoseconds / 2000 for timing, _ in latency for nanoseconds in timing.round_trips)
-    streamed = sum(count for _, count in stream)
-    rate = streamed / (sum(timing.total for timing, _ in stream) / 1e9)
+    trips = half_trips(latency)
+    rate = messages_a_second(stream)
     return Result(
         size=size,
         latency_median_us=statistics.median(trips),
@@ -187,7 +207,7 @@ async def measure(client: Client, size: int, iterations: int | None, seconds: fl
         bandwidth_mb_s=rate * size / 1e6,
         messages_s=rate,
         latency_messages=len(trips),
-        stream_messages=streamed,
+        stream_messages=sum(count for _, count in stream),
     )
 
 
