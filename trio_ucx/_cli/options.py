@@ -157,7 +157,7 @@ OPTIONS: Mapping[str, Option] = {
         Option(
             # Not for the user to choose: with "y", UCX loses events (DEFAULT_OPTIONS says which).
             "ADAPTIVE_PROGRESS",
-            "UCX looks at those transports only that an endpoint uses",
+            "whether UCX looks only at those transports that an endpoint uses",
             same("ADAPTIVE_PROGRESS", "n"),
             of_ucx="y",
         ),
