@@ -8,6 +8,7 @@
     stats, marks    figures from measurements; what trio_ucx has to reach
     report, plots   tables, JSON, pictures
     compare, scale  the programs
+    defaults        trio_ucx's own values of UCX's options against UCX's: another one, for which trio_ucx's CLI measures
 
 What runs in the children imports nothing but the standard library and its own contender, so that a contender can live
 in an environment of its own (``--python``). Hence dataclasses, not attrs.

@@ -15,9 +15,10 @@ pytest.importorskip("rich", reason="the benchmarks print their tables with rich"
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
-from benchmarks import compare, marks, quiet, report, runner, stats  # noqa: E402
+from benchmarks import compare, defaults, marks, quiet, report, runner, stats  # noqa: E402
 from benchmarks.contenders import Contender, all_contenders, load, ours_many, perftest  # noqa: E402
 from benchmarks.jobs import Batch, Job, pattern  # noqa: E402
+from trio_ucx._cli import trials  # noqa: E402
 
 
 def test_figures_of_round_trips() -> None:
@@ -162,6 +163,22 @@ def test_it_runs(tmp_path: Path) -> None:
     for one in results.values():
         assert one["rounds"] or "not supported" in one["errors"][0]
     assert "what trio_ucx has to reach" in ended.stdout
+
+
+def test_our_defaults_against_ucxs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(defaults, "OPTIONS", {"ADAPTIVE_PROGRESS": defaults.OPTIONS["ADAPTIVE_PROGRESS"]})
+    monkeypatch.setattr(trials, "ROUNDS", 2)
+    file = tmp_path / "found.json"
+    assert defaults.main(["--transports=tcp", "--seconds=0.001", f"--json={file}"]) == 0
+    shown = capsys.readouterr().out
+    assert "TLS=tcp: tcp" in shown
+    assert "Not about speed" in shown and "TCP_CM_REUSEADDR" in shown
+    alone, together = json.loads(file.read_text())["tcp"]
+    assert [one["name"] for one in alone["values"]] == ["n", "y"]
+    assert [one["name"] for one in together["values"]] == ["trio_ucx's", "UCX's"]
+    assert all(len(one["rounds"]) == 2 and not one["trouble"] for one in alone["values"] + together["values"])
 
 
 def test_a_contender_that_fails_is_an_error_row() -> None:

@@ -12,6 +12,16 @@ The client leads. Control messages are JSON objects on one lane; the payloads ha
                        <-   verified
     ... more rounds, until the client closes; instead of any answer: error
 
+For ``--tune`` the client asks for a candidate: another connection, between workers with other options on both sides.
+
+    client                  server
+    open               ->                 options and values, by their names in the table of options.py
+                       <-   port          a worker with them listens there, for one connection
+    ... rounds over the new connection, until the client closes it
+                       <-   closed        the worker is gone; or, with an error, the candidate failed or was refused
+
+A server has one candidate at a time, and none outlives its client's turn.
+
 Payloads are pieces of a pattern that both ends make from a seed, at another place in each round, so that neither lost
 nor stale nor swapped data can look right. Each end keeps all the payloads of a round and compares them afterwards: the
 comparison is real and costs no measured time.
@@ -21,31 +31,44 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import json
+import secrets
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import attrs
 import trio
 
-from .. import Connection
+from .. import Connection, Listener, connect, open_ucx_listeners
 from .._native import ucx
 from .._version import __version__
-from .errors import PerfError
+from ..ucp import UCXError, Worker, open_worker
+from .errors import CandidateError, PerfError, describe, is_expected
+from .options import Choice, config_of
+from .sizes import MAX_SIZE
 
 PROTOCOL = 1
+#: Of the part for ``--tune``, which servers of protocol 1 need not know.
+TUNING = 1
 CONTROL_TAG = 0
 PAYLOAD_TAG = 1
 
-MAX_SIZE = 2**30
 #: The payloads of a round: at most so many, and in so many bytes (but at least one).
 ROUND_MESSAGES = 4096
 ROUND_BYTES = 8 * 2**20
 #: Rounds begin at so many different places of the pattern.
 SHIFTS = 4096
 
+#: Options of the first connection's worker that those of the candidates have, too.
+CANDIDATES_TOO = ("TLS", "TCP_AF_PRIO")
+
 #: Seconds that an end waits for a sign of the other.
 PATIENCE = 60
+#: Seconds that a candidate's worker waits for the client. Longer than connecting takes before it gives up.
+CANDIDATE_PATIENCE = 15
 
 
 class Kind(enum.Enum):
@@ -92,20 +115,19 @@ class Payloads:
     """The memory of one end: what it sends, and where it receives."""
 
     def __init__(self) -> None:
-        self._made_for: tuple[str, int] | None = None
+        self._seed: str | None = None
         self._pattern = memoryview(b"")
         self._received = bytearray()
 
     def prepare(self, round: Round) -> tuple[list[memoryview], list[memoryview]]:
         """The pieces to send, and the places to receive into."""
-        if self._made_for != (round.seed, round.size):
-            length = round_limit(round.size) * round.size
+        length = max(ROUND_BYTES, round.size)  # long enough for rounds of other sizes, too: making it takes time
+        if self._seed != round.seed or len(self._received) < length:
             self._pattern = memoryview(hashlib.shake_256(round.seed.encode()).digest(length + SHIFTS))
             self._received = bytearray(b"\0") * length  # written, so that no page is new in the measured time
-            self._made_for = (round.seed, round.size)
-        return _pieces(self._expected(round), round.size), _pieces(memoryview(self._received), round.size)[
-            : round.count
-        ]
+            self._seed = round.seed
+        places = memoryview(self._received)[: round.count * round.size]
+        return _pieces(self._expected(round), round.size), _pieces(places, round.size)
 
     def _expected(self, round: Round) -> memoryview:
         return self._pattern[round.shift : round.shift + round.count * round.size]
@@ -132,15 +154,15 @@ def _pieces(data: memoryview, size: int) -> list[memoryview]:
 
 
 def hello() -> dict[str, Any]:
-    return {"perf": PROTOCOL, "trio_ucx": __version__, "ucx": ".".join(map(str, ucx.version))}
+    return {"perf": PROTOCOL, "tune": TUNING, "trio_ucx": __version__, "ucx": ".".join(map(str, ucx.version))}
 
 
 async def tell(connection: Connection, message: dict[str, Any]) -> None:
     await connection.send(json.dumps(message).encode(), CONTROL_TAG)
 
 
-async def hear(connection: Connection, wanted: str) -> dict[str, Any]:
-    """Receives the next control message, which must have the entry ``wanted``."""
+async def hear(connection: Connection, *wanted: str) -> dict[str, Any]:
+    """Receives the next control message, which must have one of the ``wanted`` entries."""
     data = await connection.receive(CONTROL_TAG)
     try:
         message = json.loads(data)
@@ -148,8 +170,9 @@ async def hear(connection: Connection, wanted: str) -> dict[str, Any]:
         message = None
     if isinstance(message, dict) and "error" in message:
         raise PerfError(f"the other side says: {message['error']}")
-    if not isinstance(message, dict) or wanted not in message:
-        raise PerfError(f"the other side says {data[:100]!r} instead of {wanted!r}: is it trio_ucx's perf?")
+    if not isinstance(message, dict) or not any(entry in message for entry in wanted):
+        said = " or ".join(map(repr, wanted))
+        raise PerfError(f"the other side says {data[:100]!r} instead of {said}: is it trio_ucx's perf?")
     return message
 
 
@@ -160,16 +183,29 @@ def check_hello(message: dict[str, Any]) -> None:
 
 async def serve(connection: Connection, turn: trio.Lock) -> None:
     """The server's end of a connection, until the client closes it."""
-    try:
+    async with _told_of_errors(connection):
         with trio.fail_after(PATIENCE):
             check_hello(await hear(connection, "perf"))
         async with turn:
             await tell(connection, hello())
-            payloads = Payloads()
-            while True:
-                with trio.fail_after(PATIENCE):
-                    round = Round.from_message(await hear(connection, "kind"))
-                    await _serve_round(connection, payloads, round)
+            await _serve_orders(connection, Payloads(), "kind", "open")
+
+
+async def _serve_orders(connection: Connection, payloads: Payloads, *known: str) -> None:
+    while True:
+        with trio.fail_after(PATIENCE):
+            order = await hear(connection, *known)
+            if "open" not in order:
+                await _serve_round(connection, payloads, Round.from_message(order))
+        if "open" in order:
+            await _serve_candidate(connection, payloads, order["open"])
+
+
+@asynccontextmanager
+async def _told_of_errors(connection: Connection) -> AsyncIterator[None]:
+    """Returns when the client closes the connection, and tells it what goes wrong."""
+    try:
+        yield
     except trio.EndOfChannel:
         return
     except trio.TooSlowError:
@@ -177,6 +213,65 @@ async def serve(connection: Connection, turn: trio.Lock) -> None:
     except PerfError as error:
         await tell(connection, {"error": str(error)})
         raise
+
+
+async def _serve_candidate(connection: Connection, payloads: Payloads, asked: Any) -> None:
+    """Opens a worker with these options, serves the one connection to it, and says how that ended."""
+    why = ""
+    host = connection.local_address[0] if connection.local_address is not None else None
+    try:
+        async with candidate_worker(connection.worker, asked) as worker:
+            [listener] = await open_ucx_listeners(0, host=host, worker=worker, backlog=1)
+            async with listener:
+                await tell(connection, {"port": listener.address[1]})
+                candidate = await _accept_candidate(connection, listener)
+                async with candidate, _told_of_errors(candidate):
+                    await listener.aclose()
+                    await _serve_orders(candidate, payloads, "kind")
+    except Exception as error:
+        if not is_expected(error):
+            raise
+        why = describe(error)
+    await tell(connection, {"closed": True, "why": why})
+
+
+async def _accept_candidate(connection: Connection, listener: Listener) -> Connection:
+    candidate: Connection | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.wait_message, CONTROL_TAG)  # raises when the client is gone
+            with trio.move_on_after(CANDIDATE_PATIENCE):
+                candidate = await listener.accept()
+            nursery.cancel_scope.cancel()
+    except BaseException:
+        if candidate is not None:
+            candidate.abort()
+        raise
+    if candidate is None:
+        raise PerfError("the client did not connect")
+    return candidate
+
+
+@asynccontextmanager
+async def candidate_worker(worker: Worker, asked: Any) -> AsyncIterator[Worker]:
+    """A worker with the options asked for, and with the transports and the address family of ``worker``.
+
+    Raises:
+        CandidateError: they are not in our table, or UCX cannot have them.
+    """
+    try:
+        config = config_of([(name, value) for name, value in asked])
+    except (TypeError, ValueError):
+        config = None
+    if config is None:
+        raise CandidateError(f"{asked} is not among the options and values that trio_ucx {__version__} tries")
+    kept = {name: value for name, value in worker.context.config.items() if name in CANDIDATES_TOO}
+    async with AsyncExitStack() as stack:
+        try:
+            candidate = await stack.enter_async_context(open_worker(config={**kept, **config}))
+        except (ValueError, UCXError) as error:
+            raise CandidateError(str(error)) from error
+        yield candidate
 
 
 async def _serve_round(connection: Connection, payloads: Payloads, round: Round) -> None:
@@ -204,12 +299,26 @@ class Timing:
     round_trips: list[int]
 
 
-class Client:
-    """The client's end of a connection: introduce yourself, then as many rounds as you like."""
+def _blank_rounds() -> Iterator[Round]:
+    """Rounds whose data differ from those of the one before; kind, size and count are to be filled in."""
+    seed = secrets.token_hex(8)
+    for number in itertools.count():
+        yield Round(Kind.LATENCY, seed, 1, 1, number % SHIFTS)
 
-    def __init__(self, connection: Connection) -> None:
+
+class Client:
+    """The client's end of a connection: introduce yourself, then as many rounds as you like.
+
+    Args:
+        payloads, rounds: those of another connection to the same server; else its own.
+    """
+
+    def __init__(
+        self, connection: Connection, payloads: Payloads | None = None, rounds: Iterator[Round] | None = None
+    ) -> None:
         self.connection = connection
-        self._payloads = Payloads()
+        self._payloads = payloads or Payloads()
+        self._rounds = rounds or _blank_rounds()
 
     async def introduce(self) -> dict[str, Any]:
         """Waits for our turn; returns the server's hello."""
@@ -219,6 +328,10 @@ class Client:
             check_hello(answer)
             return answer
         raise PerfError(f"no answer from the server for {PATIENCE} seconds; it may be serving another client")
+
+    async def run_next(self, kind: Kind, size: int, count: int) -> Timing:
+        """Runs a round with other data than the one before, see :meth:`run`."""
+        return await self.run(attrs.evolve(next(self._rounds), kind=kind, size=size, count=count))
 
     async def run(self, round: Round) -> Timing:
         """Runs a round, and verifies its data on both ends.
@@ -254,3 +367,33 @@ class Client:
         if round.kind is Kind.LATENCY:
             self._payloads.verify(round)
         return Timing(total, round_trips)
+
+    @asynccontextmanager
+    async def candidate(self, choices: Sequence[Choice]) -> AsyncIterator[Client]:
+        """Another connection, between workers that have these options on both sides.
+
+        Raises:
+            CandidateError: either side cannot have these options, or the connection with them failed.
+            trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
+        """
+        connection = self.connection
+        assert connection.remote_address is not None
+        async with candidate_worker(connection.worker, choices) as worker:
+            await tell(connection, {"open": choices})
+            answer = await self._hear_about_candidate("port", "closed")
+            if "closed" in answer:
+                raise CandidateError(f"the other side: {answer['why']}")
+            try:
+                async with connect((connection.remote_address[0], answer["port"]), worker=worker) as other:
+                    yield Client(other, self._payloads, self._rounds)
+            except Exception as error:
+                if not is_expected(error):
+                    raise
+                await self._hear_about_candidate("closed")  # raises when the server itself is gone
+                raise CandidateError(describe(error)) from error
+            await self._hear_about_candidate("closed")
+
+    async def _hear_about_candidate(self, *wanted: str) -> dict[str, Any]:
+        with trio.move_on_after(PATIENCE):
+            return await hear(self.connection, *wanted)
+        raise PerfError(f"no answer from the server for {PATIENCE} seconds")

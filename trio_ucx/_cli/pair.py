@@ -7,6 +7,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import trio
@@ -17,33 +19,43 @@ from .errors import PerfError
 SERVER_START = 30
 SERVER_END = 5
 
+#: The command that both processes run.
+PERF = [sys.executable, "-m", "trio_ucx", "perf"]
+
 
 async def run_pair(arguments: argparse.Namespace) -> int:
     """Starts a server and a client, and ends both whatever happens."""
-    command = [sys.executable, "-m", "trio_ucx", "perf"]
-    if arguments.transports is not None:
-        command.append(f"--transports={arguments.transports}")
-    listen = [*command, "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
+    async with open_server(arguments.transports) as address, trio.open_nursery() as nursery:
+        command = [*PERF, *transport_options(arguments.transports), address, *client_options(arguments)]
+        client: trio.Process = await nursery.start(partial(trio.run_process, command, stdout=sys.stdout, check=False))
+        status = await client.wait()
+    if status < 0:
+        raise PerfError(f"the client process {ending(client)}")
+    return status
+
+
+@asynccontextmanager
+async def open_server(transports: str | None) -> AsyncIterator[str]:
+    """A server process, which ends with the block; its address. A server that ends before is an error."""
+    listen = [*PERF, *transport_options(transports), "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
     async with trio.open_nursery() as nursery:
         server: trio.Process = await nursery.start(
             partial(trio.run_process, listen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
         )
         assert server.stdin is not None
         address = await announced(server)
-        client: trio.Process = await nursery.start(
-            partial(trio.run_process, [*command, address, *client_options(arguments)], stdout=sys.stdout, check=False)
-        )
         async with trio.open_nursery() as watch:
             watch.start_soon(fail_when_ended, server)
-            status = await client.wait()
+            yield address
             watch.cancel_scope.cancel()
         await server.stdin.aclose()
         with trio.move_on_after(SERVER_END):
             await server.wait()
         nursery.cancel_scope.cancel()
-    if status < 0:
-        raise PerfError(f"the client process {ending(client)}")
-    return status
+
+
+def transport_options(transports: str | None) -> list[str]:
+    return [] if transports is None else [f"--transports={transports}"]
 
 
 def client_options(arguments: argparse.Namespace) -> list[str]:
@@ -54,6 +66,10 @@ def client_options(arguments: argparse.Namespace) -> list[str]:
         options.append(f"--iterations={arguments.iterations}")
     if arguments.seconds:
         options.append(f"--seconds={arguments.seconds}")
+    if arguments.tune:
+        options.append("--tune")
+    if arguments.options:
+        options.append(f"--options={','.join(arguments.options)}")
     return options
 
 

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
-import secrets
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import attrs
 import trio
 
-from .. import Connection, connect, serve_ucx, ucp
+from .. import Connection, connect, serve_ucx
 from .._version import __version__
 from ..ucp._address import format_address, split_address
+from . import tune
 from .errors import EXPECTED, describe
-from .exchange import MAX_SIZE, SHIFTS, Client, Kind, Round, Timing, round_limit, serve
+from .exchange import Client, Kind, serve
+from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import run_pair
+from .sizes import format_size, parse_sizes
+from .trials import ROUNDS
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
-DEFAULT_SECONDS = 1.5
-WARM_UP_MESSAGES = 64
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-
-#: Reports how much of the current size's measurements is done, from 0 to 1.
-Advance = Callable[[float], None]
-
-
-def parse_sizes(text: str) -> list[int]:
-    sizes = []
-    for part in text.lower().split(","):
-        digits = part.strip().rstrip("kmg")
-        unit = _UNITS.get(part.strip()[len(digits) :])
-        if unit is None or not (digits.isascii() and digits.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{part!r} is no message size: write bytes, as in 8,1k,64k,1M")
-        if not 1 <= int(digits) * unit <= MAX_SIZE:
-            raise argparse.ArgumentTypeError(f"{part!r}: messages have from 1 byte to 1G")
-        sizes.append(int(digits) * unit)
-    return sizes
-
-
-def format_size(size: int) -> str:
-    for letter in "GMk":
-        if size % _UNITS[letter.lower()] == 0:
-            return f"{size // _UNITS[letter.lower()]}{letter}"
-    return str(size)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -109,10 +83,23 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=parse_positive(float, "number of seconds"),
         metavar="S",
-        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS})",
+        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS}), or {ROUNDS} per "
+        f"figure and value with --tune (default {tune.SECONDS})",
     )
     parser.add_argument(
         "--transports", metavar="TLS", help="UCX transports to use, such as tcp or tcp,sm,self (UCX's option TLS)"
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="compare values of UCX's options with trio_ucx's defaults, and print what it would set; both ends need "
+        "this trio_ucx",
+    )
+    parser.add_argument(
+        "--options",
+        type=tune.parse_options,
+        metavar="NAMES",
+        help=f"with --tune: only these options (default {','.join(tune.tunable())})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
@@ -120,25 +107,21 @@ def add_command(commands: Any) -> None:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
             parser.error("with --listen, the client says --sizes, --iterations and --seconds")
+        if arguments.listen is not None and (arguments.tune or arguments.options):
+            parser.error("with --listen, the client says --tune and --options; any server of this trio_ucx knows them")
+        if arguments.options and not arguments.tune:
+            parser.error("--options are what --tune compares: add --tune")
+        if arguments.tune and (arguments.sizes or arguments.iterations):
+            parser.error("--tune has its own sizes, and measures by time: say --seconds, not --sizes and --iterations")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
-            return trio.run(run_client, arguments)
+            return trio.run(tune.run_tune if arguments.tune else run_client, arguments)
         return trio.run(run_pair, arguments)
 
     parser.set_defaults(run=run, prog=parser.prog)
-
-
-@asynccontextmanager
-async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | None]:
-    """A worker with these transports; None, for the run's shared one, where none were chosen."""
-    if transports is None:
-        yield None
-    else:
-        async with ucp.open_worker(config={"TLS": transports}) as worker:
-            yield worker
 
 
 # ---- the server ----
@@ -190,7 +173,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
     ):
         client = Client(connection)
         server = await client.introduce()
-        await client.run(Round(Kind.LATENCY, "lanes", 8, 1, 0))  # only after a message UCX knows which lanes it uses
+        await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         header = {
             "server": {
                 "address": format_address(arguments.address),
@@ -215,9 +198,8 @@ async def run_client(arguments: argparse.Namespace) -> int:
 async def measure(client: Client, size: int, iterations: int | None, seconds: float | None, advance: Advance) -> Result:
     latency = await repeat(client, Kind.LATENCY, size, iterations, seconds, lambda share: advance(share / 2))
     stream = await repeat(client, Kind.STREAM, size, iterations, seconds, lambda share: advance((1 + share) / 2))
-    trips = sorted(nanoseconds / 2000 for timing, _ in latency for nanoseconds in timing.round_trips)
-    streamed = sum(count for _, count in stream)
-    rate = streamed / (sum(timing.total for timing, _ in stream) / 1e9)
+    trips = half_trips(latency)
+    rate = messages_a_second(stream)
     return Result(
         size=size,
         latency_median_us=statistics.median(trips),
@@ -225,33 +207,8 @@ async def measure(client: Client, size: int, iterations: int | None, seconds: fl
         bandwidth_mb_s=rate * size / 1e6,
         messages_s=rate,
         latency_messages=len(trips),
-        stream_messages=streamed,
+        stream_messages=sum(count for _, count in stream),
     )
-
-
-async def repeat(
-    client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
-) -> list[tuple[Timing, int]]:
-    """Runs rounds for so many messages or seconds, after a short one to warm up; their times and messages."""
-    seed = secrets.token_hex(8)
-    limit = round_limit(size)
-    warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
-    warm = await client.run(Round(kind, seed, size, warm_up, 0))
-    seconds = seconds or DEFAULT_SECONDS
-    if iterations is None:  # several rounds, also where they are slow
-        limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
-    timings: list[tuple[Timing, int]] = []
-    done = 0
-    begin = trio.current_time()
-    for number in itertools.count(1):
-        count = limit if iterations is None else min(limit, iterations - done)
-        timings.append((await client.run(Round(kind, seed, size, count, number % SHIFTS)), count))
-        done += count
-        share = done / iterations if iterations else (trio.current_time() - begin) / seconds
-        advance(min(share, 1))
-        if share >= 1:
-            break
-    return timings
 
 
 # ---- what the user sees ----
@@ -273,26 +230,3 @@ def row_text(result: Result) -> str:
         f"{format_size(result.size):>8}  {result.latency_median_us:>10.2f}  {result.latency_p99_us:>10.2f}  "
         f"{result.bandwidth_mb_s:>10.1f}  {result.messages_s:>11,.0f}"
     )
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Advance]:
-    """A progress bar on stderr, gone at the end; nothing where that is no terminal or rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda share: None
-        return
-    console = Console(stderr=True)
-    # Without rich's own thread, which would take part in the measurement.
-    with Progress(
-        console=console,
-        transient=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task(description, total=1)
-        yield lambda share: progress.update(task, completed=share, refresh=True)

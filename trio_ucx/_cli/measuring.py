@@ -1,0 +1,82 @@
+"""What every way of measuring shares: a worker, rounds for so many seconds or messages, a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+
+from .. import ucp
+from .exchange import Client, Kind, Timing, round_limit
+
+DEFAULT_SECONDS = 1.5
+WARM_UP_MESSAGES = 64
+
+#: Reports how much of the measurements is done, from 0 to 1.
+Advance = Callable[[float], None]
+
+
+@asynccontextmanager
+async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | None]:
+    """A worker with these transports; None, for the run's shared one, where none were chosen."""
+    if transports is None:
+        yield None
+    else:
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            yield worker
+
+
+async def repeat(
+    client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
+) -> list[tuple[Timing, int]]:
+    """Runs rounds for so many messages or seconds, after a short one to warm up; their times and messages."""
+    limit = round_limit(size)
+    warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
+    warm = await client.run_next(kind, size, warm_up)
+    seconds = seconds or DEFAULT_SECONDS
+    if iterations is None:  # several rounds, also where they are slow
+        limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
+    timings: list[tuple[Timing, int]] = []
+    done = 0
+    begin = trio.current_time()
+    while True:
+        count = limit if iterations is None else min(limit, iterations - done)
+        timings.append((await client.run_next(kind, size, count), count))
+        done += count
+        share = done / iterations if iterations else (trio.current_time() - begin) / seconds
+        advance(min(share, 1))
+        if share >= 1:
+            return timings
+
+
+def half_trips(timings: list[tuple[Timing, int]]) -> list[float]:
+    """Half of each round trip, in microseconds, the shortest first."""
+    return sorted(nanoseconds / 2000 for timing, _ in timings for nanoseconds in timing.round_trips)
+
+
+def messages_a_second(timings: list[tuple[Timing, int]]) -> float:
+    return sum(count for _, count in timings) / (sum(timing.total for timing, _ in timings) / 1e9)
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Advance]:
+    """A progress bar on stderr, gone at the end; nothing where that is no terminal or rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda share: None
+        return
+    console = Console(stderr=True)
+    # Without rich's own thread, which would take part in the measurement.
+    with Progress(
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(description, total=1)
+        yield lambda share: progress.update(task, completed=share, refresh=True)
