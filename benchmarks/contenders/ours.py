@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import trio
@@ -20,6 +21,8 @@ from . import Contender
 
 LOOP = "trio"
 TAG = 1
+#: Seconds that busy tasks compute at a time.
+WORK = 10e-6
 #: Without tcp there are no connections by socket address. What is used is checked.
 TLS = {"tcp": "tcp", "shm": "tcp,sm,self"}
 SHARED_MEMORY = {"sysv", "posix", "xpmem"}
@@ -74,8 +77,27 @@ def check_transports(endpoint: ucp.Endpoint, setup: dict[str, Any]) -> tuple[str
 
 
 @asynccontextmanager
+async def busy_tasks(count: int) -> AsyncIterator[None]:
+    """So many tasks that compute for WORK seconds between their schedule points."""
+
+    async def work() -> None:
+        while True:
+            end = perf_counter() + WORK
+            while perf_counter() < end:
+                pass
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(count):
+            nursery.start_soon(work)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
 async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
-    async with ucp.open_worker(**worker_options(setup)) as worker:
+    busy = busy_tasks(setup["options"].get("busy_tasks", 0))
+    async with ucp.open_worker(**worker_options(setup)) as worker, busy:
         if setup["role"] == "client":
             async with trio_ucx.connect(tuple(setup["address"]), worker=worker) as connection:
                 yield await greet(connection, setup)
