@@ -161,17 +161,13 @@ def calls(found: Found, transports: Sequence[str]) -> Sheet:
     return Sheet("System calls for one message sent and one received", ["", "calls"], rows)
 
 
-def prices(found: Mapping[str, float], transports: Sequence[str]) -> Sheet:
-    plain = [
-        name for name in found if "MiB" not in name and not name.startswith(tuple(f"{one}: " for one in transports))
-    ]
-    rows = [[name, f"{found[name]:,.0f}"] for name in plain]
-    rows += [[name, f"{found[name]:,.0f}"] for name in found if name not in plain and "MiB" not in name]
+def prices(found: Mapping[str, float]) -> Sheet:
+    rows = [[name, f"{value:,.0f}"] for name, value in found.items() if "MiB" not in name]
     return Sheet("Single steps, nanoseconds", ["step", "ns"], rows)
 
 
 def sums(found: Found, costs: Mapping[str, float], transports: Sequence[str]) -> Sheet:
-    """Whether the single steps add up to what was measured between two processes."""
+    """Whether the single steps add up to what was measured between two processes, where some of them overlap."""
     rows = []
     for transport in transports:
         parts = {name: costs[f"{transport}: {name}"] / 1000 for name in steps.PASSES}
@@ -181,7 +177,7 @@ def sums(found: Found, costs: Mapping[str, float], transports: Sequence[str]) ->
             rows.append(
                 [transport, *map(cell, parts.values()), cell(total), cell(measured), cell(measured - total, "+")]
             )
-    columns = [*steps.PASSES, "together", "measured, yield_interval", "not explained"]
+    columns = [*steps.PASSES, "together", "measured, yield_interval", "difference"]
     return Sheet("The steps of a message, microseconds", ["", *columns], rows)
 
 
@@ -255,7 +251,7 @@ def main(given: Sequence[str] | None = None) -> int:
         ladder(figures, transports),
         paths(figures, transports),
         sums(figures, price, transports),
-        prices(price, transports),
+        prices(price),
         calls(figures, transports),
         large(figures, price, transports),
     ]

@@ -17,7 +17,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -37,8 +37,8 @@ LEAST_BATCHES = 5
 DATA = bytes(range(1, 9))
 RECORDS = 16
 FULL = 2**64 - 1
-#: What a Connection's message passes, in this order.
-PASSES = ("send, Python", "send, C", "progress and record, C", "delivery, Python", "receive, Python")
+#: What a Connection's message passes: of its sender, then of its receiver.
+PASSES = ("send, Python", "send, C", "progress and record, C", "delivery, Python", "receive_into, Python")
 SIZES = (MIB, 16 * MIB)
 
 clock = time.perf_counter_ns
@@ -82,11 +82,18 @@ async def nothing() -> None:
     """What an ``await`` costs by itself."""
 
 
+def pin(into: bytearray = bytearray(8), data: memoryview = memoryview(DATA)) -> None:  # noqa: B008
+    pins = Pinned(into, writable=True)
+    pins.fill(data)
+    pins.release()
+
+
 async def of_python_and_kernel(seconds: float) -> Prices:
     found = {
         "await of a function that does nothing": await price_of_waiting(nothing, seconds),
         "call into C that does nothing": await price(partial(lib.free, ffi.NULL), seconds),
         "system call that does nothing": await price(os.getppid, seconds),
+        "a buffer of 8 B pinned, filled and released": await price(pin, seconds),
         "Trio: checkpoint_if_cancelled": await price_of_waiting(trio.lowlevel.checkpoint_if_cancelled, seconds),
         "Trio: schedule point": await price_of_waiting(trio.lowlevel.cancel_shielded_checkpoint, seconds),
     }
@@ -104,35 +111,30 @@ async def of_python_and_kernel(seconds: float) -> Prices:
             names = ("kernel: send 8 B by TCP, to the other socket", "kernel: receive them")
             ends = [(one, other), (other, one)]
 
-            def exchange() -> list[int]:
+            async def exchange() -> Sequence[int]:
                 ends.reverse()  # answered, as is usual: else each would be acknowledged by a packet of its own
                 source, target = ends[0]
-                return stopwatch(partial(source.send, DATA), partial(target.recv, 8))
+                begin = clock()
+                source.send(DATA)
+                sent = clock()
+                target.recv(8)
+                return begin, sent, clock()
 
             found |= await prices_one_by_one(exchange, names, seconds)
     return found
 
 
-def stopwatch(*acts: Callable[[], object]) -> list[int]:
-    """When they began and ended."""
-    times = [clock()]
-    for act in acts:
-        act()
-        times.append(clock())
-    return times
-
-
-async def prices_one_by_one(once: Callable[[], list[int]], names: tuple[str, ...], seconds: float) -> Prices:
-    """Of the steps between the times that ``once`` gives."""
+async def prices_one_by_one(
+    once: Callable[[], Awaitable[Sequence[int]]], names: Sequence[str], seconds: float
+) -> Prices:
+    """Of the steps between the times that ``once`` gives. A step without a name does not count."""
     itself = statistics.median(clock() - clock() for _ in range(1000))  # negative
-    rows: list[list[int]] = []
+    rows: list[Sequence[int]] = []
     deadline = clock() + seconds * len(names) * 1e9
     while len(rows) < LEAST_BATCHES or clock() < deadline:
-        rows.append(once())
-        if len(rows) % 100 == 0:
-            await trio.lowlevel.checkpoint()
+        rows.append(await once())
     steps = zip(*([after - before for before, after in itertools.pairwise(row)] for row in rows), strict=True)
-    return {name: max(0, statistics.median(step) + itself) for name, step in zip(names, steps, strict=True)}
+    return {name: max(0, statistics.median(step) + itself) for name, step in zip(names, steps, strict=True) if name}
 
 
 @asynccontextmanager
@@ -173,37 +175,54 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             await other.worker.tag_receive(into, TAG)
         turn = itertools.cycle((0, 1))
 
-        def post() -> list[int]:
+        async def post() -> Sequence[int]:
             here = next(turn)
             handle = raw[here]._core.handle
-            times = stopwatch(lambda: lib.tu_tag_send_one(handle, DATA, 8, lib.TU_MEMORY_HOST, TAG))
+            begin = clock()
+            lib.tu_tag_send_one(handle, DATA, 8, lib.TU_MEMORY_HOST, TAG)
+            end = clock()
             engines[1 - here].turn(False)
             lib.tu_tag_receive_one(engines[1 - here].handle, address, 8, lib.TU_MEMORY_HOST, TAG, FULL, received)
-            return times
+            return begin, end
 
-        def message() -> list[int]:
+        async def arrive() -> Sequence[int]:
             here = next(turn)
-            engine, send, receive = engines[1 - here], ends[here].send_nowait, ends[1 - here].receive_nowait
-            begin = clock()
-            send(DATA, TAG)
-            sent = clock()
+            engine = engines[1 - here]
+            ends[here].send_nowait(DATA, TAG)
             count = 0
             while not count:  # over tcp the first look may find nothing yet
-                looked = clock()
+                begin = clock()
                 count = lib.tu_worker_turn(engine.handle, records, RECORDS, 0, armed)
             recorded = clock()
             deliver(engine, view[: count * FIELDS].tolist())
             delivered = clock()
-            receive(TAG)
-            return [begin, sent, looked, recorded, delivered, clock()]
+            ends[1 - here].receive_nowait(TAG)
+            return begin, recorded, delivered, clock()
 
-        sending = await prices_one_by_one(post, (PASSES[1],), seconds)
-        passing = await prices_one_by_one(message, (PASSES[0], "", *PASSES[2:]), seconds)
-        passing[PASSES[0]] = max(0, passing[PASSES[0]] - sending[PASSES[1]])
+        async def send_and_receive(receive: Callable[[trio_ucx.Connection], Awaitable[object]]) -> Sequence[int]:
+            here = next(turn)
+            begin = clock()
+            await ends[here].send(DATA, TAG)
+            sent = clock()
+            await receive(ends[1 - here])
+            return begin, sent, clock()
+
+        found |= await prices_one_by_one(post, ("send, C",), seconds)
+        found |= await prices_one_by_one(
+            arrive, ("progress and record, C", "delivery, Python", "receive_nowait"), seconds
+        )
+        once = partial(send_and_receive, lambda connection: connection.receive(TAG))
+        found |= await prices_one_by_one(once, ("await send", "await receive"), seconds)
+        once = partial(send_and_receive, lambda connection: connection.receive_into(into, TAG))
+        found |= await prices_one_by_one(once, ("", "await receive_into"), seconds)
+        found["send, Python"] = found["await send"] - found["send, C"]
+        found["receive_into, Python"] = (
+            found["await receive_into"] - found["progress and record, C"] - found["delivery, Python"]
+        )
         for endpoint in raw:
             endpoint.abort()
         await trio.lowlevel.checkpoint()
-        return {f"{transport}: {name}": value for name, value in (found | passing | sending).items() if name}
+        return {f"{transport}: {name}": value for name, value in found.items()}
 
 
 async def of_memory(seconds: float) -> Prices:
