@@ -28,7 +28,7 @@ QUICK_ROUNDS, QUICK_SECONDS = 1, 0.1
 (EIGHT,) = latency(8)
 YIELD = {"yield_interval": 100e-6}
 WORKERS: dict[str, dict[str, float]] = {"yield_interval=100e-6": YIELD, "default": {}, "spin=0": {"spin": 0.0}}
-#: Each adds one thing to the one before.
+#: Each offers more than the one before.
 LADDER = {
     "C": "UCX alone: ucx_perftest, polling",
     "module": "our C functions, called from Python in a bare loop",
