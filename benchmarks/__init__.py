@@ -7,7 +7,9 @@
     quiet           whether the machine is
     stats, marks    figures from measurements; what trio_ucx has to reach
     report, plots   tables, JSON, pictures
-    compare, scale  the programs
+    steps           prices of single steps, in one process
+    compare, scale, microseconds, crowded
+                    the programs
     defaults        trio_ucx's own values of UCX's options against UCX's: another one, for which trio_ucx's CLI measures
 
 What runs in the children imports nothing but the standard library and its own contender, so that a contender can live

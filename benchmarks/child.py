@@ -48,6 +48,7 @@ async def run_batch(control: Control, end: End, batch: Batch, leads: bool) -> di
     if batch.job.kind is Kind.LATENCY:
         if leads:
             answer |= stats.of_round_trips(await end.ping(batch))
+            answer["more"] = dict(end.more)
         else:
             await end.echo(batch)
     elif leads:

@@ -32,6 +32,8 @@ class End:
     def __init__(self) -> None:
         #: The last message that arrived.
         self.last: Buffer = b""
+        #: Further figures of the last batch that it led.
+        self.more: Mapping[str, float] = {}
 
     def prepare(self, batch: Batch) -> None:
         """What is done before the time is taken."""

@@ -105,7 +105,7 @@ class Pair:
         if job.kind is Kind.EXCHANGE:
             figures["wall_us"] = (client["end"] - client["begin"]) / 1000 / messages
         elif job.kind is Kind.LATENCY:
-            figures |= {name: client[name] for name in ("median_us", "mean_us", "p99_us")}
+            figures |= {name: client[name] for name in ("median_us", "mean_us", "p99_us")} | client["more"]
         else:
             figures["messages_s" if job.kind is Kind.RATE else "bytes_s"] = (
                 count / seconds * (1 if job.kind is Kind.RATE else job.size)

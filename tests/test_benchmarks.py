@@ -15,8 +15,8 @@ pytest.importorskip("rich", reason="the benchmarks print their tables with rich"
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
-from benchmarks import compare, defaults, marks, quiet, report, runner, stats  # noqa: E402
-from benchmarks.contenders import Contender, all_contenders, load, ours_many, perftest  # noqa: E402
+from benchmarks import compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
+from benchmarks.contenders import Contender, all_contenders, load, ours_many, ours_watched, perftest  # noqa: E402
 from benchmarks.jobs import Batch, Job, pattern  # noqa: E402
 from trio_ucx._cli import trials  # noqa: E402
 
@@ -179,6 +179,46 @@ def test_our_defaults_against_ucxs(
     assert [one["name"] for one in alone["values"]] == ["n", "y"]
     assert [one["name"] for one in together["values"]] == ["trio_ucx's", "UCX's"]
     assert all(len(one["rounds"]) == 2 and not one["trouble"] for one in alone["values"] + together["values"])
+
+
+def test_where_the_microseconds_go(tmp_path: Path) -> None:
+    """Every layer and every step has its figure, and the tables get into the document."""
+    file, document = tmp_path / "found.json", tmp_path / "speed.md"
+    document.write_text(f"before\n{microseconds.BEGIN}\nold\n{microseconds.END}\nbehind\n")
+    command = [sys.executable, str(ROOT / "benchmarks" / "microseconds.py"), "--rounds=1", "--seconds=0.02"]
+    command += ["--transports=tcp", f"--json={file}", f"--markdown={document}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(file.read_text())
+    half = {one["contender"]: one["medians"]["median_us"] for one in found["results"] if one["kind"] == "latency"}
+    for key in [*microseconds.LADDER, *microseconds.BESIDE, *(f"path {key}" for key in microseconds.WORKERS)]:
+        assert half[f"{key} tcp"] > 0
+    assert half["C tcp"] < half["yield_interval=100e-6 tcp"], "Python takes longer than C alone"
+    prices = found["steps"]
+    assert all(
+        prices[f"tcp: {name}"] > 0 for name in ("send, C", "delivery, Python", "await send", "await receive_into")
+    )
+    assert prices["Trio: checkpoint_if_cancelled"] < prices["Trio: schedule point"]
+    assert prices["16 MiB to the kernel's: page faults"] > prices["16 MiB to memory in use: page faults"]
+    written = document.read_text()
+    assert written.startswith("before\n") and written.endswith("behind\n") and "old" not in written
+    for name in steps.PASSES:
+        assert f"| {name} |" in written
+
+
+def test_polling_where_there_is_no_core_to_spare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert crowded.main(["--transports=tcp", "--rounds=1", "--seconds=0.02"]) == 0
+    shown = capsys.readouterr().out
+    for situation in crowded.SITUATIONS:
+        assert len([line for line in shown.splitlines() if situation.name in line and "tcp" in line]) == 2
+
+
+def test_every_step_of_a_watched_message_is_told() -> None:
+    """What is watched are private names: should they change, a table would lose its rows."""
+    [watched] = [one for one in microseconds.contenders("tcp") if one.name == "path yield_interval=100e-6 tcp"]
+    [row] = runner.run(runner.Plan([watched], 1, 0.02, (None, None))).values()
+    assert not row.errors
+    assert {f"{name}_us" for name in ours_watched.STEPS} <= set(row.figures)
 
 
 def test_a_contender_that_fails_is_an_error_row() -> None:
