@@ -99,3 +99,14 @@ class Between(trio.abc.Instrument):
             self._turned = perf_counter()
             return True
         return perf_counter() - self._turned <= MOMENT
+
+
+class Prompt(Between):
+    """The same for a worker whose tasks do not poll: they are woken in the round that begins with an event.
+
+    If only the progress task delivered, who waits would run a round later.
+    """
+
+    def after_io_wait(self, timeout: float) -> None:
+        if timeout > 0 and self._engine.parked:
+            self._engine.deliver_at_once()

@@ -45,7 +45,7 @@ from outcome import Error
 from .._native import ffi, lib
 from ._address import worker_address
 from ._attributes import native_name, query_worker
-from ._between import Between
+from ._between import Between, Prompt
 from ._context import Context, Feature
 from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
@@ -104,7 +104,7 @@ class Engine:
         self.efd = lib.tu_worker_efd(self.handle)
         self._net = SafetyNet(self)
         self.waiting = Waiting(self, spin, yield_interval)
-        self.between = Between(self)
+        self.between = Between(self) if self.waiting.polling else Prompt(self)
         self._backoff_timer = lib.tu_timer_create()
         self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
@@ -153,6 +153,8 @@ class Engine:
         self.armed = False
         self.turns = 0
         self.parked = False
+        #: Whether what an event announced has been delivered, and the rest is others' business.
+        self._delivered = False
         #: The progress task, while it lets others poll.
         self._resting: trio.lowlevel.Task | None = None
         self._closing = False
@@ -350,8 +352,8 @@ class Engine:
         delay = 0.0
         woken = False  # by an event
         while self.handle is not None and not finished():
-            if self.waiting.polls_for_all or (woken and self._left_to_others()):
-                woken = False
+            if self.waiting.polls_for_all or (woken and (self._delivered or self._left_to_others())):
+                woken = self._delivered = False
                 await self._rest()
                 continue
             state = self.turn(arm=True)
@@ -374,6 +376,10 @@ class Engine:
                 # An event may end the sleep; but one that is there already, and could not be armed away, may not.
                 early = not lib.tu_readable(self.efd)
                 await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
+
+    def deliver_at_once(self) -> None:
+        """Trio was woken, by an event of ours perhaps; the progress task has not run yet."""
+        self._delivered = self._left_to_others()
 
     def _left_to_others(self) -> bool:
         """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
