@@ -7,7 +7,7 @@ import random
 import pytest
 import trio
 
-from trio_ucx import ucp
+from trio_ucx import _lanes, ucp
 from trio_ucx._lanes import Lane, Message, Receive, Run, State, Want
 from trio_ucx.ucp._buffers import Pinned
 
@@ -354,3 +354,19 @@ def test_runs_of_a_lane_that_failed_or_closed() -> None:
     other.run_arrived(run(b"x"))
     other.close(trio.ClosedResourceError())
     assert other.idle
+
+
+def test_large_transfers_begin_only_as_far_ahead_as_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lanes, "AHEAD_BYTES", 10)
+    mover = Mover()
+    lane = Lane(1, mover)
+    receives = [into(lane, 6) for _ in range(4)]
+    for number in (1, 2, 3, 4):
+        lane.arrived(number, 6, move=False)
+    assert len(mover.moving) == 2
+    mover.finish(0)
+    assert len(mover.moving) == 2  # the next one
+    mover.finish(1)
+    mover.finish(0)
+    mover.finish(0)
+    assert [buffer[0] for _, buffer in receives] == [1, 2, 3, 4]

@@ -132,8 +132,10 @@ class Mover(Protocol):
 
 #: So many bytes that were read already may be kept.
 _KEPT = 4096
-#: Transfers of one lane that may go on at once.
+#: Transfers of one lane that may go on at once, and of how many bytes those before the last may be. More of them do not
+#: make large ones faster, but keep as much fresh memory in use, which costs more than the transfer.
 AHEAD = 8
+AHEAD_BYTES = 2**22
 
 
 class Lane:
@@ -383,7 +385,11 @@ class Lane:
         if len(self.receives) < 2 or len(self.messages) < 2:
             return
         takers = [receive for receive in self.receives if receive.want is not Want.LENGTH][:AHEAD]
+        before = 0
         for message, receive in zip(list(self.messages), takers, strict=False):
+            if before >= AHEAD_BYTES:
+                return
+            before += message.length
             if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
                 self._move(message, receive)
                 if self._again:

@@ -37,6 +37,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import trio
@@ -63,7 +64,10 @@ logger = logging.getLogger("trio_ucx")
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
-_MAX_BACKOFF = 0.002
+#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in little more than the shorter one.
+_MIN_BACKOFF, _MAX_BACKOFF = 0.00005, 0.002
+#: A turn that found UCX busy and took longer has filled the queue again: what UCX sends from there, it does not count.
+_SOMETHING_MOVED = 0.00002
 
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
 engines: set[Engine] = set()
@@ -356,6 +360,7 @@ class Engine:
                 woken = self._delivered = False
                 await self._rest()
                 continue
+            began = perf_counter()
             state = self.turn(arm=True)
             if self.handle is None or finished():
                 return
@@ -369,8 +374,10 @@ class Engine:
             elif state == lib.TU_MORE:
                 await trio.lowlevel.checkpoint()
             else:
-                # UCX is busy without moving, as long as a shared-memory queue is full, say. Sleep in real time.
-                delay = min(max(delay * 2, 0.0001), _MAX_BACKOFF)
+                # UCX is busy as long as a shared-memory queue is full, say. Sleep in real time.
+                if perf_counter() - began > _SOMETHING_MOVED:
+                    delay = 0.0
+                delay = min(max(delay * 2, _MIN_BACKOFF), _MAX_BACKOFF)
                 self.counters["backoffs"] += 1
                 lib.tu_timer_set(self._backoff_timer, int(delay * 1e9), 0)
                 # An event may end the sleep; but one that is there already, and could not be armed away, may not.
