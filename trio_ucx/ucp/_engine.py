@@ -46,6 +46,7 @@ from outcome import Error
 from .._native import ffi, lib
 from ._address import worker_address
 from ._attributes import native_name, query_worker
+from ._backoff import Backoff
 from ._between import Between, Prompt
 from ._context import Context, Feature
 from ._delivery import FIELDS, deliver, deliver_failures
@@ -64,10 +65,6 @@ logger = logging.getLogger("trio_ucx")
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
-#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in little more than the shorter one.
-_MIN_BACKOFF, _MAX_BACKOFF = 0.00005, 0.002
-#: A turn that found UCX busy and took longer has filled the queue again: what UCX sends from there, it does not count.
-_SOMETHING_MOVED = 0.00002
 
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
 engines: set[Engine] = set()
@@ -109,8 +106,7 @@ class Engine:
         self._net = SafetyNet(self)
         self.waiting = Waiting(self, spin, yield_interval)
         self.between = Between(self) if self.waiting.polling else Prompt(self)
-        self._backoff_timer = lib.tu_timer_create()
-        self._backoff_fd = lib.tu_wait_create(self.efd, self._backoff_timer)
+        self._backoff = Backoff(self.efd)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
@@ -353,7 +349,6 @@ class Engine:
                         await self.close()
 
     async def _progress_until(self, finished: Callable[[], bool]) -> None:
-        delay = 0.0
         woken = False  # by an event
         while self.handle is not None and not finished():
             if self.waiting.polls_for_all or (woken and (self._delivered or self._left_to_others())):
@@ -367,22 +362,15 @@ class Engine:
             if self.broken is not None:
                 return
             if state == lib.TU_ARMED:
-                delay = 0.0
+                self._backoff.reset()
                 await self._park(self.efd)
                 woken = True
                 self.counters["wakeups"] += 1
             elif state == lib.TU_MORE:
                 await trio.lowlevel.checkpoint()
             else:
-                # UCX is busy as long as a shared-memory queue is full, say. Sleep in real time.
-                if perf_counter() - began > _SOMETHING_MOVED:
-                    delay = 0.0
-                delay = min(max(delay * 2, _MIN_BACKOFF), _MAX_BACKOFF)
                 self.counters["backoffs"] += 1
-                lib.tu_timer_set(self._backoff_timer, int(delay * 1e9), 0)
-                # An event may end the sleep; but one that is there already, and could not be armed away, may not.
-                early = not lib.tu_readable(self.efd)
-                await trio.lowlevel.wait_readable(self._backoff_fd if early else self._backoff_timer)
+                await self._backoff.sleep(perf_counter() - began)
 
     def deliver_at_once(self) -> None:
         """Trio was woken, by an event of ours perhaps; the progress task has not run yet."""
@@ -543,12 +531,11 @@ class Engine:
         for end in list(self.at_end.values()):
             end()
         stuck = under_way(self.in_flight.values())
-        for fd in (self.efd, self._net.timer, self._backoff_timer, self._backoff_fd):
+        for fd in (self.efd, self._net.timer, *self._backoff.descriptors):
             with ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
         handle, self.handle = self.handle, None
-        for fd in (self._backoff_fd, self._backoff_timer):
-            os.close(fd)
+        self._backoff.close()
         self._net.close()
         if self._stop is not None:
             with ignoring_late_run():

@@ -1,0 +1,47 @@
+"""Sleeping while UCX is busy without moving: it cannot be armed while a queue of shared memory is full, say."""
+
+from __future__ import annotations
+
+import os
+
+import trio
+
+from .._native import lib
+
+#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in little more than the shorter one.
+_SHORTEST, _LONGEST = 0.00005, 0.002
+#: A turn that found UCX busy and took longer has filled the queue again: what UCX sends from there, it does not count.
+_SOMETHING_MOVED = 0.00002
+
+
+class Backoff:
+    """Pauses that grow while nothing moves, in real time."""
+
+    def __init__(self, efd: int) -> None:
+        self._efd = efd
+        self._timer = lib.tu_timer_create()
+        #: Readable when the timer is, or the worker's descriptor.
+        self._either = lib.tu_wait_create(efd, self._timer)
+        self._delay = 0.0
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._timer, self._either
+
+    def reset(self) -> None:
+        """UCX could be armed."""
+        self._delay = 0.0
+
+    async def sleep(self, took: float) -> None:
+        """Waits after a turn that took so many seconds."""
+        if took > _SOMETHING_MOVED:
+            self._delay = 0.0
+        self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST)
+        lib.tu_timer_set(self._timer, int(self._delay * 1e9), 0)
+        # An event may end the sleep; but one that is there already, and could not be armed away, may not.
+        early = not lib.tu_readable(self._efd)
+        await trio.lowlevel.wait_readable(self._either if early else self._timer)
+
+    def close(self) -> None:
+        for fd in (self._either, self._timer):
+            os.close(fd)
