@@ -131,6 +131,24 @@ async def test_worker_is_armed_for_the_others(transports: str) -> None:
             assert worker.statistics().missed_events == 0
 
 
+async def test_others_are_served_while_the_one_that_polled_works(transports: str) -> None:
+    """It never waits again, and Trio is never idle: another task's message is noticed all the same."""
+    async with open_peer("echo", [1, 2], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                for number in range(50):
+                    got: list[bytes] = []
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(receive_to, connection, got)
+                        await echoed(connection, 5)
+                        connection.send_nowait(pattern(9, number), 2)
+                        with trio.fail_after(0.8):  # before the safety net looks
+                            while not got:
+                                await trio.lowlevel.checkpoint()
+            assert worker.statistics().missed_events == 0
+
+
 async def test_a_newcomer_is_heard_after_polling(transports: str) -> None:
     """The last wait left the worker unarmed, and nobody waits for anything but connections."""
     config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
