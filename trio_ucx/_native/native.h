@@ -118,6 +118,7 @@ unsigned tu_worker_progress(tu_worker_t *worker);
 void tu_worker_collect(tu_worker_t *worker);
 /* Polling (poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
+int tu_poll_step(tu_worker_t *worker, uint64_t *since);
 
 /* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
  * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict

@@ -65,10 +65,10 @@ CONNECTION_BIT = 1 << 63
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
-#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in little more than the shorter one.
+#: Seconds to sleep while UCX is busy. A queue of shared memory holds 2 MiB, which the peer takes in a few of the least.
 _MIN_BACKOFF, _MAX_BACKOFF = 0.00005, 0.002
-#: A turn that found UCX busy and took longer has filled the queue again: what UCX sends from there, it does not count.
-_SOMETHING_MOVED = 0.00002
+#: A turn that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
+_REFILLED = 0.00002
 
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
 engines: set[Engine] = set()
@@ -212,8 +212,8 @@ class Engine:
 
     # ---- turning ----
 
-    def turn(self, arm: bool) -> int:
-        """Progresses and delivers until nothing moves, then arms if asked to.
+    def turn(self, arm: bool, linger: bool = False) -> int:
+        """Progresses and delivers until nothing moves (with ``linger``: for a moment), then arms if asked to.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -226,8 +226,9 @@ class Engine:
         self.turns += 1
         try:
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
+                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, linger, self._armed)
                 if count > 0:
+                    linger = False
                     deliver(self, self._view[: count * FIELDS].tolist())
                 elif self.failures:
                     deliver_failures(self)
@@ -340,7 +341,7 @@ class Engine:
                 await self._rest()
                 continue
             began = perf_counter()
-            state = self.turn(arm=True)
+            state = self.turn(arm=True, linger=self.waiting.may_linger)
             if self.handle is None or finished():
                 return
             if self.broken is not None:
@@ -354,7 +355,7 @@ class Engine:
                 await trio.lowlevel.checkpoint()
             else:
                 # UCX is busy as long as a shared-memory queue is full, say. Sleep in real time.
-                if perf_counter() - began > _SOMETHING_MOVED:
+                if perf_counter() - began > _REFILLED:
                     delay = 0.0
                 delay = min(max(delay * 2, _MIN_BACKOFF), _MAX_BACKOFF)
                 self.counters["backoffs"] += 1
@@ -366,7 +367,7 @@ class Engine:
     def _left_to_others(self) -> bool:
         """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
         before = self.news()
-        self.turn(arm=False)
+        self.turn(arm=False, linger=self.waiting.may_linger)
         return self.news() != before and self.waiting.parked == self.waiting.woken and self.usable
 
     async def _rest(self) -> None:
