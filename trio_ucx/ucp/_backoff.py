@@ -8,10 +8,10 @@ import trio
 
 from .._native import lib
 
-#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in little more than the shorter one.
+#: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest.
 _SHORTEST, _LONGEST = 0.00005, 0.002
-#: A turn that found UCX busy and took longer has filled the queue again: what UCX sends from there, it does not count.
-_SOMETHING_MOVED = 0.00002
+#: A turn that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
+_REFILLED = 0.00002
 
 
 class Backoff:
@@ -34,7 +34,7 @@ class Backoff:
 
     async def sleep(self, took: float) -> None:
         """Waits after a turn that took so many seconds."""
-        if took > _SOMETHING_MOVED:
+        if took > _REFILLED:
             self._delay = 0.0
         self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST)
         lib.tu_timer_set(self._timer, int(self._delay * 1e9), 0)
