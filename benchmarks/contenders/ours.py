@@ -16,7 +16,7 @@ import trio_ucx
 from trio_ucx import ucp
 
 from ..ends import Control, End, echo, ping, repeat
-from ..jobs import IDLE, KIB, MIB, Batch, Job, Kind, bandwidth, latency, rate
+from ..jobs import IDLE, KIB, MIB, Batch, Job, bandwidth, latency, rate
 from . import Contender
 
 LOOP = "trio"
@@ -122,17 +122,17 @@ async def greet(connection: trio_ucx.Connection, setup: dict[str, Any]) -> End:
 
 
 async def keep_in_flight(
-    worker: ucp.Worker, window: int, count: int, post: Callable[[ucp.RequestGroup, int], ucp.Request]
+    worker: ucp.Worker, window: int, count: int, post: Callable[[ucp.RequestGroup], ucp.Request]
 ) -> None:
-    """Posts so many requests to a group, by their numbers, at most ``window`` of them unfinished."""
+    """Posts so many requests to a group, at most ``window`` of them unfinished."""
     async with worker.open_request_group() as group:
         flying: deque[ucp.Request] = deque()
-        for number in range(count):
+        for _ in range(count):
             if len(flying) == window:
                 request = flying.popleft()
                 if not request.done:  # one that is done needs no checkpoint
                     await request
-            flying.append(post(group, number))
+            flying.append(post(group))
 
 
 class OurEnd(End):
@@ -140,25 +140,24 @@ class OurEnd(End):
         super().__init__()
         self.connection = connection
         self.payload = b""
-        self.buffers: list[bytearray] = []
+        #: For all messages in flight, as ucx_perftest has it: what more memory costs is not what is compared.
+        self.buffer = bytearray()
 
     def prepare(self, batch: Batch) -> None:
         self.payload = batch.payload()
-        wanted = batch.window if batch.job.kind is not Kind.LATENCY else 1
-        if len(self.buffers) != wanted or len(self.buffers[0]) != batch.job.size:
-            self.buffers = [bytearray(b"\0") * batch.job.size for _ in range(wanted)]
-        for buffer in self.buffers:
-            buffer[:] = bytes(len(buffer))
+        if len(self.buffer) != batch.job.size:
+            self.buffer = bytearray(batch.job.size)
+        self.buffer[:] = bytes(batch.job.size)
 
     async def ping(self, batch: Batch) -> list[int]:
-        self.last = self.buffers[0]
+        self.last = self.buffer
         send = partial(self.connection.send, self.payload, TAG)
-        return await ping(send, partial(self.connection.receive_into, self.buffers[0], TAG), batch.count)
+        return await ping(send, partial(self.connection.receive_into, self.buffer, TAG), batch.count)
 
     async def echo(self, batch: Batch) -> None:
-        self.last = self.buffers[0]
-        send = partial(self.connection.send, self.buffers[0], TAG)
-        await echo(send, partial(self.connection.receive_into, self.buffers[0], TAG), batch.count)
+        self.last = self.buffer
+        send = partial(self.connection.send, self.buffer, TAG)
+        await echo(send, partial(self.connection.receive_into, self.buffer, TAG), batch.count)
 
     async def send(self, batch: Batch) -> None:
         way = batch.job.way
@@ -182,7 +181,7 @@ class OurEnd(End):
     async def _send_by_group(self, batch: Batch) -> None:
         connection, payload = self.connection, self.payload
         await keep_in_flight(
-            connection.worker, batch.window, batch.count, lambda group, _: group.send(connection, payload, TAG)
+            connection.worker, batch.window, batch.count, lambda group: group.send(connection, payload, TAG)
         )
 
     async def receive(self, batch: Batch) -> None:
@@ -239,11 +238,8 @@ class OurEnd(End):
                 nursery.start_soon(receiver)
 
     async def _receive_by_group(self, batch: Batch) -> None:
-        connection, buffers, window = self.connection, self.buffers, len(self.buffers)
+        connection, buffer = self.connection, self.buffer
         await keep_in_flight(
-            connection.worker,
-            window,
-            batch.count,
-            lambda group, number: group.receive_into(connection, buffers[number % window], TAG),
+            connection.worker, batch.window, batch.count, lambda group: group.receive_into(connection, buffer, TAG)
         )
-        self.last = buffers[(batch.count - 1) % window]
+        self.last = buffer

@@ -12,7 +12,7 @@ import trio
 from trio_ucx import ucp
 
 from ..ends import Control, End, echo, ping
-from ..jobs import Batch, Kind, bandwidth, latency, rate
+from ..jobs import Batch, bandwidth, latency, rate
 from . import Contender
 from .ours import TLS, check_transports, keep_in_flight, worker_options
 
@@ -67,35 +67,29 @@ class RawEnd(End):
         super().__init__()
         self.worker, self.endpoint, self.mine, self.theirs = worker, endpoint, mine, theirs
         self.payload = b""
-        self.buffers: list[bytearray] = []
+        self.buffer = bytearray()
 
     def prepare(self, batch: Batch) -> None:
         self.payload = batch.payload()
-        wanted = batch.window if batch.job.kind is not Kind.LATENCY else 1
-        self.buffers = [bytearray(b"\0") * batch.job.size for _ in range(wanted)]
+        self.buffer = bytearray(b"\0") * batch.job.size
 
     async def ping(self, batch: Batch) -> list[int]:
-        self.last = self.buffers[0]
+        self.last = self.buffer
         send = partial(self.endpoint.tag_send, self.payload, self.mine)
-        return await ping(send, partial(self.worker.tag_receive, self.buffers[0], self.theirs), batch.count)
+        return await ping(send, partial(self.worker.tag_receive, self.buffer, self.theirs), batch.count)
 
     async def echo(self, batch: Batch) -> None:
-        self.last = self.buffers[0]
-        send = partial(self.endpoint.tag_send, self.buffers[0], self.mine)
-        await echo(send, partial(self.worker.tag_receive, self.buffers[0], self.theirs), batch.count)
+        self.last = self.buffer
+        send = partial(self.endpoint.tag_send, self.buffer, self.mine)
+        await echo(send, partial(self.worker.tag_receive, self.buffer, self.theirs), batch.count)
 
     async def send(self, batch: Batch) -> None:
         endpoint, payload, tag = self.endpoint, self.payload, self.mine
         await keep_in_flight(
-            self.worker, batch.window, batch.count, lambda group, _: group.tag_send(endpoint, payload, tag)
+            self.worker, batch.window, batch.count, lambda group: group.tag_send(endpoint, payload, tag)
         )
 
     async def receive(self, batch: Batch) -> None:
-        buffers, tag, window = self.buffers, self.theirs, len(self.buffers)
-        await keep_in_flight(
-            self.worker,
-            window,
-            batch.count,
-            lambda group, number: group.tag_receive(buffers[number % window], tag),
-        )
-        self.last = buffers[(batch.count - 1) % window]
+        buffer, tag = self.buffer, self.theirs
+        await keep_in_flight(self.worker, batch.window, batch.count, lambda group: group.tag_receive(buffer, tag))
+        self.last = buffer

@@ -145,6 +145,7 @@ const char *tu_library_file(void);
 void tu_library_version(unsigned *major, unsigned *minor, unsigned *release);
 void tu_compiled_version(unsigned *major, unsigned *minor);
 const char *tu_status_text(int status);
+void tu_prefer_huge_pages(void *address, size_t length);
 int tu_timer_create(void);
 int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
 int tu_wait_create(int efd, int timer);

@@ -322,9 +322,13 @@ _new_bytes.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 #: Below this, zeroing a bytes object costs less than calling through ctypes.
 _SMALL = 4096
+#: From here on, malloc takes fresh memory from the kernel each time: every page of it costs a fault.
+_FRESH = 2**25
 
 
 def new_bytes(size: int) -> bytes:
     """A bytes object to be filled before anybody else sees it, as CPython's own ``recv`` does; not zeroed."""
     result: bytes = bytes(size) if size < _SMALL else _new_bytes(None, size)
+    if size >= _FRESH:
+        lib.tu_prefer_huge_pages(ffi.from_buffer("char[]", result), size)
     return result
