@@ -142,7 +142,7 @@ class WatchedEnd(ours.OurEnd):
         self.transports, self.watch, self.count = end.transports, watch, count
 
     async def ping(self, batch: Batch) -> list[int]:
-        connection, payload, buffer, watch = self.connection, self.payload, self.buffers[0], self.watch
+        connection, payload, buffer, watch = self.connection, self.payload, self.buffer, self.watch
         self.last = buffer
         watch.clear()
 
