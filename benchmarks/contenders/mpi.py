@@ -55,7 +55,7 @@ class MpiEnd(End):
         import time
 
         send, receive, other, clock = self.world.Send, self.world.Recv, self.other, time.perf_counter_ns
-        outgoing, incoming = [self.payload, self.mpi.BYTE], [self.buffer, self.mpi.BYTE]
+        outgoing, incoming = [self.payload, self.mpi.BYTE], [self.buffers[0], self.mpi.BYTE]
         times = []
         before = clock()
         for _ in range(batch.count):
@@ -64,16 +64,16 @@ class MpiEnd(End):
             now = clock()
             times.append(now - before)
             before = now
-        self.last = self.buffer
+        self.last = self.buffers[0]
         return times
 
     async def echo(self, batch: Batch) -> None:
         send, receive, other = self.world.Send, self.world.Recv, self.other
-        buffer = [self.buffer, self.mpi.BYTE]
+        buffer = [self.buffers[0], self.mpi.BYTE]
         for _ in range(batch.count):
             receive(buffer, other)
             send(buffer, other)
-        self.last = self.buffer
+        self.last = self.buffers[0]
 
     async def send(self, batch: Batch) -> None:
         window, outgoing = len(self.buffers), [self.payload, self.mpi.BYTE]

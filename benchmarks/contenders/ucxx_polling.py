@@ -69,14 +69,14 @@ class UcxxEnd(End):
         self.buffers = [numpy.zeros(batch.job.size, numpy.uint8) for _ in range(wanted)]
 
     async def ping(self, batch: Batch) -> list[int]:
-        self.last = self.buffer
+        self.last = self.buffers[0]
         return await ping(
-            partial(self.endpoint.send, self.payload), partial(self.endpoint.recv, self.buffer), batch.count
+            partial(self.endpoint.send, self.payload), partial(self.endpoint.recv, self.buffers[0]), batch.count
         )
 
     async def echo(self, batch: Batch) -> None:
-        self.last = self.buffer
-        buffer = self.buffer
+        self.last = self.buffers[0]
+        buffer = self.buffers[0]
         await echo(partial(self.endpoint.send, buffer), partial(self.endpoint.recv, buffer), batch.count)
 
     async def send(self, batch: Batch) -> None:
