@@ -36,7 +36,7 @@ class BareEnd(ours_raw.RawEnd):
         """Sending and receiving one message."""
         worker, endpoint = self.worker._engine.handle, self.endpoint._core.handle
         into, source, size = (
-            ffi.from_buffer("char[]", self.buffers[0]),
+            ffi.from_buffer("char[]", self.buffer),
             ffi.from_buffer("char[]", outgoing),
             len(outgoing),
         )
@@ -58,7 +58,7 @@ class BareEnd(ours_raw.RawEnd):
         return send, receive
 
     async def ping(self, batch: Batch) -> list[int]:
-        self.last = self.buffers[0]
+        self.last = self.buffer
         send, receive = self._calls(self.payload)
         clock = time.perf_counter_ns
         times = []
@@ -72,8 +72,8 @@ class BareEnd(ours_raw.RawEnd):
         return times
 
     async def echo(self, batch: Batch) -> None:
-        self.last = self.buffers[0]
-        send, receive = self._calls(self.buffers[0])
+        self.last = self.buffer
+        send, receive = self._calls(self.buffer)
         for _ in range(batch.count):
             receive()
             send()
