@@ -20,6 +20,7 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
+from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
@@ -217,18 +218,30 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        pins = None if type(buffer) is bytearray else self._to_receive_into(buffer)
-        data = self._small_one(tag, len(buffer) if pins is None else pins.size)
+        if type(buffer) is bytearray and len(buffer) <= SHORT:
+            return await self._receive_copied(buffer, tag)
+        pins = self._to_receive_into(buffer)
+        data = self._small_one(tag, pins.size)
         if data is None:
-            return cast(int, await self._received(tag, Want.INTO, pins or self._to_receive_into(buffer)))
-        if pins is None:
-            cast(bytearray, buffer)[: len(data)] = data
-        else:
-            try:
-                pins.fill(memoryview(data))
-            finally:
-                pins.release()
+            return cast(int, await self._received(tag, Want.INTO, pins))
+        try:
+            pins.fill(memoryview(data))
+        finally:
+            pins.release()
         await link.engine.waiting.schedule_point()
+        return len(data)
+
+    async def _receive_copied(self, buffer: bytearray, tag: int) -> int:
+        """Receives into a small buffer, which it costs less to copy to than to pin."""
+        link = self._link
+        with memoryview(buffer) as view:  # so that it keeps its size
+            data = self._small_one(tag, len(buffer))
+            if data is not None:
+                view[: len(data)] = data
+                await link.engine.waiting.schedule_point()
+            else:
+                data = cast(bytes, await completed(link.receive(tag, Want.COPY, size=len(buffer)), link.engine))
+                view[: len(data)] = data
         return len(data)
 
     @enable_ki_protection

@@ -34,6 +34,7 @@ class State(enum.Enum):
 
 class Want(enum.Enum):
     BYTES = enum.auto()
+    COPY = enum.auto()  # bytes, to be copied to a small buffer of the user's, whose size is the limit
     INTO = enum.auto()
     LENGTH = enum.auto()  # wait_message: does not take the message
 
@@ -359,7 +360,7 @@ class Lane:
             self.mover.discard(message)
         self._detach(message)
         self.mover.consumed(message)
-        what = "the buffer has" if receive.want is Want.INTO else "max_message_size is"
+        what = "max_message_size is" if receive.want is Want.BYTES else "the buffer has"
         self._finish(
             receive,
             Error(
@@ -397,7 +398,7 @@ class Lane:
 
     def _deliver(self, message: Message, receive: Receive) -> None:
         result: Any
-        if receive.want is Want.BYTES:
+        if receive.want is not Want.INTO:
             if message.data is None:
                 self._copy_out(message)
             result = message.data

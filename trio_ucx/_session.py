@@ -287,12 +287,14 @@ class Session:
             lane = self.lanes[number] = Lane(number, self, sequential=number == wire.STREAM)
         return lane
 
-    def receive(self, number: int, want: Want, pins: Pinned | None = None) -> Receive:
-        """Queues a receive. (The caller has checked.)"""
+    def receive(self, number: int, want: Want, pins: Pinned | None = None, size: int = 0) -> Receive:
+        """Queues a receive; ``size`` is that of the buffer for ``Want.COPY``. (The caller has checked.)"""
         if want is Want.LENGTH:
             limit = 1 << 63
         elif number == wire.STREAM:
             limit = stream.MAX_PIECE
+        elif want is Want.COPY:
+            limit = size
         else:
             limit = pins.size if pins is not None else self.options.max_message_size
         lane = self.lane(number)
