@@ -111,14 +111,27 @@ class Link(Session):
         if len(data) <= LONGEST_MESSAGE:
             outbox = self._outbox
             if not outbox.parts:
-                if not self._follows():
-                    return self._post_bytes(lane, data)
+                # Does it closely follow another? Not where its sender waited for anything in between.
+                now = perf_counter()
+                turns = self.engine.turns
+                follows = turns == self._sent_turn and now - self._sent_at < MOMENT and self._holds
+                self._sent_at = now
+                self._sent_turn = turns
+                if not follows:
+                    return self._post_at_once(lane, data)
                 self.engine.between.hold(self)
             if outbox.add(lane, data):
                 self.send_held()
             return None
         self.send_held()
-        return self._post_bytes(lane, data)
+        return self._post_at_once(lane, data)
+
+    def _post_at_once(self, lane: int, data: bytes) -> SendOperation | None:
+        try:
+            return self._post_bytes(lane, data)
+        except Exception:
+            self.send_failed(told=True)
+            raise
 
     def _post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
         sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
@@ -126,15 +139,6 @@ class Link(Session):
             assert isinstance(sending, SendOperation)
             sending.lane = lane
         return sending
-
-    def _follows(self) -> bool:
-        """Whether a short message closely follows another. Not where its sender waited for anything in between."""
-        now = perf_counter()
-        turns = self.engine.turns
-        follows = self._holds and turns == self._sent_turn and now - self._sent_at < MOMENT
-        self._sent_at = now
-        self._sent_turn = turns
-        return follows
 
     def send_held(self) -> bool:
         """See :class:`ucp._between.Holder`."""

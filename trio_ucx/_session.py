@@ -167,7 +167,11 @@ class Session:
 
     def _posted(self, lane: int, pins: Pinned) -> Pending | None:
         size = pins.size
-        sending = self.post(lane, pins)
+        try:
+            sending = self.post(lane, pins)
+        except Exception:
+            self.send_failed(told=True)
+            raise
         self.bytes_sent += size
         if lane == wire.STREAM:
             if sending is None or not self.outbound.stays(size):

@@ -425,6 +425,10 @@ class Engine:
         """Something is awaited: let the safety net look."""
         self._net.watch()
 
+    def arm_soon(self) -> None:
+        """Somebody polls, and is trusted to go on: looks now and then whether that is so."""
+        self._net.arm_soon()
+
     def attend(self) -> None:
         """The worker was left unarmed, and nobody has come back: arms it."""
         self.waiting.polls_for_all = False

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks.
 INTERVAL = 1.0
+#: Seconds between two looks at a worker that is not armed because a task polls all the time.
+ARM = 0.004
 
 
 class SafetyNet:
@@ -26,12 +28,20 @@ class SafetyNet:
         self._engine = engine
         self.timer = lib.tu_timer_create()
         self._running = False
+        self._arming = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
         if not self._running:
             self._running = True
-            self._set(INTERVAL)
+            if not self._arming:
+                self._set(INTERVAL)
+
+    def arm_soon(self) -> None:
+        """The worker is not armed: look whether it is being polled all the time."""
+        if not self._arming:
+            self._arming = True
+            self._set(ARM)
 
     def _set(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
@@ -45,6 +55,18 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
+            if self._arming:
+                if not engine.armed and turns != engine.turns:
+                    turns = engine.turns
+                    self._set(ARM)  # it is
+                    continue
+                self._arming = engine.between.trusted = False
+                if not engine.armed:
+                    engine.between.attend()
+                turns = engine.turns
+                self._running = True
+                self._set(INTERVAL)
+                continue
             if not engine.awaited():
                 self._running = False
                 self._set(0)

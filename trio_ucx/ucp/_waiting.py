@@ -182,4 +182,5 @@ class Waiting:
         """A task goes on, and the worker is not armed."""
         if not self.woken:  # else so will others
             self.polls_for_all = self.polling
-            self._engine.between.leave_unarmed()
+            if self.parked or not self._engine.between.trusted:
+                self._engine.between.went_on(alone=self.polling and not self.parked)
