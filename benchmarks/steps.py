@@ -163,8 +163,8 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         view = memoryview(ffi.buffer(records)).cast("Q")
         look = partial(lib.tu_worker_turn, engines[0].handle, records, RECORDS)
         found = {
-            "a look that finds nothing, C": await price(partial(look, 0, 0, armed), seconds),
-            "the same, and armed, C": await price(partial(look, 1, 0, armed), seconds),
+            "a look that finds nothing, C": await price(partial(look, 0, armed), seconds),
+            "the same, and armed, C": await price(partial(look, 1, armed), seconds),
             "the same, by the engine, Python and C": await price(partial(engines[0].turn, True), seconds),
         }
         raw = [
@@ -193,7 +193,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             count = 0
             while not count:  # over tcp the first look may find nothing yet
                 begin = clock()
-                count = lib.tu_worker_turn(engine.handle, records, RECORDS, 0, 0, armed)
+                count = lib.tu_worker_turn(engine.handle, records, RECORDS, 0, armed)
             recorded = clock()
             deliver(engine, view[: count * FIELDS].tolist())
             delivered = clock()

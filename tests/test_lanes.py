@@ -356,11 +356,11 @@ def test_runs_of_a_lane_that_failed_or_closed() -> None:
     assert other.idle
 
 
-def test_large_transfers_begin_only_as_far_ahead_as_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lanes, "AHEAD_BYTES", 10)
+def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lanes, "FRESH_AHEAD", 10)
     mover = Mover()
     lane = Lane(1, mover)
-    receives = [into(lane, 6) for _ in range(4)]
+    receives = [lane.wait(Want.BYTES, None, LIMIT) for _ in range(4)]
     for number in (1, 2, 3, 4):
         lane.arrived(number, 6, move=False)
     assert len(mover.moving) == 2
@@ -369,4 +369,17 @@ def test_large_transfers_begin_only_as_far_ahead_as_it_pays(monkeypatch: pytest.
     mover.finish(1)
     mover.finish(0)
     mover.finish(0)
+    assert [value(receive) for receive in receives] == [bytes([number]) * 6 for number in (1, 2, 3, 4)]
+
+
+def test_transfers_into_users_buffers_are_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lanes, "FRESH_AHEAD", 10)
+    mover = Mover()
+    lane = Lane(1, mover)
+    receives = [into(lane, 6) for _ in range(4)]
+    for number in (1, 2, 3, 4):
+        lane.arrived(number, 6, move=False)
+    assert len(mover.moving) == 4
+    for _ in range(4):
+        mover.finish(0)
     assert [buffer[0] for _, buffer in receives] == [1, 2, 3, 4]

@@ -133,10 +133,11 @@ class Mover(Protocol):
 
 #: So many bytes that were read already may be kept.
 _KEPT = 4096
-#: Transfers of one lane that may go on at once, and of how many bytes those before the last may be. More of them do not
-#: make large ones faster, but keep as much fresh memory in use, which costs more than the transfer.
+#: Transfers of one lane that may go on at once.
 AHEAD = 8
-AHEAD_BYTES = 2**22
+#: How many bytes those may be that come before one into memory of ours. More large ones at once would keep as much
+#: fresh memory in use, which costs more than the transfer; a user's buffer is there anyway.
+FRESH_AHEAD = 2**22
 
 
 class Lane:
@@ -388,7 +389,7 @@ class Lane:
         takers = [receive for receive in self.receives if receive.want is not Want.LENGTH][:AHEAD]
         before = 0
         for message, receive in zip(list(self.messages), takers, strict=False):
-            if before >= AHEAD_BYTES:
+            if before >= FRESH_AHEAD and receive.want is not Want.INTO:
                 return
             before += message.length
             if message.state is State.HELD and receive.message is None and message.length <= receive.limit:

@@ -168,7 +168,7 @@ int tu_worker_address(tu_worker_t *worker, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int linger, int *armed);
+int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);

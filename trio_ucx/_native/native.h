@@ -83,7 +83,6 @@ struct tu_worker {
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
 
     tu_poll_t poll;
-    int stepped;               /* the last look moved something that has not finished */
 
     tu_endpoint_t *endpoints;
     tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
@@ -119,7 +118,6 @@ unsigned tu_worker_progress(tu_worker_t *worker);
 void tu_worker_collect(tu_worker_t *worker);
 /* Polling (poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
-int tu_poll_step(tu_worker_t *worker, uint64_t *since);
 
 /* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
  * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict

@@ -17,7 +17,6 @@
 #define MISSES 4
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
 #define MOST_PENALTY 10
-#define STEP 20000             /* how long the next step of a transfer is waited for */
 #define ROUNDS 16              /* progress calls between two looks at the clock */
 
 static uint64_t now(void)
@@ -103,25 +102,6 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
 int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max)
 {
     return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
-}
-
-/* A transfer is under way, in small steps that take turns with the peer's: waits for the next one, which is nearer than
- * it takes to be woken for it. Returns whether it came. `since` is when the turn first waited, which ends at the bound. */
-int tu_poll_step(tu_worker_t *worker, uint64_t *since)
-{
-    uint64_t start = now();
-    uint64_t time;
-
-    if (*since == 0) {
-        *since = start;
-    }
-    do {
-        if (tu_worker_progress(worker) != 0) {
-            return 1;
-        }
-        time = now();
-    } while (time - start < STEP && time - *since < worker->poll.bound);
-    return 0;
 }
 
 /* Something arrived in a turn: what a wait that did not poll, or in vain, could have saved. */

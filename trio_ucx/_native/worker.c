@@ -366,37 +366,26 @@ unsigned tu_worker_progress(tu_worker_t *worker)
 
 /* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
  * it arm: *armed is then TU_ARMED (the efd will become readable) or TU_BUSY (UCX cannot say when it can go on: back
- * off). TU_MORE: there is more to do at once. With `linger`, a turn in which something moved but nothing finished waits a
- * moment for more. Returns the number of records. */
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int linger, int *armed)
+ * off). TU_MORE: there is more to do at once. Returns the number of records. */
+int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed)
 {
-    int budget     = PROGRESS_BUDGET;
-    int retries    = BUSY_RETRIES;
-    int moving     = worker->stepped;
-    uint64_t since = 0;
+    int budget  = PROGRESS_BUDGET;
+    int retries = BUSY_RETRIES;
     unsigned moved;
     size_t count;
 
-    *armed          = TU_MORE;
-    worker->stepped = 0;
+    *armed = TU_MORE;
     for (;;) {
         do {
-            moved   = tu_worker_progress(worker);
-            moving |= moved != 0;
+            moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
         count = tu_ring_take(worker, (tu_record_t *)out, max);
         if (count > 0) {
             tu_poll_ended(worker);
         }
-        if (count > 0 || budget <= 0) {
+        if (count > 0 || !arm || budget <= 0) {
             return (int)count;
-        }
-        if (linger && moving && tu_poll_step(worker, &since)) {
-            continue;
-        }
-        if (!arm) {
-            return 0;
         }
         switch (ucp_worker_arm(worker->worker)) {
         case UCS_OK:
@@ -418,15 +407,14 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 /* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
 {
-    unsigned moved = tu_worker_progress(worker);
     size_t count;
 
+    tu_worker_progress(worker);
     tu_worker_collect(worker);
     count = tu_ring_take(worker, (tu_record_t *)out, max);
     if (count > 0) {
         tu_poll_ended(worker);
     }
-    worker->stepped = count == 0 && moved != 0;
     return (int)count;
 }
 

@@ -206,8 +206,8 @@ class Engine:
 
     # ---- turning ----
 
-    def turn(self, arm: bool, linger: bool = False) -> int:
-        """Progresses and delivers until nothing moves (with ``linger``: for a moment), then arms if asked to.
+    def turn(self, arm: bool) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -222,9 +222,8 @@ class Engine:
             if self.between.holders:
                 self.between.send_held()
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, linger, self._armed)
+                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
-                    linger = False
                     deliver(self, self._view[: count * FIELDS].tolist())
                 elif self.failures:
                     deliver_failures(self)
@@ -357,7 +356,7 @@ class Engine:
                 await self._rest()
                 continue
             began = perf_counter()
-            state = self.turn(arm=True, linger=self.waiting.may_linger)
+            state = self.turn(arm=True)
             if self.handle is None or finished():
                 return
             if self.broken is not None:

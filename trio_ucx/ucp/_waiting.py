@@ -173,11 +173,6 @@ class Waiting:
         """A task that is parked here was made runnable."""
         self.woken += 1
 
-    @property
-    def may_linger(self) -> bool:
-        """Whether the progress task may wait for the next step of a transfer: no task that was woken waits for it."""
-        return self.polling and not self.woken
-
     def _go_on(self) -> None:
         """A task goes on, and the worker is not armed."""
         if not self.woken:  # else so will others
