@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MOMENT = 75e-6
 #: The instrument goes when Trio was idle so often with nothing left open: adding it takes as long as some messages.
 _IDLE = 100
+#: As often as this a task has come back that is trusted to do so once more.
 _STEADY = 64
 
 
