@@ -137,7 +137,7 @@ _KEPT = 4096
 AHEAD = 8
 #: How many bytes those may be that come before one into memory of ours. More large ones at once would keep as much
 #: fresh memory in use, which costs more than the transfer; a user's buffer is there anyway.
-FRESH_AHEAD = 2**22
+FRESH_AHEAD = 2**24
 
 
 class Lane:
