@@ -299,8 +299,11 @@ class Link(Session):
     def abort(self) -> None:
         """Closes by force, at once; the peer is told if that needs no waiting."""
         if not self.closed:
-            self.control(wire.Abort())
-            self.close_now()
+            self.engine.undisturbed(self._abort)  # who waits is told that we closed it, whatever the peer has done
+
+    def _abort(self) -> None:
+        self.control(wire.Abort())
+        self.close_now()
 
     def close_now(self) -> None:
         """Lets go of everything."""

@@ -240,10 +240,6 @@ class Engine:
         finally:
             self._delivering = False
 
-    def poll(self) -> bool:
-        """Polls as long as that pays; whether something was delivered."""
-        return self.take(lib.tu_poll)
-
     def take(self, function: Callable[[Any, Any, int], int]) -> bool:
         """Delivers what a function of C brings, and what follows from that; whether there was something."""
         if self._delivering or self.handle is None:
@@ -279,6 +275,20 @@ class Engine:
             self._delivering = False
         if self._again or not done:
             self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
+
+    def undisturbed(self, function: Callable[[], None]) -> None:
+        """Calls it, and delivers nothing meanwhile."""
+        if self._delivering:
+            function()
+            return
+        self._delivering = True
+        self._again = False
+        try:
+            function()
+        finally:
+            self._delivering = False
+        if self._again:
+            self.settle()
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""
@@ -434,16 +444,6 @@ class Engine:
         self.waiting.polls_for_all = False
         if not self.armed:
             self.settle()
-
-    def awaited(self) -> bool:
-        """Whether anybody waits for anything that UCX would tell."""
-        return bool(
-            self.in_flight
-            or self.mail.boxes
-            or self.stream_watchers
-            or any(waiters for waiters in self.am_waiters.values())
-            or any(core.inbox is not None and core.inbox.awaited for core in self.endpoints.values())
-        )
 
     def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
         """Runs an async function that outlives its caller. False when the run is too far gone for that."""

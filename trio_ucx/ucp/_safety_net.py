@@ -67,7 +67,7 @@ class SafetyNet:
                 self._running = True
                 self._set(INTERVAL)
                 continue
-            if not engine.awaited():
+            if not self._awaited():
                 self._running = False
                 self._set(0)
                 continue
@@ -80,6 +80,17 @@ class SafetyNet:
                 if before != engine.news():
                     engine.counters["missed_events"] += 1
             turns = engine.turns
+
+    def _awaited(self) -> bool:
+        """Whether anybody waits for anything that UCX would tell."""
+        engine = self._engine
+        return bool(
+            engine.in_flight
+            or engine.mail.boxes
+            or engine.stream_watchers
+            or any(waiters for waiters in engine.am_waiters.values())
+            or any(core.inbox is not None and core.inbox.awaited for core in engine.endpoints.values())
+        )
 
     def close(self) -> None:
         os.close(self.timer)

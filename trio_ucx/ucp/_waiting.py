@@ -127,7 +127,7 @@ class Waiting:
 
     async def _poll(self, pending: Pending) -> None:
         if await self._alone(pending):
-            while pending.outcome is None and not self.woken and self._engine.poll():
+            while pending.outcome is None and not self.woken and self._engine.take(lib.tu_poll):
                 pass
 
     async def _alone(self, pending: Pending) -> bool:
