@@ -300,8 +300,7 @@ class Engine:
             self._again = True  # the delivery under way takes another turn
             return
         if self._resting is not None and self.waiting.polls_for_all:
-            self.turn(arm=False)  # who polls will go on with it, or Trio will be idle
-            self.between.trusted = False
+            self.turn(arm=False)  # who polls will go on with it
             self.between.leave_unarmed()
             return
         state = self.turn(arm=self.parked)
