@@ -23,6 +23,7 @@ from trio_ucx._cli.options import OPTIONS, Option
 from trio_ucx._cli.pair import open_server
 from trio_ucx._cli.report import EXPLANATION, paragraph, trial_json, trial_text
 from trio_ucx._cli.trials import Candidate, Trial
+from trio_ucx._cli.tune import figures_of, trial_of
 from trio_ucx.ucp._context import DEFAULT_OPTIONS
 
 #: Over TCP, and as UCX chooses: shared memory, inside a machine.
@@ -45,17 +46,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def trials(options: Sequence[Option]) -> list[Trial]:
     """Our value and UCX's of each option, then of all."""
-    alone = [
-        Trial(
-            f"{option.name}: {option.about}",
-            option.figures,
-            [Candidate(value, [(option.name, value)]) for value in (option.default, str(option.of_ucx))],
-        )
-        for option in options
-    ]
+    alone = [trial_of(option, (option.default, str(option.of_ucx))) for option in options]
     together = Trial(
         "All of them",
-        list(dict.fromkeys(figure for option in options for figure in option.figures)),
+        figures_of(options),
         [
             Candidate("trio_ucx's", [(option.name, option.default) for option in options]),
             Candidate("UCX's", [(option.name, str(option.of_ucx)) for option in options]),

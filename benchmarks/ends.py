@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .jobs import Batch, pattern
 
 Buffer = bytes | bytearray | memoryview
 Act = Callable[[], Awaitable[Any]]
+T = TypeVar("T")
 
 
 class Control(Protocol):
@@ -75,6 +76,20 @@ async def echo(send: Act, receive: Act, count: int) -> None:
     for _ in range(count):
         await receive()
         await send()
+
+
+def ping_blocking(send: Callable[[], object], receive: Callable[[], T], count: int) -> tuple[list[int], T]:
+    """The same with calls that block: the times, and the last message."""
+    clock = time.perf_counter_ns
+    times: list[int] = []
+    before = clock()
+    for _ in range(count):
+        send()
+        message = receive()
+        now = clock()
+        times.append(now - before)
+        before = now
+    return times, message
 
 
 async def repeat(act: Act, count: int) -> None:

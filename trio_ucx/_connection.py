@@ -123,8 +123,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        data = short(data)
-        pending = link.post_bytes(tag, data) if link.take_short(tag, data) else link.submit(tag, data)
+        pending = link.submit_message(tag, short(data))
         if pending is None:
             await link.engine.waiting.schedule_point()
         else:
@@ -235,13 +234,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Receives into a small buffer, which it costs less to copy to than to pin."""
         link = self._link
         with memoryview(buffer) as view:  # so that it keeps its size
-            data = self._small_one(tag, len(buffer))
-            if data is not None:
-                view[: len(data)] = data
-                await link.engine.waiting.schedule_point()
-            else:
+            small = self._small_one(tag, len(buffer))
+            if small is None:
                 data = cast(bytes, await completed(link.receive(tag, Want.COPY, size=len(buffer)), link.engine))
-                view[: len(data)] = data
+            else:
+                data = small
+            view[: len(data)] = data
+        if small is not None:
+            await link.engine.waiting.schedule_point()
         return len(data)
 
     @enable_ki_protection
@@ -376,7 +376,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         data = short(data)
         if type(data) is not bytes or not 0 < len(data) <= link.outbound.window // 4:
-            return False
+            return False  # an empty message would be the end
         if not link.take_short(wire.STREAM, data):
             return False
         link.post_bytes(wire.STREAM, data)

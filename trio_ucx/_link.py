@@ -118,43 +118,39 @@ class Link(Session):
                 self._sent_at = now
                 self._sent_turn = turns
                 if not follows:
-                    return self._post_at_once(lane, data)
+                    return self._post_bytes(lane, data)
                 self.engine.between.hold(self)
             if outbox.add(lane, data):
                 self.send_held()
             return None
         self.send_held()
-        return self._post_at_once(lane, data)
-
-    def _post_at_once(self, lane: int, data: bytes) -> SendOperation | None:
-        try:
-            return self._post_bytes(lane, data)
-        except Exception:
-            self.send_failed(told=True)
-            raise
+        return self._post_bytes(lane, data)
 
     def _post_bytes(self, lane: int, data: bytes) -> SendOperation | None:
-        sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
+        try:
+            sending = post_bytes_send(self.core, data, (self.peer_id << 32) | lane, SendOperation)
+        except Exception:
+            self.send_failed(told=lane != wire.BATCH)  # whose messages' senders have gone on
+            raise
         if sending is not None:
             assert isinstance(sending, SendOperation)
             sending.lane = lane
         return sending
 
-    def send_held(self) -> bool:
+    def send_held(self) -> None:
         """See :class:`ucp._between.Holder`."""
         if not self._outbox.parts:
-            return True
+            return
         batch = self._outbox.take()
         if self.core.handle is None:
-            return True
+            return
         self.engine.counters["batches"] += 1
         try:
-            return self._post_bytes(wire.BATCH, batch) is None
+            self._post_bytes(wire.BATCH, batch)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
-            self.send_failed(told=False)
             if self.core.error is None:
                 self.core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
-            return False
+            self.engine.settle()
 
     def check_memory(self, pins: Pinned) -> None:
         check_reaches(self.engine, pins)
@@ -298,8 +294,9 @@ class Link(Session):
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told if that needs no waiting."""
-        if not self.closed:
-            self.engine.undisturbed(self._abort)  # who waits is told that we closed it, whatever the peer has done
+        # Undisturbed, so that who waits is told that we closed it, whatever the peer has done meanwhile.
+        if not self.closed and self.engine.undisturbed(self._abort):
+            self.engine.settle()
 
     def _abort(self) -> None:
         self.control(wire.Abort())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from trio_ucx._native import ffi, lib
 
-from ..ends import Control, End
+from ..ends import Control, End, ping_blocking
 from ..jobs import Batch
 from . import ours_raw
 
@@ -60,15 +59,7 @@ class BareEnd(ours_raw.RawEnd):
     async def ping(self, batch: Batch) -> list[int]:
         self.last = self.buffer
         send, receive = self._calls(self.payload)
-        clock = time.perf_counter_ns
-        times = []
-        before = clock()
-        for _ in range(batch.count):
-            send()
-            receive()
-            now = clock()
-            times.append(now - before)
-            before = now
+        times, _ = ping_blocking(send, receive, batch.count)
         return times
 
     async def echo(self, batch: Batch) -> None:

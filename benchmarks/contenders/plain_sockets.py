@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from ..ends import Control, End
+from ..ends import Control, End, ping_blocking
 from ..jobs import Batch
 
 LOOP = "blocking"
@@ -35,16 +35,8 @@ class SocketEnd(End):
         self.socket = connected
 
     async def ping(self, batch: Batch) -> list[int]:
-        send, receive, clock, payload = self.socket.send, self.socket.recv, time.perf_counter_ns, batch.payload()
-        times = []
-        before = clock()
-        for _ in range(batch.count):
-            send(payload)
-            message = receive(batch.job.size)
-            now = clock()
-            times.append(now - before)
-            before = now
-        self.last = message
+        send, receive = partial(self.socket.send, batch.payload()), partial(self.socket.recv, batch.job.size)
+        times, self.last = ping_blocking(send, receive, batch.count)
         return times
 
     async def echo(self, batch: Batch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..ends import Control, End
+from ..ends import Control, End, ping_blocking
 from ..jobs import IDLE, Batch, Kind, bandwidth, latency, rate
 from . import Contender
 
@@ -60,18 +61,7 @@ class ZmqEnd(End):
         self.copy = batch.job.kind is not Kind.BANDWIDTH
 
     async def ping(self, batch: Batch) -> list[int]:
-        import time
-
-        send, receive, payload, clock = self.socket.send, self.socket.recv, self.payload, time.perf_counter_ns
-        times = []
-        before = clock()
-        for _ in range(batch.count):
-            send(payload)
-            message = receive()
-            now = clock()
-            times.append(now - before)
-            before = now
-        self.last = message
+        times, self.last = ping_blocking(partial(self.socket.send, self.payload), self.socket.recv, batch.count)
         return times
 
     async def echo(self, batch: Batch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .. import connect
 from .._native import ucx
@@ -17,7 +17,7 @@ from ..ucp._context import WELL_CONFIGURABLE
 from .errors import CandidateError, PerfError
 from .exchange import TUNING, Client, Kind
 from .measuring import chosen_worker, progress_bar
-from .options import OPTIONS, Choice, Option
+from .options import OPTIONS, Choice, Figure, Option
 from .report import Findings, as_json, closing_text, header_text, trial_text
 from .trials import Candidate, Trial
 from .verdict import Comparison, best, confirm
@@ -82,7 +82,7 @@ async def tune(client: Client, findings: Findings, names: Sequence[str], *, quie
         say(trial_text(trial))
 
     findings.left_out = {name: why for name in names if (why := OPTIONS[name].unfit(findings.lanes))}
-    trials = {name: trial_of(OPTIONS[name]) for name in names if name not in findings.left_out}
+    trials = {name: trial_of(OPTIONS[name], OPTIONS[name].values) for name in names if name not in findings.left_out}
     say(header_text(findings, sum(trial.expected_seconds(findings.seconds) for trial in trials.values())))
     faster: dict[Choice, Comparison] = {}
     for name, trial in trials.items():
@@ -110,13 +110,18 @@ async def tune(client: Client, findings: Findings, names: Sequence[str], *, quie
     say(closing_text(findings))
 
 
-def trial_of(option: Option) -> Trial:
-    """Compares an option's values."""
+def trial_of(option: Option, values: Iterable[str]) -> Trial:
+    """Compares values of an option."""
     return Trial(
         f"{option.name}: {option.about}",
         option.figures,
-        [Candidate(value, [(option.name, value)]) for value in option.values],
+        [Candidate(value, [(option.name, value)]) for value in values],
     )
+
+
+def figures_of(options: Iterable[Option]) -> list[Figure]:
+    """All that any of them may change."""
+    return list(dict.fromkeys(figure for option in options for figure in option.figures))
 
 
 def trial_of_faster(faster: Sequence[Choice]) -> Trial:
@@ -125,10 +130,9 @@ def trial_of_faster(faster: Sequence[Choice]) -> Trial:
     if len(faster) > 1:
         sets.append(list(faster))
     defaults = {name: OPTIONS[name].default for name, _ in faster}
-    figures = dict.fromkeys(figure for name, _ in faster for figure in OPTIONS[name].figures)
     return Trial(
         "What was faster, measured again",
-        list(figures),
+        figures_of(OPTIONS[name] for name, _ in faster),
         [
             Candidate("unchanged", list(defaults.items())),
             *(

@@ -353,6 +353,17 @@ void tu_worker_collect(tu_worker_t *worker)
     }
 }
 
+/* Takes up to `max` records; polling learns from it that something came. */
+static size_t take_records(tu_worker_t *worker, uint64_t *out, size_t max)
+{
+    size_t count = tu_ring_take(worker, (tu_record_t *)out, max);
+
+    if (count > 0) {
+        tu_poll_ended(worker);
+    }
+    return count;
+}
+
 unsigned tu_worker_progress(tu_worker_t *worker)
 {
     unsigned moved = ucp_worker_progress(worker->worker);
@@ -380,10 +391,7 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
             moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
-        count = tu_ring_take(worker, (tu_record_t *)out, max);
-        if (count > 0) {
-            tu_poll_ended(worker);
-        }
+        count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0) {
             return (int)count;
         }
@@ -407,15 +415,9 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 /* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
 {
-    size_t count;
-
     tu_worker_progress(worker);
     tu_worker_collect(worker);
-    count = tu_ring_take(worker, (tu_record_t *)out, max);
-    if (count > 0) {
-        tu_poll_ended(worker);
-    }
-    return (int)count;
+    return (int)take_records(worker, out, max);
 }
 
 int tu_worker_signal(tu_worker_t *worker)

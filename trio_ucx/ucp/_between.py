@@ -35,8 +35,8 @@ _STEADY = 64
 class Holder(Protocol):
     """A connection that holds messages back."""
 
-    def send_held(self) -> bool:
-        """Hands them to UCX. Whether nothing remains to be done about them. Never raises."""
+    def send_held(self) -> None:
+        """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
 
 class Between(trio.abc.Instrument):
@@ -98,13 +98,11 @@ class Between(trio.abc.Instrument):
             self._watching = False
             trio.lowlevel.remove_instrument(self)
 
-    def send_held(self) -> bool:
-        """Sends everything that is held back. Whether nothing remains to be done about it."""
+    def send_held(self) -> None:
+        """Sends everything that is held back."""
         holders, self.holders = self.holders, set()
-        done = True
         for holder in holders:
-            done = holder.send_held() and done
-        return done
+            holder.send_held()
 
     def before_io_wait(self, timeout: float) -> None:
         if self.holders and (timeout > 0 or perf_counter() - self._since > MOMENT):

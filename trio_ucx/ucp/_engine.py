@@ -262,33 +262,28 @@ class Engine:
             self.turn(arm=False)
         return count > 0
 
-    def send_held(self) -> None:
-        """Sends what is held back, from where no task must be woken: Trio is about to look for events."""
-        self._delivering = True
-        self._again = False
-        try:
-            done = self.between.send_held()
-        except BaseException as error:
-            done = False
-            self._break(error)
-        finally:
-            self._delivering = False
-        if self._again or not done:
-            self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
-
-    def undisturbed(self, function: Callable[[], None]) -> None:
-        """Calls it, and delivers nothing meanwhile."""
+    def undisturbed(self, function: Callable[[], None]) -> bool:
+        """Calls it, and delivers nothing meanwhile. Whether the engine is to be settled now."""
         if self._delivering:
             function()
-            return
+            return False
         self._delivering = True
         self._again = False
         try:
             function()
         finally:
             self._delivering = False
-        if self._again:
-            self.settle()
+        return self._again
+
+    def send_held(self) -> None:
+        """Sends what is held back, from where no task must be woken: Trio is about to look for events."""
+        try:
+            again = self.undisturbed(self.between.send_held)
+        except BaseException as error:
+            again = True
+            self._break(error)
+        if again:
+            self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""

@@ -70,8 +70,7 @@ def pending_operation(
 
 
 def post_flush(core: EndpointCore) -> Operation | None:
-    if core.engine.between.holders:
-        core.engine.between.send_held()
+    core.engine.between.send_held()
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 
 
