@@ -24,6 +24,22 @@ class Ticks(trio.abc.Instrument):
         self.count += 1
 
 
+class RoundsToWake(trio.abc.Instrument):
+    """Counts the rounds from the end of Trio's last wait, for whatever, to a step of a task."""
+
+    def __init__(self, task: trio.lowlevel.Task) -> None:
+        self._task = task
+        self._rounds = 0
+        self.counts: list[int] = []
+
+    def before_io_wait(self, timeout: float) -> None:
+        self._rounds = 0 if timeout > 0 else self._rounds + 1
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._task:
+            self.counts.append(self._rounds)
+
+
 @contextmanager
 def ticks() -> Iterator[Ticks]:
     instrument = Ticks()
@@ -104,6 +120,29 @@ async def test_nobody_polls_while_others_run(transports: str) -> None:
                     await echoed(connection, 100)
                 assert worker.statistics().polls - before <= 10
                 nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("spin", [0.0, None])
+async def test_a_parked_task_runs_in_the_round_that_begins_with_its_event(transports: str, spin: float | None) -> None:
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as there, ucp.open_worker(config=config, spin=spin) as worker:
+        async with open_pair(there, worker) as (client, server):
+            watch = RoundsToWake(trio.lowlevel.current_task())
+
+            async def send_later(data: bytes) -> None:
+                await trio.sleep(0.002)
+                trio.lowlevel.add_instrument(watch)
+                client.send_nowait(data, 1)
+
+            with trio.fail_after(30):
+                for number in range(50):
+                    data = pattern(8, number)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(send_later, data)
+                        assert await server.receive(1) == data
+                        trio.lowlevel.remove_instrument(watch)
+    assert len(watch.counts) == 50
+    assert watch.counts.count(0) > 40, watch.counts
 
 
 async def receive_to(connection: trio_ucx.Connection, got: list[bytes]) -> None:

@@ -11,6 +11,9 @@ makes the worker progress: so always before a task polls.)
 
 That costs half a microsecond a round. So a task that has come back ``_STEADY`` times, with no other that waits, is
 trusted for longer: then the instrument goes, and the safety net's timer looks every few milliseconds.
+
+After Trio waited, for an event of the worker perhaps, tasks that are parked are woken at once, before the progress task
+has run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from .._native import lib
+
 if TYPE_CHECKING:
     from ._engine import Engine
 
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 MOMENT = 75e-6
 #: The instrument goes when Trio was idle so often with nothing left open: adding it takes as long as some messages.
 _IDLE = 100
+#: Who delivers at once goes after so many rounds in which there was no waiting.
+_BUSY = 100
 #: As often as this a task has come back that is trusted to do so once more.
 _STEADY = 64
 
@@ -127,12 +134,38 @@ class Between(trio.abc.Instrument):
         return perf_counter() - self._turned <= MOMENT
 
 
-class Prompt(Between):
-    """The same for a worker whose tasks do not poll: they are woken in the round that begins with an event.
+class Prompt(trio.abc.Instrument):
+    """Delivers in the round that begins with an event.
 
-    If only the progress task delivered, who waits would run a round later.
+    If only the progress task did, who waits would run a round later.
     """
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._watching = False
+        self._busy = 0  # rounds since an event was waited for
+        self._turn = -1  # the last that delivered here, and left the rest to others
+
+    def watch(self) -> None:
+        """A task parks."""
+        self._busy = 0
+        if not self._watching:
+            self._watching = True
+            trio.lowlevel.add_instrument(self)
+
     def after_io_wait(self, timeout: float) -> None:
-        if timeout > 0 and self._engine.parked:
-            self._engine.deliver_at_once()
+        engine = self._engine
+        if timeout > 0 and engine.parked:
+            self._busy = 0
+            if lib.tu_readable(engine.efd) and engine.leave_to_others():
+                self._turn = engine.turns
+        else:
+            self._busy += 1
+            if self._busy > _BUSY:
+                self._watching = False
+                trio.lowlevel.remove_instrument(self)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether what the last event announced has been delivered, and the rest is others' business."""
+        return self._turn == self._engine.turns

@@ -105,7 +105,8 @@ class Engine:
         self.efd = lib.tu_worker_efd(self.handle)
         self._net = SafetyNet(self)
         self.waiting = Waiting(self, spin, yield_interval)
-        self.between = Between(self) if self.waiting.polling else Prompt(self)
+        self.between = Between(self)
+        self._prompt = Prompt(self)
         self._backoff = Backoff(self.efd)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
@@ -153,8 +154,6 @@ class Engine:
         self.armed = False
         self.turns = 0
         self.parked = False
-        #: Whether what an event announced has been delivered, and the rest is others' business.
-        self._delivered = False
         #: The progress task, while it lets others poll.
         self._resting: trio.lowlevel.Task | None = None
         self._closing = False
@@ -356,8 +355,8 @@ class Engine:
     async def _progress_until(self, finished: Callable[[], bool]) -> None:
         woken = False  # by an event
         while self.handle is not None and not finished():
-            if self.waiting.polls_for_all or (woken and (self._delivered or self._left_to_others())):
-                woken = self._delivered = False
+            if self.waiting.polls_for_all or (woken and (self._prompt.delivered or self.leave_to_others())):
+                woken = False
                 await self._rest()
                 continue
             began = perf_counter()
@@ -377,11 +376,7 @@ class Engine:
                 self.counters["backoffs"] += 1
                 await self._backoff.sleep(perf_counter() - began)
 
-    def deliver_at_once(self) -> None:
-        """Trio was woken, by an event of ours perhaps; the progress task has not run yet."""
-        self._delivered = self._left_to_others()
-
-    def _left_to_others(self) -> bool:
+    def leave_to_others(self) -> bool:
         """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
         return self.take(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
@@ -426,8 +421,9 @@ class Engine:
             self.parked = False
 
     def watch_events(self) -> None:
-        """Something is awaited: let the safety net look."""
+        """A task parks: lets the safety net look, and others deliver."""
         self._net.watch()
+        self._prompt.watch()
 
     def arm_soon(self) -> None:
         """Somebody polls, and is trusted to go on: looks now and then whether that is so."""
