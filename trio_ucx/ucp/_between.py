@@ -34,7 +34,7 @@ MOMENT = 75e-6
 #: The instrument goes when Trio was idle so often with nothing left open: adding it takes as long as some messages.
 _IDLE = 100
 #: Who delivers at once goes after so many rounds in which there was no waiting.
-_BUSY = 100
+_BUSY = 4
 #: As often as this a task has come back that is trusted to do so once more.
 _STEADY = 64
 
@@ -46,11 +46,37 @@ class Holder(Protocol):
         """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
 
-class Between(trio.abc.Instrument):
-    """What is left open on one worker."""
+class _Hook(trio.abc.Instrument):
+    """An instrument that comes and goes often."""
+
+    #: The name of its only method that Trio calls.
+    method: str
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._watching = False
+
+    def __dir__(self) -> tuple[str]:
+        return (self.method,)  # Trio looks through these names: with all of them, that takes 10 microseconds
+
+    def watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            trio.lowlevel.add_instrument(self)
+
+    def stop_watching(self) -> None:
+        if self._watching:
+            self._watching = False
+            trio.lowlevel.remove_instrument(self)
+
+
+class Between(_Hook):
+    """What is left open on one worker."""
+
+    method = "before_io_wait"
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         #: Who holds something back; some have sent it meanwhile. And since when.
         self.holders: set[Holder] = set()
         self._since = 0.0
@@ -58,7 +84,6 @@ class Between(trio.abc.Instrument):
         # The worker's turns, and when they were last seen to grow.
         self._turns = 0
         self._turned = 0.0
-        self._watching = False
         self._idle = 0
         #: How often in a row the only task that waits has come back; and whether that is trusted.
         self._returns = 0
@@ -68,14 +93,14 @@ class Between(trio.abc.Instrument):
         """It holds messages back."""
         if not self.holders:
             self._since = perf_counter()
-            self._watch()
+            self.watch()
         self.holders.add(holder)
 
     def leave_unarmed(self) -> None:
         """Somebody will most probably come back."""
         if not self._unarmed and not self.trusted:
             self._unarmed = True
-            self._watch()
+            self.watch()
 
     def went_on(self, *, alone: bool) -> None:
         """A task found what it waited for, and leaves the worker unarmed; ``alone`` if no other one waits."""
@@ -83,7 +108,7 @@ class Between(trio.abc.Instrument):
         self.trusted = self._returns > _STEADY and not self.holders
         if self.trusted:
             self._unarmed = False
-            self._stop_watching()
+            self.stop_watching()
             self._engine.arm_soon()
         else:
             self.leave_unarmed()
@@ -94,16 +119,9 @@ class Between(trio.abc.Instrument):
         self._returns = 0
         self._engine.call_soon(self._engine.attend)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         self._idle = 0
-        if not self._watching:
-            self._watching = True
-            trio.lowlevel.add_instrument(self)
-
-    def _stop_watching(self) -> None:
-        if self._watching:
-            self._watching = False
-            trio.lowlevel.remove_instrument(self)
+        super().watch()
 
     def send_held(self) -> None:
         """Sends everything that is held back."""
@@ -122,7 +140,7 @@ class Between(trio.abc.Instrument):
         elif timeout > 0 and not self.holders:
             self._idle += 1
             if self._idle > _IDLE:
-                self._stop_watching()
+                self.stop_watching()
 
     def _turning(self) -> bool:
         """Whether somebody made the worker progress lately."""
@@ -134,24 +152,23 @@ class Between(trio.abc.Instrument):
         return perf_counter() - self._turned <= MOMENT
 
 
-class Prompt(trio.abc.Instrument):
+class Prompt(_Hook):
     """Delivers in the round that begins with an event.
 
     If only the progress task did, who waits would run a round later.
     """
 
+    method = "after_io_wait"
+
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._watching = False
+        super().__init__(engine)
         self._busy = 0  # rounds since an event was waited for
         self._turn = -1  # the last that delivered here, and left the rest to others
 
     def watch(self) -> None:
         """A task parks."""
         self._busy = 0
-        if not self._watching:
-            self._watching = True
-            trio.lowlevel.add_instrument(self)
+        super().watch()
 
     def after_io_wait(self, timeout: float) -> None:
         engine = self._engine
@@ -162,8 +179,7 @@ class Prompt(trio.abc.Instrument):
         else:
             self._busy += 1
             if self._busy > _BUSY:
-                self._watching = False
-                trio.lowlevel.remove_instrument(self)
+                self.stop_watching()
 
     @property
     def delivered(self) -> bool:

@@ -136,9 +136,12 @@ class Waiting:
             return True
         alone = False
         for _ in range(_LOOKS):
+            woken = self._engine.parked and not self._engine.armed  # the progress task, too: it is about to run
             begin = perf_counter_ns()
             await trio.lowlevel.cancel_shielded_checkpoint()
             took = perf_counter_ns() - begin
+            if woken:
+                continue
             self._shortest = min(took, self._shortest * 1.001, _LONGEST)
             alone = took < self._shortest * _OTHERS
             if alone or took > self._shortest * _BUSY or pending.outcome is not None:
