@@ -31,6 +31,10 @@ SOURCES = [
     "am.c",
     "stream.c",
     "memory.c",
+    "chain.c",
+    "chain_run.c",
+    "terms.c",
+    "crc32c.c",
 ]
 
 # cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.
@@ -76,7 +80,7 @@ def make_builder() -> FFI:
         "trio_ucx._native._ucx",
         PREAMBLE,
         sources=[str(NATIVE / source) for source in SOURCES],
-        depends=[str(NATIVE / header) for header in ("native.h", "cdef.h")],
+        depends=[str(NATIVE / header) for header in ("native.h", "chain.h", "cdef.h")],
         include_dirs=[str(NATIVE)],
         libraries=["ucp", "ucs"],
         extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", *compiler_arguments],

@@ -58,6 +58,53 @@ class Lib(Protocol):
     TU_ARMED: int
     TU_BUSY: int
     TU_NAME_SIZE: int
+    TU_TERM_CONSTANT: int
+    TU_TERM_LOAD: int
+    TU_TERM_PLACE: int
+    TU_TERM_CRC32C: int
+    TU_TERM_SAME: int
+    TU_TERM_ADD: int
+    TU_TERM_SUBTRACT: int
+    TU_TERM_MULTIPLY: int
+    TU_TERM_AND: int
+    TU_TERM_OR: int
+    TU_TERM_XOR: int
+    TU_TERM_LEFT: int
+    TU_TERM_RIGHT: int
+    TU_TERM_RIGHT_UNSIGNED: int
+    TU_TERM_EQUAL: int
+    TU_TERM_NOT_EQUAL: int
+    TU_TERM_LESS: int
+    TU_TERM_LESS_EQUAL: int
+    TU_TERM_LESS_UNSIGNED: int
+    TU_TERM_LESS_EQUAL_UNSIGNED: int
+    TU_TERM_NOT: int
+    TU_TERM_DEPTH: int
+    TU_LOAD_SIGNED: int
+    TU_LOAD_BIG: int
+    TU_CHAIN_CHECK: int
+    TU_CHAIN_GET: int
+    TU_CHAIN_PUT: int
+    TU_CHAIN_ATOMIC: int
+    TU_CHAIN_TAG_SEND: int
+    TU_CHAIN_AM_SEND: int
+    TU_CHAIN_FOLLOW: int
+    TU_FALSE_ERROR: int
+    TU_FALSE_SKIP: int
+    TU_FALSE_STOP: int
+    TU_CHAIN_WAITING: int
+    TU_CHAIN_POSTED: int
+    TU_CHAIN_DONE: int
+    TU_CHAIN_SKIPPED: int
+    TU_CHAIN_FALSE: int
+    TU_CHAIN_NOT_EVALUATED: int
+    TU_CHAIN_OUT_OF_BOUNDS: int
+    TU_CHAIN_NO_RESULT: int
+    TU_CHAIN_FAILED: int
+    TU_CHAIN_CANCELLED: int
+    TU_PART_MEMORY: int
+    TU_PART_RESULT: int
+    TU_PART_INTEGER: int
 
     def tu_library_file(self) -> CData: ...
     def tu_library_version(self, major: CData, minor: CData, release: CData, /) -> None: ...
@@ -88,6 +135,7 @@ class Lib(Protocol):
     def tu_poll_bound(self, worker: WorkerHandle, nanoseconds: int, /) -> None: ...
     def tu_poll_begin(self, worker: WorkerHandle, /) -> int: ...
     def tu_poll(self, worker: WorkerHandle, out: CData, max: int, /) -> int: ...
+    def tu_poll_goes_on(self, worker: WorkerHandle, /) -> int: ...
     def tu_poll_at_once(self, worker: WorkerHandle, out: CData, max: int, /) -> int: ...
     def tu_worker_turn(self, worker: WorkerHandle, out: CData, max: int, arm: int, armed: CData, /) -> int: ...
     def tu_worker_look(self, worker: WorkerHandle, out: CData, max: int, /) -> int: ...
@@ -208,4 +256,16 @@ class Lib(Protocol):
     ) -> int: ...
     def tu_strided_pack(self, strided: CData, offset: int, out: CData, length: int, /) -> int: ...
     def tu_strided_unpack(self, strided: CData, offset: int, data: CData, length: int, /) -> int: ...
+    def tu_chain_create(self, worker: WorkerHandle, out: CData, /) -> int: ...
+    def tu_chain_free(self, chain: CData, /) -> None: ...
+    def tu_chain_target(self, chain: CData, address: int, length: int, /) -> int: ...
+    def tu_chain_bind(
+        self, chain: CData, target: int, endpoint: EndpointHandle | CData, rkey: CData, atomics: int, /
+    ) -> None: ...
+    def tu_chain_add(self, chain: CData, request: CData, /) -> int: ...
+    def tu_chain_busy(self, chain: CData, /) -> int: ...
+    def tu_chain_report(self, chain: CData, request: int, out: CData, /) -> None: ...
+    def tu_chain_memory(self, chain: CData, /) -> int: ...
+    def tu_chain_timer(self, worker: WorkerHandle, fd: int, /) -> None: ...
+    def tu_chain_run(self, chain: CData, /) -> int: ...
     def free(self, memory: CData, /) -> None: ...

@@ -103,6 +103,7 @@ typedef struct tu_counts {
     uint64_t polls_paid;       /* those that found something */
     uint64_t poll_nanoseconds; /* spent in them */
     uint64_t poll_limit;       /* how long the next one would be, in nanoseconds */
+    uint64_t chain_requests;   /* posted by request chains */
 } tu_counts_t;
 
 typedef struct tu_address {
@@ -178,6 +179,7 @@ int64_t tu_worker_flush(tu_worker_t *worker);
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
 int tu_poll_begin(tu_worker_t *worker);
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
+int tu_poll_goes_on(const tu_worker_t *worker);
 int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
 
 /* operation.c */
@@ -270,5 +272,150 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
                       tu_strided_t **out);
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length);
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length);
+
+/* terms.c: what a request of a chain depends on, in postfix notation over integers of 128 bits. Loads and what follows
+ * name a request by its index. A comparison answers 0 or 1. "Unsigned" are those in which an unsigned integer of 128
+ * bits takes part; all others are signed, which holds every narrower integer. */
+#define TU_TERM_CONSTANT 0     /* low, high: its halves */
+#define TU_TERM_LOAD 1         /* request, low: offset in its result, high: width in bytes, extra: TU_LOAD_... */
+#define TU_TERM_PLACE 2        /* request: offset in its region that was read last */
+#define TU_TERM_CRC32C 3       /* request, low: offset, high: length */
+#define TU_TERM_SAME 4         /* request, low: offset, high: address of a local buffer, extra: length */
+#define TU_TERM_ADD 5
+#define TU_TERM_SUBTRACT 6
+#define TU_TERM_MULTIPLY 7
+#define TU_TERM_AND 8
+#define TU_TERM_OR 9
+#define TU_TERM_XOR 10
+#define TU_TERM_LEFT 11
+#define TU_TERM_RIGHT 12
+#define TU_TERM_RIGHT_UNSIGNED 13
+#define TU_TERM_EQUAL 14
+#define TU_TERM_NOT_EQUAL 15
+#define TU_TERM_LESS 16
+#define TU_TERM_LESS_EQUAL 17
+#define TU_TERM_LESS_UNSIGNED 18
+#define TU_TERM_LESS_EQUAL_UNSIGNED 19
+#define TU_TERM_NOT 20         /* of a condition */
+#define TU_TERM_DEPTH 32       /* values at once */
+#define TU_LOAD_SIGNED 1
+#define TU_LOAD_BIG 2          /* most significant byte first */
+
+typedef struct tu_term {
+    int32_t code;
+    uint32_t request;
+    uint64_t low;
+    uint64_t high;
+    uint64_t extra;
+} tu_term_t;
+
+typedef struct tu_terms {
+    const tu_term_t *terms;
+    size_t count;              /* 0: nothing was said */
+} tu_terms_t;
+
+/* chain.c */
+typedef struct tu_chain tu_chain_t;
+
+#define TU_CHAIN_CHECK 0       /* evaluates its condition, and does nothing else */
+#define TU_CHAIN_GET 1
+#define TU_CHAIN_PUT 2
+#define TU_CHAIN_ATOMIC 3
+#define TU_CHAIN_TAG_SEND 4
+#define TU_CHAIN_AM_SEND 5
+#define TU_CHAIN_FOLLOW 6
+
+/* What a false condition does. */
+#define TU_FALSE_ERROR 0
+#define TU_FALSE_SKIP 1
+#define TU_FALSE_STOP 2
+
+/* What became of a request. */
+#define TU_CHAIN_WAITING 0     /* not begun */
+#define TU_CHAIN_POSTED 1      /* UCX has it, or a flush after it */
+#define TU_CHAIN_DONE 2
+#define TU_CHAIN_SKIPPED 3
+#define TU_CHAIN_FALSE 4
+#define TU_CHAIN_NOT_EVALUATED 5
+#define TU_CHAIN_OUT_OF_BOUNDS 6
+#define TU_CHAIN_NO_RESULT 7   /* it refers to more than a result has */
+#define TU_CHAIN_FAILED 8      /* status says why */
+#define TU_CHAIN_CANCELLED 9   /* before it was begun */
+
+/* A part of a payload: memory of the user's; of a result; or an integer. */
+#define TU_PART_MEMORY 0
+#define TU_PART_RESULT 1
+#define TU_PART_INTEGER 2
+
+typedef struct tu_part {
+    int kind;
+    uint32_t request;
+    void *address;
+    uint64_t offset;
+    uint64_t length;           /* of an integer: its width, up to 16 */
+    int big;
+    tu_terms_t value;
+} tu_part_t;
+
+/* A request, as Python describes it; tu_chain_add copies all but the memory of the user's. */
+typedef struct tu_chain_request {
+    int kind;
+    int atomic;                /* TU_ATOMIC_... */
+    size_t size;               /* of a result: a get's or a node's longest; an atomic's width */
+    void *into;                /* where a get's result goes; NULL: to memory of the chain's */
+    int memory;                /* the kind of memory of `into`, or of the payload */
+    int on_false;
+    uint64_t retries;          /* before that */
+    uint64_t delay;            /* nanoseconds before each */
+    uint64_t tag;              /* or the id of an active message */
+    int reply;
+    const char *header;
+    size_t header_length;
+    const uint32_t *targets;   /* one of them is chosen by `choice` */
+    size_t target_count;
+    const uint32_t *after;     /* what it waits for: those whose failure is its own, ... */
+    size_t after_count;
+    const uint32_t *behind;    /* ... and those of which only the end matters */
+    size_t behind_count;
+    const uint32_t *again;     /* what a retry runs again before it */
+    size_t again_count;
+    const tu_part_t *parts;
+    size_t part_count;
+    tu_terms_t condition;
+    tu_terms_t choice;
+    tu_terms_t offset;         /* in the target */
+    tu_terms_t length;         /* of what is got, or of how much of the payload is put */
+    tu_terms_t operand;        /* of an atomic */
+    tu_terms_t swapped;        /* what a compare-and-swap stores */
+    tu_terms_t next;           /* of a node: the next one's offset ... */
+    tu_terms_t until;          /* ... if this is not true */
+    int has_end;
+    uint64_t end;              /* the offset that says that there is no next one */
+    uint64_t limit;            /* of nodes */
+} tu_chain_request_t;
+
+typedef struct tu_chain_report {
+    int state;
+    int status;
+    uint32_t culprit;          /* which request's failure is its own, or whose result was too short */
+    uint64_t length;           /* of the result */
+    uint64_t place;            /* where it was read from */
+    uint64_t steps;            /* nodes of a list that were read */
+    uint64_t retries;
+    uint32_t target;           /* that was chosen */
+    const char *result;        /* NULL: none */
+} tu_chain_report_t;
+
+int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
+void tu_chain_free(tu_chain_t *chain);
+int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics);
+int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
+int tu_chain_busy(const tu_chain_t *chain);
+void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
+size_t tu_chain_memory(const tu_chain_t *chain);
+void tu_chain_timer(tu_worker_t *worker, int fd);
+/* chain_run.c */
+int64_t tu_chain_run(tu_chain_t *chain);
 
 void free(void *memory);

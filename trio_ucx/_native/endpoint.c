@@ -184,6 +184,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
+    tu_chains_forget(endpoint);
     endpoint->ep    = NULL;
     *endpoint->link = endpoint->next;
     if (endpoint->next != NULL) {

@@ -26,6 +26,8 @@
 #define TU_RING_SLACK 256
 /* A turn ends when it has brought so many bytes that UCX keeps until Python has taken them. */
 #define TU_BATCH_BYTES (512 * 1024)
+/* For so many nanoseconds request chains may go on in one call of Python's. */
+#define TU_CHAIN_SLICE 500000
 
 struct tu_context {
     ucp_context_h context;
@@ -38,6 +40,7 @@ typedef struct tu_operation {
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
     void *described;           /* the list or strided array that UCX reads until the operation completes */
+    tu_chain_t *chain;         /* whose run it is */
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
@@ -50,8 +53,22 @@ typedef struct tu_poll {
     uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
     unsigned misses;           /* polls that found nothing, and were not made up for */
     unsigned skip;             /* waits that do not poll before the next try */
+    int goes_on;               /* it ended because a request chain's slice was over */
     unsigned penalty;          /* log2 of how many that will be after the next failure */
 } tu_poll_t;
+
+/* A worker's request chains: chain_run.c. */
+typedef struct tu_chains {
+    tu_chain_t *all;
+    tu_chain_t *active;        /* those that run */
+    tu_chain_t *queue;         /* those that may go on, first come, first served */
+    tu_chain_t **last;
+    uint64_t until;            /* when they must have done enough for this call of Python's; 0: begins with the first */
+    uint64_t now;              /* lately */
+    uint64_t wake;             /* when a delayed request may begin; 0: none waits */
+    int timer;                 /* fires then */
+    int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
+} tu_chains_t;
 
 struct tu_worker {
     ucp_worker_h worker;
@@ -83,6 +100,7 @@ struct tu_worker {
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
 
     tu_poll_t poll;
+    tu_chains_t chains;
 
     tu_endpoint_t *endpoints;
     tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
@@ -95,6 +113,7 @@ struct tu_endpoint {
     uint64_t id;
     int error_handling;
     int failed;                /* its record is in the ring, no longer reserved */
+    unsigned chain_atomics;    /* of request chains, under way */
     tu_endpoint_t *next;
     tu_endpoint_t **link;
 };
@@ -141,6 +160,13 @@ void tu_operations_free(tu_worker_t *worker);
 /* Active messages (am.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
 int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
 uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
+
+/* Request chains (chain.c, chain_run.c): what has come for them, an endpoint that goes, a run that is cancelled, and the
+ * end of a chain. Progress returns how many chains went on. */
+unsigned tu_chains_progress(tu_worker_t *worker);
+void tu_chains_forget(tu_endpoint_t *endpoint);
+void tu_chain_cancel(tu_chain_t *chain);
+void tu_chain_destroy(tu_chain_t *chain);
 
 /* Streams (stream.c). */
 void tu_stream_collect(tu_worker_t *worker);

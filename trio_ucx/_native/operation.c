@@ -45,6 +45,7 @@ static void operation_release(tu_operation_t *operation)
     forget_buffers(operation);
     operation->id        = 0;
     operation->request   = NULL;
+    operation->chain     = NULL;
     operation->next_free = worker->free_slots;
     worker->free_slots   = operation;
     worker->counts.operations--;
@@ -80,7 +81,9 @@ void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t st
 
     operation_release(operation);
     tu_ring_append(worker, TU_RECORD_OPERATION, id, status, length, tag, 0);
-    ucp_request_free(request);
+    if (request != NULL) {
+        ucp_request_free(request);
+    }
 }
 
 void tu_operation_sent(void *request, ucs_status_t status, void *user_data)
@@ -114,7 +117,9 @@ int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
     if (operation == NULL) {
         return 1;
     }
-    if (operation->request != NULL) {
+    if (operation->chain != NULL) {
+        tu_chain_cancel(operation->chain);
+    } else if (operation->request != NULL) {
         ucp_request_cancel(worker->worker, operation->request);
     }
     return operation->id != id;

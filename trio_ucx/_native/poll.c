@@ -55,16 +55,23 @@ int tu_poll_begin(tu_worker_t *worker)
 }
 
 /* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
- * returns their number; 0 when the time is over. */
+ * returns their number; 0 when the time is over.
+ *
+ * A request chain that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
+ * at its end. */
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
 {
-    tu_poll_t *poll = &worker->poll;
-    uint64_t start  = now();
-    uint64_t time   = start;
+    tu_poll_t *poll   = &worker->poll;
+    uint64_t start    = now();
+    uint64_t last     = start;
+    uint64_t time     = start;
+    uint64_t requests = worker->counts.chain_requests;
     size_t count;
     int round;
 
     worker->counts.polls++;
+    worker->chains.until = start + TU_CHAIN_SLICE;
+    poll->goes_on        = 0;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_worker_progress(worker) != 0) {
@@ -72,8 +79,19 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
             }
         }
         time = now();
-    } while (worker->used == 0 && time - start < poll->limit);
+        if (worker->counts.chain_requests != requests) {
+            requests = worker->counts.chain_requests;
+            last     = time;
+            if (time >= worker->chains.until) {
+                poll->goes_on = worker->used == 0;
+                break;
+            }
+        }
+    } while (worker->used == 0 && time - last < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
+    if (poll->goes_on) {
+        return 0;
+    }
     if (worker->used == 0) {
         poll->misses += HITS_FOR_A_MISS;
         if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
@@ -96,6 +114,12 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     }
     poll->limit = least(poll->bound, (poll->limit * 15 + (time - start + LEAST) * MARGIN) / 16);
     return (int)count;
+}
+
+/* Whether the last poll ended only so that others can run. */
+int tu_poll_goes_on(const tu_worker_t *worker)
+{
+    return worker->poll.goes_on;
 }
 
 /* Both, for a task that has nothing to do in between. */

@@ -108,6 +108,7 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
     worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
     worker->knows_user_data      = major > 1 || minor >= 18;
     worker->loses_info           = major == 1 && minor < 17;
+    worker->chains.last          = &worker->chains.queue;
     worker->capacity             = 2 * TU_RING_SLACK;
     worker->counts.ring_capacity = worker->capacity;
     worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
@@ -144,6 +145,9 @@ void tu_worker_destroy(tu_worker_t *worker)
 
     ucp_worker_destroy(worker->worker);
     tu_operations_free(worker);
+    while (worker->chains.all != NULL) {
+        tu_chain_destroy(worker->chains.all);
+    }
     while ((endpoint = worker->closed) != NULL) {
         worker->closed = endpoint->next;
         free(endpoint);
@@ -372,6 +376,9 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     if (worker->streams) {
         tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
     }
+    if (worker->chains.active != NULL) {
+        moved += tu_chains_progress(worker);
+    }
     return moved;
 }
 
@@ -385,14 +392,15 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
     unsigned moved;
     size_t count;
 
-    *armed = TU_MORE;
+    *armed               = TU_MORE;
+    worker->chains.until = 0;
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0) {
+        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL) {
             return (int)count;
         }
         switch (ucp_worker_arm(worker->worker)) {
@@ -415,6 +423,7 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 /* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
 {
+    worker->chains.until = 0;
     tu_worker_progress(worker);
     tu_worker_collect(worker);
     return (int)take_records(worker, out, max);

@@ -15,6 +15,8 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _tag, _arrivals, _active_messages, _stream        one file per capability
     _atomics, _remote_memory, _endpoint, _listener,
       _requests
+    _chain_errors, _chain_terms, _chain_run,
+      _chain_building, _chains                        request chains: C runs them
     _worker                                           puts them together
 """
 
@@ -29,6 +31,22 @@ from ._attributes import Library as Library
 from ._attributes import ThreadMode as ThreadMode
 from ._attributes import WorkerAttributes as WorkerAttributes
 from ._attributes import library as library
+from ._chain_building import Choice as Choice
+from ._chain_building import Retry as Retry
+from ._chain_errors import DependencyBoundsError as DependencyBoundsError
+from ._chain_errors import DependencyError as DependencyError
+from ._chain_errors import DependencyFalse as DependencyFalse
+from ._chain_errors import DependencyNotEvaluated as DependencyNotEvaluated
+from ._chain_errors import DependencyReferenceError as DependencyReferenceError
+from ._chain_errors import NoDependencyResource as NoDependencyResource
+from ._chain_run import SKIPPED as SKIPPED
+from ._chain_run import Followed as Followed
+from ._chain_run import Outcomes as Outcomes
+from ._chain_terms import ChainRequest as ChainRequest
+from ._chain_terms import Condition as Condition
+from ._chain_terms import Integer as Integer
+from ._chain_terms import Piece as Piece
+from ._chains import RequestChain as RequestChain
 from ._context import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._context import Context as Context
 from ._context import Feature as Feature
@@ -63,6 +81,22 @@ from ._worker import open_worker as open_worker
 __all__ = [
     "DEFAULT_FEATURES",
     "FULL",
+    "SKIPPED",
+    "ChainRequest",
+    "Choice",
+    "Condition",
+    "DependencyBoundsError",
+    "DependencyError",
+    "DependencyFalse",
+    "DependencyNotEvaluated",
+    "DependencyReferenceError",
+    "Followed",
+    "Integer",
+    "NoDependencyResource",
+    "Outcomes",
+    "Piece",
+    "RequestChain",
+    "Retry",
     "Access",
     "ActiveMessage",
     "ActiveMessages",

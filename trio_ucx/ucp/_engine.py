@@ -158,6 +158,8 @@ class Engine:
         self._resting: trio.lowlevel.Task | None = None
         self._closing = False
         self.unanswered = False
+        #: What wakes it for delayed requests of chains.
+        self.chain_timer: object | None = None
         #: Whether there were ever endpoints for atomics.
         self.has_companions = False
         self._next_id = 0

@@ -170,6 +170,7 @@ class EndpointCore:
     __slots__ = (
         "__weakref__",
         "atomics",
+        "chain_companion",
         "companion",
         "connected",
         "engine",
@@ -214,6 +215,8 @@ class EndpointCore:
         self.on_failure: Callable[[], None] | None = None
         #: The endpoint without error handling beside it, for atomics (_remote_memory.py).
         self.companion: EndpointCore | None = None
+        #: The same for the atomics of request chains.
+        self.chain_companion: EndpointCore | None = None
         #: A companion's atomics under way.
         self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
@@ -312,9 +315,11 @@ class EndpointCore:
                 assert problem is not None
                 operation.finish(Error(problem))
                 operation.leave_over()
-        companion, self.companion = self.companion, None
-        if companion is not None:
-            companion.follow(self)
+        companions = self.companion, self.chain_companion
+        self.companion = self.chain_companion = None
+        for companion in companions:
+            if companion is not None:
+                companion.follow(self)
         if self.atomics is not None:
             problem = self.problem()
             assert problem is not None

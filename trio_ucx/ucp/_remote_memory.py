@@ -35,6 +35,7 @@ from ._status import Status, UCXError
 from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 
 if TYPE_CHECKING:
+    from ._address import WorkerAddress
     from ._endpoint import Endpoint
     from ._engine import Engine
 
@@ -79,7 +80,7 @@ class Key:
             self._destroy()
 
 
-async def _connect(core: EndpointCore) -> None:
+async def connect(core: EndpointCore) -> None:
     """Waits until the endpoint is up. No checkpoint if it is known to be.
 
     A remote key that was unpacked before makes UCX 1.22 crash on endpoints by socket address: it adapts the key to the
@@ -105,7 +106,7 @@ def _try_connect(core: EndpointCore) -> bool:
     return True
 
 
-def _over_tcp(core: EndpointCore) -> bool:
+def over_tcp(core: EndpointCore) -> bool:
     """Whether an endpoint has no lanes but TCP's. (UCX before 1.14 does not say.)"""
     text = ffi.new("char[4096]")
     if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
@@ -369,10 +370,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         core = self._companion()
-        await _connect(core)
+        await connect(core)
         core.check()
         if core.atomics is None:
-            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if _over_tcp(core) else LIMIT)
+            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if over_tcp(core) else LIMIT)
         window: AtomicWindow = core.atomics
         await window.enter()
         try:
@@ -403,14 +404,24 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """The endpoint without error handling beside ours."""
         core = self._core
         if core.companion is None:
-            address = core.peer_address or self._descriptor.worker
-            if address is None:
-                raise ValueError(
-                    "atomics need the address of a worker of the peer's: open the endpoint by one, or make the "
-                    "descriptor while a worker of the memory's context is open"
-                )
-            core.companion = self._endpoint.worker._connect_companion(address)
+            core.companion = self._endpoint.worker._connect_companion(self._worker_address())
         return core.companion
+
+    def _chain_companion(self) -> EndpointCore:
+        """The same for the atomics of request chains, of which C decides how many are under way."""
+        core = self._core
+        if core.chain_companion is None:
+            core.chain_companion = self._endpoint.worker._connect_companion(self._worker_address())
+        return core.chain_companion
+
+    def _worker_address(self) -> WorkerAddress:
+        address = self._core.peer_address or self._descriptor.worker
+        if address is None:
+            raise ValueError(
+                "atomics need the address of a worker of the peer's: open the endpoint by one, or make the "
+                "descriptor while a worker of the memory's context is open"
+            )
+        return address
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
@@ -458,7 +469,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         core = self._core
         try:
             core.engine.context.require(Feature.RMA, doing)
-            await _connect(core)
+            await connect(core)
             self._check_open()
             key = self._key("put and get", core)
         except BaseException:

@@ -126,9 +126,12 @@ class Waiting:
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
-        if await self._alone(pending):
-            while pending.outcome is None and not self.woken and self._engine.take(lib.tu_poll):
+        engine = self._engine
+        while await self._alone(pending):
+            while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
                 pass
+            if pending.outcome is not None or self.woken or not lib.tu_poll_goes_on(engine.handle):
+                break
 
     async def _alone(self, pending: Pending) -> bool:
         """A schedule point, or a few. Returns whether no other task seems to be runnable."""

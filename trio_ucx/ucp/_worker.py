@@ -16,6 +16,7 @@ from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import Resolved, SocketAddress, WorkerAddress, format_address, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
 from ._buffers import Buffer, Pinned
+from ._chains import RequestChain, new_chain
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
 from ._endpoint import Endpoint
 from ._engine import Engine
@@ -458,6 +459,16 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         self._engine.check()
         return open_group(self)
+
+    @enable_ki_protection
+    def new_chain(self, *, capacity: int = 1024, ordered: bool = False) -> RequestChain:
+        """Makes an empty request chain: a program of remote operations that is posted at once.
+
+        Args:
+            capacity: how many requests it has room for, and how much dependency information: 16 terms for each.
+            ordered: whether each request waits for the end, good or bad, of the one before.
+        """
+        return new_chain(self, capacity, ordered)
 
     async def _aclose(self) -> None:
         await self._engine.close_after_background()

@@ -1,0 +1,110 @@
+/* What the files of request chains share: chain.c makes them, chain_run.c runs them, terms.c evaluates. */
+#ifndef TRIO_UCX_CHAIN_H
+#define TRIO_UCX_CHAIN_H
+
+#include "native.h"
+
+__extension__ typedef __int128 tu_integer_t;
+__extension__ typedef unsigned __int128 tu_natural_t;
+
+/* Who waits for a request. */
+typedef struct tu_edge {
+    uint32_t request;
+    int strict;                /* its failure is theirs */
+} tu_edge_t;
+
+/* A request, and where it stands. */
+typedef struct tu_node {
+    tu_chain_t *chain;
+    uint32_t index;
+    tu_chain_request_t request; /* its arrays are the chain's copies */
+    char *result;              /* of `request.size` bytes, or the user's */
+    char *payload;             /* assembled of parts, when it is not just one of the user's memory */
+    size_t payload_size;
+    tu_edge_t *edges;
+    size_t edge_count, edge_room;
+    uint32_t waits_for;        /* as it is described: how many requests */
+
+    /* this run */
+    int state;                 /* TU_CHAIN_... */
+    int status;
+    uint32_t culprit;
+    uint32_t waiting;          /* requests that are not over */
+    int spoiled;               /* one of which it depends on has failed: the culprit */
+    int has_result;
+    uint64_t length;           /* of the result */
+    uint64_t place;
+    uint64_t next_place;
+    uint64_t steps;
+    uint64_t retries;          /* made */
+    uint64_t not_before;       /* when a delayed one may begin; 0: at once */
+    uint32_t target;
+    int continuing;            /* a node of a list was read, and the next one is to be */
+    int flushing;              /* a put that was written */
+    int landing;               /* UCX is done with it, and what follows has not happened yet */
+    struct tu_node *next_landed;
+    int lost;                  /* UCX will not say what became of it before the worker ends */
+    uint64_t operand[1];       /* of an atomic */
+} tu_node_t;
+
+/* Where requests go: an endpoint, or memory that it reaches. */
+typedef struct tu_target {
+    tu_chain_t *chain;
+    tu_endpoint_t *endpoint;   /* NULL once that was closed */
+    tu_rkey_t *rkey;
+    uint64_t address;
+    uint64_t length;
+    unsigned atomics;          /* so many of its endpoint's may be under way */
+    int written;               /* by puts that no flush has followed */
+    int flushing;
+    int lost;
+    ucs_status_t status;       /* of the flush at the end */
+} tu_target_t;
+
+struct tu_chain {
+    tu_worker_t *worker;
+    tu_chain_t *next;          /* all of the worker's */
+    tu_chain_t **link;
+    tu_chain_t *next_active;   /* those that run */
+    tu_chain_t **active_link;
+    tu_chain_t *next_queued;   /* those that may go on */
+    int queued;
+    int freed;                 /* to be destroyed as soon as UCX is done with it */
+
+    tu_node_t **nodes;
+    uint32_t count, room;
+    tu_target_t **targets;
+    uint32_t target_count;
+    size_t memory;
+
+    /* this run */
+    int running;
+    int advancing;
+    tu_operation_t *operation; /* Python's; NULL in the call that begins the run */
+    tu_node_t *landed;         /* UCX is done with them */
+    tu_node_t **landed_last;
+    uint64_t *ready;           /* bits: what may begin */
+    uint32_t first;            /* none before it is ready */
+    uint32_t unfinished;
+    uint32_t in_flight;        /* requests and flushes that UCX has */
+    uint32_t lost;             /* more, of which UCX may never say anything */
+    uint64_t wake_at;          /* when a delayed request may begin; 0: none waits */
+    int blocked;               /* one waits for a place among an endpoint's atomics */
+    int cancelled;
+};
+
+/* Why something could not be evaluated. */
+typedef struct tu_reason {
+    int state;
+    uint32_t culprit;
+} tu_reason_t;
+
+const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t offset, uint64_t length,
+                            tu_reason_t *reason);
+int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integer_t *out, tu_reason_t *reason);
+int tu_terms_valid(const tu_terms_t *terms, uint32_t requests);
+void tu_integer_store(char *to, tu_integer_t value, size_t width, int big);
+void tu_chain_destroy(tu_chain_t *chain);
+uint32_t tu_crc32c(const void *data, size_t length);
+
+#endif

@@ -1,0 +1,174 @@
+/* Terms: conditions and arguments that are computed from results. */
+#include <endian.h>
+#include <string.h>
+
+#include "chain.h"
+
+/* Reads an integer of 1 to 16 bytes. */
+static tu_integer_t load(const char *from, size_t width, int flags)
+{
+    unsigned char bytes[16];
+    tu_integer_t value;
+    size_t i;
+    int negative;
+
+    for (i = 0; i < width; i++) {
+        bytes[i] = (unsigned char)from[flags & TU_LOAD_BIG ? width - 1 - i : i];
+    }
+    negative = (flags & TU_LOAD_SIGNED) && (bytes[width - 1] & 0x80);
+    memset(bytes + width, negative ? 0xff : 0, sizeof(bytes) - width);
+    for (value = 0, i = sizeof(bytes); i-- > 0;) {
+        value = (tu_integer_t)((tu_natural_t)value << 8 | bytes[i]);
+    }
+    return value;
+}
+
+void tu_integer_store(char *to, tu_integer_t value, size_t width, int big)
+{
+    size_t i;
+
+    for (i = 0; i < width; i++) {
+        to[big ? width - 1 - i : i] = (char)((tu_natural_t)value >> 8 * i);
+    }
+}
+
+/* A comparison, or arithmetic; all wraps around at 128 bits. */
+static tu_integer_t combine(int code, tu_integer_t left, tu_integer_t right)
+{
+    tu_natural_t a = (tu_natural_t)left;
+    tu_natural_t b = (tu_natural_t)right;
+
+    switch (code) {
+    case TU_TERM_ADD:
+        return (tu_integer_t)(a + b);
+    case TU_TERM_SUBTRACT:
+        return (tu_integer_t)(a - b);
+    case TU_TERM_MULTIPLY:
+        return (tu_integer_t)(a * b);
+    case TU_TERM_AND:
+        return left & right;
+    case TU_TERM_OR:
+        return left | right;
+    case TU_TERM_XOR:
+        return left ^ right;
+    case TU_TERM_LEFT:
+        return b < 128 ? (tu_integer_t)(a << (int)b) : 0;
+    case TU_TERM_RIGHT:
+        return left >> (b < 128 ? (int)b : 127);
+    case TU_TERM_RIGHT_UNSIGNED:
+        return b < 128 ? (tu_integer_t)(a >> (int)b) : 0;
+    case TU_TERM_EQUAL:
+        return left == right;
+    case TU_TERM_NOT_EQUAL:
+        return left != right;
+    case TU_TERM_LESS:
+        return left < right;
+    case TU_TERM_LESS_EQUAL:
+        return left <= right;
+    case TU_TERM_LESS_UNSIGNED:
+        return a < b;
+    default: /* TU_TERM_LESS_EQUAL_UNSIGNED */
+        return a <= b;
+    }
+}
+
+/* Where a part of a result is; NULL, with the reason, when it is not there. */
+const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t offset, uint64_t length,
+                            tu_reason_t *reason)
+{
+    const tu_node_t *node = chain->nodes[request];
+
+    if (!node->has_result) {
+        reason->state = TU_CHAIN_NOT_EVALUATED;
+    } else if (offset > node->length || length > node->length - offset) {
+        reason->state = TU_CHAIN_NO_RESULT;
+    } else {
+        return node->result + offset;
+    }
+    reason->culprit = request;
+    return NULL;
+}
+
+/* One that is no combination of two others. Returns 0, or -1 with the reason. */
+static int evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_integer_t *out, tu_reason_t *reason)
+{
+    const char *from;
+
+    switch (term->code) {
+    case TU_TERM_CONSTANT:
+        *out = (tu_integer_t)((tu_natural_t)term->high << 64 | term->low);
+        return 0;
+    case TU_TERM_PLACE:
+        from = tu_chain_result(chain, term->request, 0, 0, reason);
+        *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->place : 0;
+        return from != NULL ? 0 : -1;
+    case TU_TERM_LOAD:
+        from = tu_chain_result(chain, term->request, term->low, term->high, reason);
+        *out = from != NULL ? load(from, term->high, (int)term->extra) : 0;
+        return from != NULL ? 0 : -1;
+    case TU_TERM_CRC32C:
+        from = tu_chain_result(chain, term->request, term->low, term->high, reason);
+        *out = from != NULL ? (tu_integer_t)tu_crc32c(from, term->high) : 0;
+        return from != NULL ? 0 : -1;
+    default: /* TU_TERM_SAME */
+        from = tu_chain_result(chain, term->request, term->low, term->extra, reason);
+        *out = from != NULL && memcmp(from, (const void *)(uintptr_t)term->high, term->extra) == 0;
+        return from != NULL ? 0 : -1;
+    }
+}
+
+int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integer_t *out, tu_reason_t *reason)
+{
+    tu_integer_t stack[TU_TERM_DEPTH];
+    size_t used = 0, i;
+
+    for (i = 0; i < terms->count; i++) {
+        const tu_term_t *term = &terms->terms[i];
+
+        if (term->code < TU_TERM_ADD) {
+            if (evaluate_one(chain, term, &stack[used], reason) < 0) {
+                return -1;
+            }
+            used++;
+        } else if (term->code == TU_TERM_NOT) {
+            stack[used - 1] = !stack[used - 1];
+        } else {
+            used--;
+            stack[used - 1] = combine(term->code, stack[used - 1], stack[used]);
+        }
+    }
+    *out = stack[0];
+    return 0;
+}
+
+/* Whether it can be evaluated: codes that exist, names of requests, and never too few or too many values. */
+int tu_terms_valid(const tu_terms_t *terms, uint32_t requests)
+{
+    size_t used = 0, i;
+
+    for (i = 0; i < terms->count; i++) {
+        const tu_term_t *term = &terms->terms[i];
+
+        if (term->code < TU_TERM_CONSTANT || term->code > TU_TERM_NOT) {
+            return 0;
+        }
+        if (term->code < TU_TERM_ADD) {
+            if (term->code != TU_TERM_CONSTANT && term->request >= requests) {
+                return 0;
+            }
+            if (term->code == TU_TERM_LOAD && (term->high < 1 || term->high > 16)) {
+                return 0;
+            }
+            used++;
+        } else if (term->code != TU_TERM_NOT) {
+            if (used < 2) {
+                return 0;
+            }
+            used--;
+        }
+        if (used < 1 || used > TU_TERM_DEPTH) {
+            return 0;
+        }
+    }
+    return terms->count == 0 || used == 1;
+}

@@ -1,0 +1,312 @@
+"""A run of a request chain, as Python sees it: what it is bound to, its operation, and what became of its requests."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import attrs
+import trio
+from outcome import Error, Outcome, Value
+
+from .._native import ffi, lib
+from ._atomics import LIMIT, LIMIT_OVER_TCP
+from ._buffers import Pinned
+from ._chain_errors import (
+    DependencyBoundsError,
+    DependencyFalse,
+    DependencyNotEvaluated,
+    DependencyReferenceError,
+)
+from ._end import ignoring_late_run
+from ._endpoint import Endpoint
+from ._operations import EndpointCore, Operation, live_handles
+from ._pending import RequestCancelled
+from ._remote_memory import Key, RemoteMemory, connect, over_tcp
+from ._status import Status, error_from_status
+
+if TYPE_CHECKING:
+    from ._chain_terms import ChainRequest
+    from ._engine import Engine
+
+
+class Skipped:
+    """What a request ends with that was skipped: the only object of this class is ``ucp.SKIPPED``."""
+
+    def __repr__(self) -> str:
+        return "trio_ucx.ucp.SKIPPED"
+
+
+SKIPPED = Skipped()
+
+
+@attrs.frozen
+class Followed:
+    """What :meth:`RequestChain.follow` ends with: the last node that was read.
+
+    Attributes:
+        data: the node.
+        offset: where it is.
+        steps: how many nodes were read.
+    """
+
+    data: bytes
+    offset: int
+    steps: int
+
+
+class NativeChain:
+    """The handle of a chain, whoever is left to free it."""
+
+    def __init__(self, engine: Engine) -> None:
+        out = ffi.new("tu_chain_t **")
+        if lib.tu_chain_create(engine.handle, out) != Status.OK:
+            raise MemoryError("no memory for a request chain")
+        self.handle: Any = out[0]
+        self._outcomes: weakref.ref[Outcomes] | None = None
+        self._engine = engine
+        self._id = engine.next_id()
+        engine.at_end[self._id] = self.forget
+        live_handles.opened("request chain")
+
+    def forget(self) -> None:
+        """The worker ends, and frees it."""
+        if self.handle is not None:
+            self._keep_outcomes()
+            self.handle = None
+            self._engine.at_end.pop(self._id, None)
+            live_handles.closed("request chain")
+
+    def free(self) -> None:
+        """Nobody wants it any more; UCX perhaps still does."""
+        handle = self.handle
+        self.forget()
+        if handle is not None and self._engine.handle is not None:
+            lib.tu_chain_free(handle)
+            self._engine.settle()
+
+    @property
+    def outcomes(self) -> Outcomes | None:
+        """Those of the last run, if anybody has them."""
+        return None if self._outcomes is None else self._outcomes()
+
+    def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
+        self._keep_outcomes()
+        targets = list(targets)
+        outcomes = Outcomes(requests, lambda request: read_outcome(self.handle, request, targets))
+        self._outcomes = weakref.ref(outcomes)
+        return outcomes
+
+    def _keep_outcomes(self) -> None:
+        outcomes = self.outcomes
+        if outcomes is not None:
+            outcomes.keep()
+
+
+@attrs.define(eq=False)
+class Target:
+    """Where requests of a chain go: an endpoint, or memory that it reaches."""
+
+    engine: Engine
+    index: int
+    thing: Endpoint | RemoteMemory
+    #: Whether they are atomics, which have a connection of their own.
+    atomic: bool
+    core: EndpointCore | None = None
+
+    async def connect(self) -> None:
+        """Waits until the connection is up, or has failed. No checkpoint if it is known to be."""
+        if isinstance(self.thing, Endpoint):
+            self.core = self.thing._core
+            return
+        self.core = self.thing._core
+        if self.core.problem() is not None:
+            return
+        if self.atomic:
+            self.core = self.thing._chain_companion()
+        try:
+            await connect(self.core)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # its requests say so
+
+    def bind(self, native: Any) -> Key | None:
+        """Tells C where they go in the next run; nowhere, if the connection is gone."""
+        core = self.core
+        assert core is not None
+        if core.problem() is not None:
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0)
+            return None
+        if isinstance(self.thing, Endpoint):
+            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0)
+            return None
+        key = self.thing._key("atomics of chains" if self.atomic else "put and get", core)
+        limit = 0 if not self.atomic else LIMIT_OVER_TCP if over_tcp(core) else LIMIT
+        lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit)
+        return key
+
+    def error(self, status: int, doing: str) -> Exception:
+        problem: Exception | None = self.core.problem() if self.core is not None else None
+        return problem or error_from_status(status, doing)
+
+
+class Run(Operation):
+    """A chain that runs: it holds the remote keys, and the chain itself."""
+
+    __slots__ = ("_chain", "_kept", "_keys")
+
+    def __init__(self, chain: Any, keys: list[Key], engine: Engine, id: int) -> None:
+        super().__init__(engine, id, None, "running a request chain")
+        self._chain = chain
+        self._keys = keys
+        self._kept: Sequence[Pinned] = ()
+        for key in keys:
+            key.hold()
+
+    def keep(self, pins: Sequence[Pinned]) -> None:
+        """The chain needs them no more, but UCX may."""
+        self._kept = pins
+
+    def release(self) -> None:
+        super().release()
+        for key in self._keys:
+            key.let_go()
+        for pins in self._kept:
+            pins.release()
+        self._keys, self._kept, self._chain = [], (), None
+
+
+class ChainTimer:
+    """Wakes a worker when a delayed request of a chain may begin."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._fd = lib.tu_timer_create()
+        self._id = engine.next_id()
+        lib.tu_chain_timer(engine.handle, self._fd)
+        engine.at_end[self._id] = self._close
+        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx chain timer (efd {engine.efd})")
+
+    async def _run(self) -> None:
+        engine = self._engine
+        while engine.handle is not None:
+            try:
+                await trio.lowlevel.wait_readable(self._fd)
+            except trio.ClosedResourceError:
+                return
+            lib.tu_timer_set(self._fd, 0, 0)
+            engine.settle()
+
+    def _close(self) -> None:
+        self._engine.at_end.pop(self._id, None)
+        lib.tu_chain_timer(self._engine.handle, -1)
+        with ignoring_late_run():
+            trio.lowlevel.notify_closing(self._fd)
+        os.close(self._fd)
+
+
+# ---- what became of the requests ----
+
+
+def _value(request: ChainRequest, report: Any) -> Any:
+    kind = request.kind
+    if kind == lib.TU_CHAIN_GET:
+        return report.length if request.into else bytes(ffi.buffer(report.result, report.length))
+    if kind == lib.TU_CHAIN_ATOMIC:
+        return int.from_bytes(ffi.buffer(report.result, report.length), "little")
+    if kind == lib.TU_CHAIN_FOLLOW:
+        return Followed(bytes(ffi.buffer(report.result, report.length)), report.place, report.steps)
+    return None
+
+
+_WHY_OUT_OF_BOUNDS = {
+    Status.OUT_OF_RANGE: "there is no choice with the computed index",
+    Status.EXCEEDS_LIMIT: "the computed length is negative, or more than there is room for",
+    Status.INVALID_ADDR: "the computed offset {place}and the length reach beyond the memory",
+    Status.INVALID_PARAM: "the computed address is no multiple of the atomic's size",
+}
+
+
+def _error(request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exception:
+    state, name = report.state, request.name
+    if state == lib.TU_CHAIN_FALSE:
+        tries = f", {report.retries + 1} times" if report.retries else ""
+        return DependencyFalse(f"the condition of {name} was false{tries}")
+    if state == lib.TU_CHAIN_NOT_EVALUATED:
+        return DependencyNotEvaluated(f"{name} was not run: request {report.culprit} failed, was skipped or stopped it")
+    if state == lib.TU_CHAIN_NO_RESULT:
+        return DependencyReferenceError(f"{name} refers to more than the result of request {report.culprit} has")
+    if state == lib.TU_CHAIN_OUT_OF_BOUNDS:
+        return DependencyBoundsError(f"{name}: {_WHY_OUT_OF_BOUNDS[Status(report.status)].format(place='')}")
+    if state == lib.TU_CHAIN_CANCELLED:
+        return RequestCancelled(f"the run was cancelled before {name} was begun")
+    target: Target = targets[report.target]
+    return target.error(report.status, f"running {name}")
+
+
+def read_outcome(native: Any, request: ChainRequest, targets: Sequence[Target]) -> Outcome[Any] | None:
+    if native is None:
+        return None  # it was closed
+    report = ffi.new("tu_chain_report_t *")
+    lib.tu_chain_report(native, request.id, report)
+    if report.state in (lib.TU_CHAIN_WAITING, lib.TU_CHAIN_POSTED):
+        return None
+    if report.state == lib.TU_CHAIN_DONE:
+        return Value(_value(request, report))
+    if report.state == lib.TU_CHAIN_SKIPPED:
+        return Value(SKIPPED)
+    return Error(_error(request, report, targets))
+
+
+class Outcomes(Sequence["Outcome[Any] | None"]):
+    """What became of the requests of a run, by their ids, or by themselves; a sequence.
+
+    Each is an :class:`outcome.Value` or :class:`outcome.Error`; None while the request is in flight, which after a run
+    that was cancelled may be for a while yet.
+
+    Values: of a get its bytes (their number, if it went ``into`` a buffer); of an atomic what was there before,
+    unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``ucp.SKIPPED``.
+    """
+
+    def __init__(self, requests: Sequence[ChainRequest], read: Callable[[ChainRequest], Outcome[Any] | None]) -> None:
+        self._requests = list(requests)
+        self._read = read
+        self._kept: list[Outcome[Any] | None] | None = None
+
+    def keep(self) -> None:
+        """Reads all of it, before it goes."""
+        if self._kept is None:
+            self._kept = [self._read(request) for request in self._requests]
+
+    def _get(self, number: int) -> Outcome[Any] | None:
+        if self._kept is None:
+            return self._read(self._requests[number])
+        kept = self._kept[number]
+        if isinstance(kept, Value):
+            return Value(kept.value)  # an Outcome can be unwrapped once
+        if isinstance(kept, Error):
+            return Error(kept.error)
+        return None
+
+    @overload
+    def __getitem__(self, index: int | ChainRequest) -> Outcome[Any] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Outcome[Any] | None]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._get(number) for number in range(len(self._requests))[index]]
+        if not isinstance(index, int):
+            if index not in self._requests:
+                raise DependencyReferenceError("this request is not of this run")
+            return self._get(index.id)
+        return self._get(range(len(self._requests))[index])
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Outcome[Any] | None]:
+        return (self._get(number) for number in range(len(self._requests)))
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.Outcomes {list(self)!r}>"

@@ -1,0 +1,484 @@
+"""Request chains: programs of remote operations that are decided where completions are handled.
+
+What is made here is a description; ``_native/chain_run.c`` runs it, and ``_chain_run.py`` says what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import lib
+from ._active_messages import MAX_ID
+from ._buffers import Buffer, Pinned
+from ._chain_building import ChainBuilder, Choice, Draft, argument, known_value, payload, release, total_length
+from ._chain_errors import DependencyReferenceError
+from ._chain_run import NativeChain, Outcomes, Run
+from ._chain_terms import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
+from ._context import Feature
+from ._endpoint import Endpoint
+from ._memory import Access
+from ._posting import completed, pending_operation
+from ._remote_memory import RemoteMemory
+from ._tag import check_tag
+from ._util import FULL, check_integer
+
+if TYPE_CHECKING:
+    from ._worker import Worker
+
+MAX_CAPACITY = 2**24
+
+
+@attrs.define(eq=False, repr=False)
+class RequestChain(ChainBuilder):
+    """A program of remote operations, posted at once: see :meth:`Worker.new_chain`.
+
+    Methods add requests, and return a :class:`ChainRequest` to whose result later ones may refer: in a condition
+    (``when``), in arguments that are computed (:class:`Integer`), in their payload. A request begins when those that it
+    refers to, and those in ``after``, are over. Others are not waited for: they may be under way at the same time,
+    unless the chain is ``ordered``. What a put has written is visible at the peer (flushed) before a request begins
+    that waits for it, and when the run ends.
+
+    All requests take:
+
+    * ``when``: a :class:`Condition`. If it is false, nothing is posted.
+    * ``on_false``: what then. ``"error"``: it ends with :exc:`DependencyFalse`. ``"skip"``: with ``ucp.SKIPPED``.
+      ``"stop"``: the same, and no request that was added later runs; those wait for it. A :class:`Retry`.
+    * ``after``: requests to wait for: one, or several; a :class:`ChainRequest`, its id, or a negative number for a
+      distance (-1: the previous one).
+
+    When a request fails, all that depend on it end with :exc:`DependencyNotEvaluated`. So do those that refer to the
+    result of one that was skipped.
+
+    Buffers stay pinned as long as the chain has the request.
+    """
+
+    #: That goes on, or whose requests UCX still has.
+    _run: Run | None = None
+
+    # ---- reading and writing ----
+
+    @enable_ki_protection
+    def get(
+        self,
+        remote: RemoteMemory | Choice,
+        offset: Integer | int = 0,
+        length: Integer | int | None = None,
+        *,
+        into: Buffer | None = None,
+        at_most: int | None = None,
+        **options: Any,
+    ) -> ChainRequest:
+        """Reads remote memory (``ucp_get_nbx``); its result are the bytes.
+
+        Args:
+            remote: where from.
+            offset: where to begin.
+            length: how much; by default as much as ``into`` takes, or all from a constant offset on. If it is computed,
+                say ``at_most`` how much, or ``into``.
+            into: a writable buffer; otherwise the chain has memory for it.
+            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
+
+        Raises:
+            TypeError, ValueError: wrong arguments; beyond the end; not allowed by the memory's :attr:`access`.
+            DependencyReferenceError, NoDependencyResource: see there.
+            trio.ClosedResourceError, trio.BusyResourceError: the chain was closed, or is running.
+        """
+        self._check_access(remote, Access.READ, "read")
+        where = argument(offset, "the offset")
+        pins = None if into is None else Pinned(into, writable=True)
+        try:
+            room = at_most if pins is None else pinned_memory(pins)[1]
+            if length is None and room is None:
+                known = known_value(where)
+                if known is None or not isinstance(remote, RemoteMemory):
+                    raise ValueError("say the length to get, as the offset is not known yet")
+                room = max(0, remote.nbytes - known)
+            wanted = room if length is None else length
+            assert wanted is not None
+            size = argument(wanted, "the length")
+            known = known_value(size)
+            if room is None and known is None:
+                raise ValueError("say at_most how much to get, as the length is not known yet")
+            room = known if room is None else room
+            room = check_integer(room, "at_most", known or 0, UNLIMITED)
+            self._check_bounds(remote, where, size)
+            self._engine.context.require(Feature.RMA, "reading remote memory")
+            terms: dict[str, Any] = {"offset": where, "length": size}
+            return self._add(Draft(lib.TU_CHAIN_GET, "get", remote, size=room, terms=terms, into=pins), **options)
+        except BaseException:
+            if pins is not None:
+                pins.release()
+            raise
+
+    @enable_ki_protection
+    def put(
+        self,
+        remote: RemoteMemory | Choice,
+        data: Any,
+        offset: Integer | int = 0,
+        *,
+        length: Integer | int | None = None,
+        **options: Any,
+    ) -> ChainRequest:
+        """Writes remote memory (``ucp_put_nbx``).
+
+        Args:
+            remote: where to.
+            data: a buffer; bytes of a result (:meth:`ChainRequest.bytes`); an :class:`Integer`, of 8 bytes unless
+                :meth:`Integer.pack` says otherwise; or a tuple of such parts, one behind the other. A buffer by itself
+                is not copied.
+            offset: where to begin.
+            length: how much of it, from the beginning; by default all.
+            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
+
+        Raises: as :meth:`get`.
+        """
+        self._check_access(remote, Access.WRITE, "write")
+        where = argument(offset, "the offset")
+        parts = payload(data)
+        try:
+            size = argument(total_length(parts) if length is None else length, "the length", 0, total_length(parts))
+            self._check_bounds(remote, where, size)
+            self._engine.context.require(Feature.RMA, "writing remote memory")
+            terms: dict[str, Any] = {"offset": where, "length": size}
+            return self._add(Draft(lib.TU_CHAIN_PUT, "put", remote, terms=terms, parts=parts), **options)
+        except BaseException:
+            release(parts)
+            raise
+
+    @enable_ki_protection
+    def follow(
+        self,
+        remote: RemoteMemory | Choice,
+        start: Integer | int,
+        *,
+        next_offset: int | Callable[[ChainRequest], Integer],
+        until: Callable[[ChainRequest], Condition] | None = None,
+        limit: int,
+        length: int | None = None,
+        end: int | None = 0,
+        **options: Any,
+    ) -> ChainRequest:
+        """Walks a linked structure in remote memory; its result is the node at which the walk ended.
+
+        Args:
+            remote: the memory that has the nodes.
+            start: the offset of the first.
+            next_offset: where in a node the offset of the next one is, an unsigned integer of 8 bytes; or a function
+                that makes it of a node, as ``lambda node: node.u32(4) * 64``.
+            until: a function that makes the condition of a node at which the walk ends, as
+                ``lambda node: node.u64(0) == key``; without, it ends where the structure ends.
+            limit: how many nodes are read at most.
+            length: bytes of a node; by default as many as ``next_offset`` and ``until`` look at.
+            end: the offset of the next node that says that there is none; None: there is no such.
+            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`. A walk that ends without ``until``
+                having been true does what ``on_false`` says.
+
+        Raises: as :meth:`get`.
+        """
+        self._check_access(remote, Access.READ, "read")
+        where = argument(start, "the start")
+        name = "follow"
+        node = self._request(lib.TU_CHAIN_FOLLOW, name, UNLIMITED)
+        self._draft_id = node.id
+        try:
+            following = next_offset(node) if callable(next_offset) else node.u64(next_offset)
+            if not isinstance(following, Integer):
+                raise TypeError(f"next_offset must make an Integer of a node, not {type(following).__name__}")
+            found = None if until is None else until(node)
+            if not (found is None or isinstance(found, Condition)):
+                raise TypeError(f"until must make a Condition of a node, not {type(found).__name__}")
+            node.size = check_integer(node.referred if length is None else length, "the length", 1, UNLIMITED)
+            if node.referred > node.size:
+                raise DependencyReferenceError(
+                    f"next_offset and until look at {node.referred} bytes of a node of {node.size}"
+                )
+            self._check_bounds(remote, where, as_integer(node.size))
+            self._engine.context.require(Feature.RMA, "reading remote memory")
+            fields = {"limit": check_integer(limit, "the limit", 1, UNLIMITED), "has_end": int(end is not None)}
+            fields["end"] = 0 if end is None else check_integer(end, "the end", 0, FULL)
+            terms: dict[str, Any] = {"offset": where, "next": following, "until": found}
+            draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size, fields=fields, terms=terms)
+            return self._add(draft, request=node, **options)
+        finally:
+            self._draft_id = None
+
+    @enable_ki_protection
+    def check(self, when: Condition, **options: Any) -> ChainRequest:
+        """Evaluates a condition, and does nothing else: for others to depend on. ``on_false`` and ``after`` as ever."""
+        return self._add(Draft(lib.TU_CHAIN_CHECK, "check"), when=when, **options)
+
+    # ---- atomics ----
+
+    @enable_ki_protection
+    def fetch_add(
+        self,
+        remote: RemoteMemory | Choice,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Adds to an integer (``ucp_atomic_op_nbx``); its result is what was there before.
+
+        Args:
+            remote: where it is; see :class:`RemoteMemory` about atomics.
+            value: what to add, of which the lowest ``bits`` are taken.
+            offset: where the integer is, a multiple of its size.
+            bits: 64 or 32.
+            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
+
+        Raises: as :meth:`get`.
+        """
+        return self._atomic("fetch_add", lib.TU_ATOMIC_ADD, remote, value, None, offset, bits, options)
+
+    add = fetch_add  # an atomic that fetches is known to have happened without a flush
+
+    @enable_ki_protection
+    def fetch_and(
+        self,
+        remote: RemoteMemory | Choice,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Bitwise and, as :meth:`fetch_add`."""
+        return self._atomic("fetch_and", lib.TU_ATOMIC_AND, remote, value, None, offset, bits, options)
+
+    @enable_ki_protection
+    def fetch_or(
+        self,
+        remote: RemoteMemory | Choice,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Bitwise or, as :meth:`fetch_add`."""
+        return self._atomic("fetch_or", lib.TU_ATOMIC_OR, remote, value, None, offset, bits, options)
+
+    @enable_ki_protection
+    def fetch_xor(
+        self,
+        remote: RemoteMemory | Choice,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Bitwise exclusive or, as :meth:`fetch_add`."""
+        return self._atomic("fetch_xor", lib.TU_ATOMIC_XOR, remote, value, None, offset, bits, options)
+
+    @enable_ki_protection
+    def swap(
+        self,
+        remote: RemoteMemory | Choice,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Stores ``value``, as :meth:`fetch_add`."""
+        return self._atomic("swap", lib.TU_ATOMIC_SWAP, remote, value, None, offset, bits, options)
+
+    @enable_ki_protection
+    def compare_swap(
+        self,
+        remote: RemoteMemory | Choice,
+        expected: Integer | int,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Any,
+    ) -> ChainRequest:
+        """Stores ``value`` if ``expected`` is there; its result is what was there before. As :meth:`fetch_add`."""
+        return self._atomic("compare_swap", lib.TU_ATOMIC_COMPARE_SWAP, remote, expected, value, offset, bits, options)
+
+    def _atomic(
+        self,
+        name: str,
+        code: int,
+        remote: Any,
+        operand: Any,
+        swapped: Any,
+        offset: Any,
+        bits: int,
+        options: dict[str, Any],
+    ) -> ChainRequest:
+        if type(bits) is not int or bits not in (32, 64):
+            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
+        self._check_access(remote, Access.ATOMIC, "use atomics on")
+        low, high = -(2 ** (bits - 1)), 2**bits - 1
+        where = argument(offset, "the offset")
+        terms: dict[str, Any] = {"offset": where, "operand": argument(operand, "the value", low, high)}
+        if swapped is not None:
+            terms["swapped"] = argument(swapped, "the value", low, high)
+        self._check_bounds(remote, where, as_integer(bits // 8))
+        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
+        return self._add(draft, **options)
+
+    # ---- messages ----
+
+    @enable_ki_protection
+    def tag_send(self, endpoint: Endpoint | Choice, data: Any, tag: int, **options: Any) -> ChainRequest:
+        """Sends a tag message (``ucp_tag_send_nbx``); ``data`` and ``**options`` as in :meth:`put`."""
+        self._engine.context.require(Feature.TAG, "sending tag messages")
+        return self._send(
+            Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)}), data, options
+        )
+
+    @enable_ki_protection
+    def am_send(
+        self,
+        endpoint: Endpoint | Choice,
+        id: int,
+        data: Any = b"",
+        header: Buffer = b"",
+        *,
+        reply: bool = False,
+        **options: Any,
+    ) -> ChainRequest:
+        """Sends an active message (``ucp_am_send_nbx``): see :meth:`Endpoint.am_send`.
+
+        ``data`` and ``**options`` as in :meth:`put`. The header is copied.
+        """
+        self._engine.context.require(Feature.AM, "sending active messages")
+        fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(reply)}
+        with memoryview(header) as view:
+            copied = bytes(view)
+        if len(copied) > self._engine.max_am_header:
+            raise ValueError(
+                f"a header of {len(copied)} bytes is too long: this worker's limit is {self._engine.max_am_header}"
+            )
+        draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint, fields=fields, header=copied)
+        return self._send(draft, data, options)
+
+    def _send(self, draft: Draft, data: Any, options: dict[str, Any]) -> ChainRequest:
+        draft.parts = payload(data)
+        try:
+            return self._add(draft, **options)
+        except BaseException:
+            release(draft.parts)
+            raise
+
+    # ---- running ----
+
+    @enable_ki_protection
+    async def run(self) -> Outcomes:
+        """Posts the requests, as soon as what they depend on allows; returns what became of all of them.
+
+        That some failed raises nothing: see :class:`Outcomes`. A chain can be run again. Python is not needed between
+        the first request and the last, but to wake the worker where it sleeps.
+
+        Cancellation: nothing more is posted; what UCX has already goes on, and is left over. :attr:`outcomes` says what
+        became of each.
+
+        Raises:
+            ValueError: remote memory that it refers to was closed.
+            trio.BusyResourceError: it is running, or a run that was cancelled is not over.
+            trio.ClosedResourceError, trio.BrokenResourceError: it was closed; the worker was closed, or broke.
+        """
+        self._check()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        for target in self._targets.values():
+            await target.connect()
+        self._check()
+        for target in self._targets.values():
+            if isinstance(target.thing, RemoteMemory) and target.thing._closed:
+                raise ValueError("remote memory that this request chain refers to was closed")
+        keys = [key for target in self._targets.values() if (key := target.bind(self._native.handle)) is not None]
+        outcomes = self._native.new_outcomes(self._requests, self._targets.values())
+        for target in self._targets.values():
+            assert target.core is not None
+            target.core.unflushed = True
+        verdict = lib.tu_chain_run(self._native.handle)
+        operation = pending_operation(
+            self._engine,
+            verdict,
+            None,
+            "running a request chain",
+            kind=lambda engine, id, pins, doing, core: self._begun(Run(self, keys, engine, id)),
+        )
+        await completed(operation, self._engine)
+        return outcomes
+
+    def _begun(self, run: Run) -> Run:
+        self._run = run
+        return run
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What became of the requests in the last run; None of each that is in flight, or if there was no run."""
+        return self._native.outcomes or self._native.new_outcomes(self._requests, self._targets.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the chain takes in C, results included."""
+        self._check()
+        return int(lib.tu_chain_memory(self._native.handle))
+
+    # ---- the end ----
+
+    @enable_ki_protection
+    def clear(self) -> None:
+        """Removes all requests, so that others can be added. Whatever refers to one of them is refused from now on.
+
+        Raises:
+            trio.BusyResourceError: it is running, or a run that was cancelled is not over.
+        """
+        self._check()
+        self._end()
+        self._native = NativeChain(self._engine)
+        self._generation += 1
+        self._terms, self._barrier = 0, None
+        self._requests, self._targets = [], {}
+
+    @enable_ki_protection
+    def close(self) -> None:
+        """Frees what it takes. A run that goes on is cancelled: nothing more is posted. Closed already: no effect."""
+        if self._native.handle is not None:
+            self._end()
+
+    def _end(self) -> None:
+        pins, self._pins = self._pins, []
+        if (self._run is not None and self._run.outcome is None) or lib.tu_chain_busy(self._native.handle):
+            assert self._run is not None
+            self._run.keep(pins)
+        else:
+            release(pins)
+        self._native.free()
+
+    def __del__(self) -> None:
+        if self._native.handle is not None and self._engine.usable:
+            self._engine.call_soon(partial(_free, self._native, self._pins))
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"
+
+
+def _free(native: NativeChain, pins: list[Pinned]) -> None:
+    native.free()
+    release(pins)
+
+
+def new_chain(worker: Worker, capacity: int, ordered: bool) -> RequestChain:
+    """:meth:`Worker.new_chain`."""
+    engine = worker._engine
+    engine.check()
+    capacity = check_integer(capacity, "the capacity", 1, MAX_CAPACITY)
+    chain: RequestChain = RequestChain._create(engine, NativeChain(engine), capacity, bool(ordered))
+    return chain
