@@ -540,9 +540,10 @@ async def test_bad_arguments(ground: Ground) -> None:
         (ValueError, lambda: chain.follow(remote, 0, next_offset=0, limit=0)),
         (ValueError, lambda: word.u64() << 129),
     ]
-    for expected, call in wrong:
+    for number, (expected, call) in enumerate(wrong):
         with pytest.raises(expected):
             call()
+            pytest.fail(f"number {number} was taken")
     assert len(chain) == 1
     assert [value_of(outcome) for outcome in await chain.run()] == [bytes(8)]
 

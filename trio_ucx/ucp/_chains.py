@@ -368,6 +368,9 @@ class RequestChain(ChainBuilder):
         return self._send(draft, data, options)
 
     def _send(self, draft: Draft, data: Any, options: dict[str, Any]) -> ChainRequest:
+        for endpoint in draft.to.options if isinstance(draft.to, Choice) else (draft.to,):
+            if not isinstance(endpoint, Endpoint):
+                raise TypeError(f"messages go to an Endpoint or a Choice of some, not to a {type(endpoint).__name__}")
         draft.parts = payload(data)
         try:
             return self._add(draft, **options)
