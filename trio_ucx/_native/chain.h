@@ -37,6 +37,7 @@ typedef struct tu_node {
     uint64_t next_place;
     uint64_t steps;
     uint64_t retries;          /* made */
+    uint32_t then;             /* 1 + who is run again behind it; 0: nobody */
     uint64_t not_before;       /* when a delayed one may begin; 0: at once */
     uint32_t target;
     int continuing;            /* a node of a list was read, and the next one is to be */

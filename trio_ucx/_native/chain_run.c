@@ -102,6 +102,13 @@ static void landed(tu_node_t *node, ucs_status_t status)
 
 /* ---- the end of a request ---- */
 
+static void waits_less(tu_node_t *node)
+{
+    if (--node->waiting == 0) {
+        set_ready(node);
+    }
+}
+
 static void conclude(tu_node_t *node, int state)
 {
     tu_chain_t *chain = node->chain;
@@ -120,8 +127,14 @@ static void conclude(tu_node_t *node, int state)
             other->spoiled = 1;
             other->culprit = node->index;
         }
-        if (--other->waiting == 0) {
-            set_ready(other);
+        waits_less(other);
+    }
+    if (node->then != 0) {
+        tu_node_t *other = chain->nodes[node->then - 1];
+
+        node->then = 0;
+        if (other->state == TU_CHAIN_WAITING) {
+            waits_less(other);
         }
     }
 }
@@ -147,8 +160,8 @@ static void begin_again(tu_node_t *node)
     node->continuing = 0;
 }
 
-/* Runs a request again whose condition was false, and before it what it says. All of that is over, and of those that
- * wait for it the ones that have not begun wait anew. */
+/* Runs a request again whose condition was false, and before it what it says, one after the other. All of that is over,
+ * and of those that wait for it the ones that have not begun wait anew. */
 static void retry(tu_node_t *node)
 {
     tu_chain_t *chain                = node->chain;
@@ -159,7 +172,12 @@ static void retry(tu_node_t *node)
     begin_again(node);
     for (i = 0; i < request->again_count; i++) {
         begin_again(chain->nodes[request->again[i]]);
+        chain->nodes[request->again[i]]->retries = 0;
         chain->unfinished++;
+    }
+    for (i = 1; i < request->again_count; i++) {
+        chain->nodes[request->again[i - 1]]->then = request->again[i] + 1;
+        chain->nodes[request->again[i]]->waiting++;
     }
     for (i = 0; i < request->again_count; i++) {
         tu_node_t *before = chain->nodes[request->again[i]];
@@ -897,6 +915,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
         node->retries    = 0;
         node->steps      = 0;
         node->not_before = 0;
+        node->then       = 0;
         node->flushing   = 0;
         node->length     = 0;
         node->waiting    = node->waits_for;

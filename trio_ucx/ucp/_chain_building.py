@@ -44,8 +44,8 @@ class Retry:
 
     Attributes:
         times: how often, at most.
-        again: the requests to run again before: those whose results the condition looks at. Others that depend on them
-            and were added before see the first results, those added later the last.
+        again: the requests to run again before, one after the other: those whose results the condition looks at. Others
+            that depend on them and have not begun wait for that.
         delay: seconds before each.
         then: ``"error"``, ``"skip"`` or ``"stop"``: what happens when it is still false.
     """
@@ -126,8 +126,10 @@ def release(parts: Iterable[Piece | Pinned]) -> None:
             part.release()
 
 
-def total_length(parts: Iterable[Piece | Pinned]) -> int:
-    return sum(part.length if isinstance(part, Piece) else part.size for part in parts)
+def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -> Integer:
+    """How much of a payload is sent."""
+    whole = sum(part.length if isinstance(part, Piece) else part.size for part in parts)
+    return argument(whole if length is None else length, "the length", 0, whole)
 
 
 class _Native:

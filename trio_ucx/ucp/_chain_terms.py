@@ -149,12 +149,11 @@ class Integer(Expression):
     def __rshift__(self, other: Integer | int) -> Integer:
         return self._with(_shift(other), lib.TU_TERM_RIGHT_UNSIGNED if self.wide else lib.TU_TERM_RIGHT)
 
-    def _compared(self, other: Integer | int, signed: int, unsigned: int, *, reverse: bool = False) -> Condition:
+    def _compared(self, other: Integer | int, signed: int, unsigned: int) -> Condition:
         right = as_integer(other)
         code = unsigned if self.wide or right.wide else signed
-        left, right = (right, self) if reverse else (self, right)
-        terms = (*left.terms, *right.terms, (code, 0, 0, 0, 0))
-        return Condition(terms, left.requests | right.requests, left.pins + right.pins)
+        terms = (*self.terms, *right.terms, (code, 0, 0, 0, 0))
+        return Condition(terms, self.requests | right.requests, self.pins + right.pins)
 
     def __eq__(self, other: object) -> Condition:  # type: ignore[override]
         return self._compared(_comparable(other), lib.TU_TERM_EQUAL, lib.TU_TERM_EQUAL)
@@ -169,10 +168,10 @@ class Integer(Expression):
         return self._compared(other, lib.TU_TERM_LESS_EQUAL, lib.TU_TERM_LESS_EQUAL_UNSIGNED)
 
     def __gt__(self, other: Integer | int) -> Condition:
-        return self._compared(other, lib.TU_TERM_LESS, lib.TU_TERM_LESS_UNSIGNED, reverse=True)
+        return ~(self <= other)
 
     def __ge__(self, other: Integer | int) -> Condition:
-        return self._compared(other, lib.TU_TERM_LESS_EQUAL, lib.TU_TERM_LESS_EQUAL_UNSIGNED, reverse=True)
+        return ~(self < other)
 
     __hash__ = object.__hash__
 

@@ -16,7 +16,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import lib
 from ._active_messages import MAX_ID
 from ._buffers import Buffer, Pinned
-from ._chain_building import ChainBuilder, Choice, Draft, argument, known_value, payload, release, total_length
+from ._chain_building import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
 from ._chain_errors import DependencyReferenceError
 from ._chain_run import NativeChain, Outcomes, Run
 from ._chain_terms import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
@@ -143,7 +143,7 @@ class RequestChain(ChainBuilder):
         where = argument(offset, "the offset")
         parts = payload(data)
         try:
-            size = argument(total_length(parts) if length is None else length, "the length", 0, total_length(parts))
+            size = sent_length(length, parts)
             self._check_bounds(remote, where, size)
             self._engine.context.require(Feature.RMA, "writing remote memory")
             terms: dict[str, Any] = {"offset": where, "length": size}
@@ -334,12 +334,19 @@ class RequestChain(ChainBuilder):
     # ---- messages ----
 
     @enable_ki_protection
-    def tag_send(self, endpoint: Endpoint | Choice, data: Any, tag: int, **options: Any) -> ChainRequest:
-        """Sends a tag message (``ucp_tag_send_nbx``); ``data`` and ``**options`` as in :meth:`put`."""
+    def tag_send(
+        self,
+        endpoint: Endpoint | Choice,
+        data: Any,
+        tag: int,
+        *,
+        length: Integer | int | None = None,
+        **options: Any,
+    ) -> ChainRequest:
+        """Sends a tag message (``ucp_tag_send_nbx``); ``data``, ``length`` and ``**options`` as in :meth:`put`."""
         self._engine.context.require(Feature.TAG, "sending tag messages")
-        return self._send(
-            Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)}), data, options
-        )
+        draft = Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)})
+        return self._send(draft, data, length, options)
 
     @enable_ki_protection
     def am_send(
@@ -350,11 +357,12 @@ class RequestChain(ChainBuilder):
         header: Buffer = b"",
         *,
         reply: bool = False,
+        length: Integer | int | None = None,
         **options: Any,
     ) -> ChainRequest:
         """Sends an active message (``ucp_am_send_nbx``): see :meth:`Endpoint.am_send`.
 
-        ``data`` and ``**options`` as in :meth:`put`. The header is copied.
+        ``data``, ``length`` and ``**options`` as in :meth:`put`. The header is copied.
         """
         self._engine.context.require(Feature.AM, "sending active messages")
         fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(reply)}
@@ -365,14 +373,15 @@ class RequestChain(ChainBuilder):
                 f"a header of {len(copied)} bytes is too long: this worker's limit is {self._engine.max_am_header}"
             )
         draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint, fields=fields, header=copied)
-        return self._send(draft, data, options)
+        return self._send(draft, data, length, options)
 
-    def _send(self, draft: Draft, data: Any, options: dict[str, Any]) -> ChainRequest:
+    def _send(self, draft: Draft, data: Any, length: Any, options: dict[str, Any]) -> ChainRequest:
         for endpoint in draft.to.options if isinstance(draft.to, Choice) else (draft.to,):
             if not isinstance(endpoint, Endpoint):
                 raise TypeError(f"messages go to an Endpoint or a Choice of some, not to a {type(endpoint).__name__}")
         draft.parts = payload(data)
         try:
+            draft.terms["length"] = sent_length(length, draft.parts)
             return self._add(draft, **options)
         except BaseException:
             release(draft.parts)
