@@ -315,6 +315,40 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
 
 @role
+async def chain_locking(worker_address: str, descriptor: str, me: int, sections: int, runs: int) -> None:
+    """When told to, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0.
+
+    Offset 16 has whom the lock belongs to, as its holders see it. Says how often the lock was found taken.
+    """
+    async with ucp.open_worker(features=REMOTE) as worker:
+        async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
+            with endpoint.attach(bytes.fromhex(descriptor)) as memory:
+                chain = worker.new_chain(capacity=6 * sections)
+                released: list[ucp.ChainRequest] = []
+                counters = []
+                for _ in range(sections):
+                    lock = chain.compare_swap(memory, 0, me, after=released)
+                    held = chain.check(lock.u64() == 0, on_false=ucp.Retry(10**9, again=lock))
+                    counters.append(chain.get(memory, 8, 8, after=held))
+                    mine = chain.put(memory, (counters[-1].u64() + 1, me.to_bytes(8, "little")), 8)
+                    seen = chain.get(memory, 8, 16, after=mine)
+                    right = (seen.u64(0) == counters[-1].u64() + 1) & (seen.u64(8) == me)
+                    released = [chain.put(memory, bytes(8), 0, when=right)]
+                say("ready")
+                await ask()
+                found: list[int] = []
+                for _ in range(runs):
+                    outcomes = await chain.run()
+                    for outcome in outcomes:
+                        assert outcome is not None
+                        outcome.unwrap()
+                    found += [int.from_bytes(outcomes[one].unwrap(), "little") for one in counters]
+                assert sorted(set(found)) == found, "the counter went back, or did not move"
+                say(len(found))
+                await until_told()
+
+
+@role
 async def counting(worker_address: str, descriptor: str, count: int, how: str) -> None:
     """When told to, adds 1 at offset 0 so many times; says the sum of what was there before, with ``fetch``."""
     async with ucp.open_worker(features=REMOTE) as worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator as o
 import random
 from typing import Any
 
@@ -27,6 +28,10 @@ TAG = 9
 Expression = tuple[Any, ...]
 ARITHMETIC = ("+", "-", "*", "&", "|", "^", "<<", ">>")
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+OPERATORS: dict[str, Any] = {
+    **dict(zip(ARITHMETIC, (o.add, o.sub, o.mul, o.and_, o.or_, o.xor, o.lshift, o.rshift), strict=True)),
+    **dict(zip(COMPARISONS, (o.eq, o.ne, o.lt, o.le, o.gt, o.ge), strict=True)),
+}
 
 
 class NotEvaluated(Exception):
@@ -458,8 +463,7 @@ class Builder:
             _, number, offset, width, signed, big = expression
             load = getattr(self.request(number, node), f"{'i' if signed else 'u'}{8 * width}")
             return load(offset, big=big) if width > 1 else load(offset)
-        left, right = self.expression(expression[1], node), self.integer(expression[2], node)
-        return eval(f"left {kind} right")
+        return OPERATORS[kind](self.expression(expression[1], node), self.integer(expression[2], node))
 
     def expression(self, expression: Expression, node: Any = None) -> ucp.Integer:
         """The same, but a constant is one of the chain's, too."""
@@ -479,7 +483,7 @@ class Builder:
         left, right = self.expression(expression[1], node), self.integer(expression[2], node)
         if kind in ("any", "all"):
             return getattr(left, f"{kind}_bits")(right)
-        return eval(f"left {kind} right")
+        return OPERATORS[kind](left, right)
 
     def part(self, part: Any) -> Any:
         if isinstance(part, bytes):

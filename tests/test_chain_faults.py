@@ -1,0 +1,319 @@
+"""Request chains: what becomes of them when they are cancelled, closed, or lose their peer; and three worked cases."""
+
+from __future__ import annotations
+
+import signal
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from helpers import open_peer
+from outcome import Error, Value
+from peers import REMOTE
+from remote import SOON, open_owner, open_two, open_way, released
+from test_chains import Ground, error_of, open_ground, value_of
+
+from trio_ucx import ucp
+from trio_ucx.testing import live_handles
+
+
+@pytest.fixture(params=["tcp", "tcp,sm,self"])
+async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
+    async with open_ground(request.param) as ground:
+        yield ground
+
+
+def spinning(ground: Ground, chain: ucp.RequestChain, **options: Any) -> ucp.ChainRequest:
+    """A request that is tried until the word at offset 0 is 1."""
+    word = chain.get(ground.remote, 0, 8)
+    return chain.check(word.u64() == 1, on_false=ucp.Retry(10**9, again=word, **options))
+
+
+# ---- the worked cases ----
+
+
+@pytest.mark.parametrize("magic", [0x12345678, 0x12345679])
+async def test_conditional_write(ground: Ground, magic: int) -> None:
+    before = bytes(range(256)) * 4
+    ground.write(before)
+    ground.write(struct.pack("<I", magic), 1020)
+    chain = ground.worker.new_chain(capacity=2)
+    head = chain.get(ground.remote, offset=0, length=1024)
+    written = chain.put(ground.remote, b"new content", offset=64, when=head.u32(1020) == 0x12345678)
+    outcomes = await chain.run()
+    if magic == 0x12345678:
+        assert value_of(outcomes[written]) is None
+        assert ground.read(64, 11) == b"new content"
+    else:
+        assert isinstance(error_of(outcomes[written]), ucp.DependencyFalse)
+        assert ground.read(0, 1020) == before[:1020]
+
+
+async def test_address_from_an_atomic(transports: str) -> None:
+    """100 MB, whose place is what a counter has."""
+    size = 100_000_000
+    data = bytes(range(256)) * (size // 256)
+    async with open_owner(transports, "worker", size + 4096) as (peer, endpoint, memory):
+        chain = endpoint.worker.new_chain(capacity=2)
+        with trio.fail_after(60):
+            await memory.put(struct.pack("<Q", 5), 0)
+            await memory.flush()
+            place = chain.fetch_add(memory, 1, 0)
+            chain.put(memory, data, offset=place.u64() * 64 + 1024)
+            assert [value_of(outcome) for outcome in await chain.run()] == [5, None]
+            assert await memory.get(5 * 64 + 1024, size) == data
+            assert await memory.get(5 * 64 + 1023, 1) == b"\0"
+            assert await memory.get(5 * 64 + 1024 + size, 1) == b"\0"
+            assert int.from_bytes(await memory.get(0, 8), "little") == 6
+
+
+@pytest.mark.parametrize(("transports", "sections"), [("tcp", 50), ("tcp,sm,self", 500)])
+async def test_lock(transports: str, sections: int) -> None:
+    """Held by one of 4 processes at a time, 100,000 times in all over shared memory, 10,000 over TCP."""
+    runs = 50
+    async with AsyncExitStack() as stack:
+        owner = await stack.enter_async_context(open_peer("owner", 64, transports=transports))
+        said = await owner.hear()
+        clients = []
+        for number in range(1, 5):
+            arguments = said["worker"], said["descriptor"], number, sections, runs
+            clients.append(await stack.enter_async_context(open_peer("chain_locking", *arguments, transports=transports)))
+        for client in clients:
+            assert await client.hear() == "ready"
+        for client in clients:
+            await client.tell(["go"])
+        with trio.fail_after(120):
+            for client in clients:
+                assert await client.hear() == sections * runs
+        await owner.tell(["word", 8])
+        assert await owner.hear() == 4 * sections * runs
+        await owner.tell(["word", 0])
+        assert await owner.hear() == 0
+
+
+# ---- cancellation ----
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001, 1e6])
+async def test_cancelled(ground: Ground, delay: float) -> None:
+    chain = ground.worker.new_chain()
+    first = chain.put(ground.remote, b"first", 100)
+    gate = spinning(ground, chain, delay=delay)
+    never = chain.put(ground.remote, b"never", 200, after=gate)
+    other = chain.get(ground.remote, 8, 8)
+    with trio.fail_after(SOON):
+        with trio.move_on_after(0.05) as scope:
+            await chain.run()
+        assert scope.cancelled_caught
+    await released(ground.worker)
+    outcomes = chain.outcomes
+    assert value_of(outcomes[first]) is None
+    assert value_of(outcomes[other]) == bytes(8)
+    for request in (gate, never):
+        assert isinstance(error_of(outcomes[request]), ucp.RequestCancelled)
+    requests = ground.worker.statistics()
+    await trio.sleep(0.01)
+    assert ground.read(200, 5) == bytes(5)
+    assert ground.worker.statistics().completed_operations == requests.completed_operations
+    ground.write(b"\1")
+    with trio.fail_after(SOON):
+        outcomes = await chain.run()  # and it can be run again
+    assert all(isinstance(outcome, Value) for outcome in outcomes)
+    assert ground.read(200, 5) == b"never"
+
+
+async def test_others_run_while_a_chain_spins(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    spinning(ground, chain)
+    turns = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(chain.run)
+        with trio.fail_after(SOON):
+            begin = trio.current_time()
+            while trio.current_time() < begin + 0.2:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+        ground.write(b"\1")
+    assert turns > 20
+
+
+async def test_cancelled_before_it_begins(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    chain.put(ground.remote, b"never", 200)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await chain.run()
+    assert scope.cancelled_caught
+    assert ground.read(200, 5) == bytes(5)
+    assert list(chain.outcomes) == [None]
+
+
+async def test_busy(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    spinning(ground, chain)
+    refused: list[Callable[[], Any]] = [lambda: chain.get(ground.remote), chain.clear]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(chain.run)
+        await trio.sleep(0.01)
+        for function in refused:
+            with pytest.raises(trio.BusyResourceError):
+                function()
+        with pytest.raises(trio.BusyResourceError):
+            await chain.run()
+        ground.write(b"\1")
+    assert len(chain) == 2
+
+
+# ---- what goes away ----
+
+
+async def test_closed_while_it_runs(ground: Ground) -> None:
+    buffer = bytearray(8)
+    chain = ground.worker.new_chain()
+    spinning(ground, chain)
+    chain.get(ground.remote, into=buffer)
+    outcomes: list[ucp.Outcomes] = []
+
+    async def run() -> None:
+        outcomes.append(await chain.run())
+
+    with trio.fail_after(SOON):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await trio.sleep(0.01)
+            chain.close()
+        assert len(outcomes) == 1
+        await released(ground.worker)
+    buffer.append(1)
+    with pytest.raises(trio.ClosedResourceError):
+        await chain.run()
+    assert live_handles().get("request chain") is None
+
+
+async def test_forgotten_chains_are_freed(ground: Ground) -> None:
+    import gc
+
+    buffer = bytearray(8)
+    for _ in range(10):
+        chain = ground.worker.new_chain()
+        chain.get(ground.remote, into=buffer)
+        await chain.run()
+    assert live_handles()["request chain"] >= 1
+    del chain
+    gc.collect()
+    await trio.testing.wait_all_tasks_blocked()
+    assert live_handles().get("request chain") is None
+    buffer.append(1)
+
+
+@pytest.mark.parametrize("what", ["worker", "endpoint", "memory"])
+async def test_closed_under_a_run(transports: str, what: str) -> None:
+    with trio.fail_after(30):
+        async with open_two(transports) as (worker, owner), open_way("worker", worker, owner) as endpoint:
+            with owner.context.allocate(64) as memory, endpoint.attach(memory.descriptor) as remote:
+                memory.memoryview[:] = bytes(64)
+                ground = Ground(worker, owner, endpoint, memory, remote)
+                chain = worker.new_chain()
+                atomic = chain.fetch_add(remote, 1, 8)
+                gate = spinning(ground, chain)
+                ended: list[Any] = []
+
+                async def run() -> None:
+                    try:
+                        ended.append(await chain.run())
+                    except Exception as error:
+                        ended.append(error)
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(run)
+                    await trio.sleep(0.02)
+                    if what == "worker":
+                        worker._engine.close_now()
+                    elif what == "endpoint":
+                        endpoint.abort()
+                    else:
+                        remote.close()  # waits for the run
+                        await trio.sleep(0.02)
+                        assert not ended
+                        memory.memoryview[0] = 1
+                if what == "worker":
+                    assert isinstance(ended[0], trio.ClosedResourceError)
+                    continue_ = False
+                elif what == "endpoint":
+                    assert value_of(ended[0][atomic]) == 0
+                    assert isinstance(error_of(ended[0][gate]), (ucp.DependencyNotEvaluated, trio.ClosedResourceError))
+                    continue_ = True
+                else:
+                    assert value_of(ended[0][gate]) is None
+                    continue_ = True
+                if continue_:
+                    if what == "memory":
+                        with pytest.raises(ValueError, match="closed"):
+                            await chain.run()
+                    else:
+                        outcomes = await chain.run()
+                        assert all(isinstance(outcome, Error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("doing", ["get", "atomic", "both"])
+async def test_killed_peer(transports: str, doing: str) -> None:
+    async with open_owner(transports, "worker", 4096) as (peer, endpoint, memory):
+        chain = endpoint.worker.new_chain()
+        last = []
+        if doing != "atomic":
+            word = chain.get(memory, 0, 8)
+            last.append(chain.check(word.u64() == 1, on_false=ucp.Retry(10**9, again=word)))
+        if doing != "get":
+            word = chain.fetch_add(memory, 1, 8)
+            last.append(chain.check(word.u64() > 2**62, on_false=ucp.Retry(10**9, again=word)))
+        outcomes: list[ucp.Outcomes] = []
+
+        async def run() -> None:
+            outcomes.append(await chain.run())
+
+        with trio.fail_after(SOON + 5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run)
+                await trio.sleep(0.05)
+                peer.signal(signal.SIGKILL)
+        for request in last:
+            error = error_of(outcomes[0][request])
+            assert isinstance(error, (ucp.DependencyNotEvaluated, trio.BrokenResourceError))
+        assert any(isinstance(o, Error) and isinstance(o.error, trio.BrokenResourceError) for o in outcomes[0])
+        chain.close()
+
+
+async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}, features=REMOTE))
+        memories, peers = [], []
+        for _ in range(2):
+            peer = await stack.enter_async_context(open_peer("owner", 64, transports=transports))
+            said = await peer.hear()
+            endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(said["worker"])))
+            stack.callback(endpoint.abort)
+            memories.append(stack.enter_context(endpoint.attach(bytes.fromhex(said["descriptor"]))))
+            peers.append(peer)
+        chain = worker.new_chain()
+        dying = chain.fetch_add(memories[0], 1)
+        gate = chain.check(dying.u64() > 2**62, on_false=ucp.Retry(10**9, again=dying))
+        fine = chain.fetch_add(memories[1], 1)
+        enough = chain.check(fine.u64() >= 20, on_false=ucp.Retry(10**9, again=fine, delay=0.005))
+        outcomes: list[ucp.Outcomes] = []
+
+        async def run() -> None:
+            outcomes.append(await chain.run())
+
+        with trio.fail_after(SOON + 5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run)
+                await trio.sleep(0.03)
+                peers[0].signal(signal.SIGKILL)
+        assert isinstance(outcomes[0][gate], Error)
+        assert value_of(outcomes[0][fine]) == 20
+        assert value_of(outcomes[0][enough]) is None
+        chain.close()
