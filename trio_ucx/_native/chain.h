@@ -55,6 +55,7 @@ typedef struct tu_target {
     tu_rkey_t *rkey;
     uint64_t address;
     uint64_t length;
+    const char *local;         /* the memory itself, where loads reach it; else NULL */
     unsigned atomics;          /* so many of its endpoint's may be under way */
     int written;               /* by puts that no flush has followed */
     int flushing;
