@@ -86,7 +86,7 @@ struct tu_chain {
     tu_node_t *landed;         /* UCX is done with them */
     tu_node_t **landed_last;
     uint64_t *ready;           /* bits: what may begin */
-    uint32_t first;            /* none before it is ready */
+    uint32_t cursor;           /* behind the request that was begun last: the search goes on there */
     uint32_t unfinished;
     uint32_t in_flight;        /* requests and flushes that UCX has */
     uint32_t lost;             /* more, of which UCX may never say anything */

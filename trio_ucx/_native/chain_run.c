@@ -4,7 +4,7 @@
  * evaluated, and it is posted. UCX's callbacks only note that something has landed: what follows from it happens after
  * the progress call that brought it (tu_chains_progress), because UCX's callbacks are no place to post from.
  *
- * Several nodes may be ready: the one that was added first begins first, and is not waited for. A put for which others
+ * Several nodes may be ready: they begin in turn, and are not waited for. A put for which others
  * wait is over when a flush after it is; all other puts are flushed at the end of the run.
  *
  * A run is one operation for Python: its record comes when all nodes are over and UCX has nothing more of the chain.
@@ -63,9 +63,6 @@ static void set_ready(tu_node_t *node)
     tu_chain_t *chain = node->chain;
 
     chain->ready[node->index / 64] |= (uint64_t)1 << node->index % 64;
-    if (node->index < chain->first) {
-        chain->first = node->index;
-    }
     enqueue(chain);
 }
 
@@ -763,33 +760,51 @@ static void end_run(tu_chain_t *chain)
         chain->next_active->active_link = chain->active_link;
     }
     if (operation != NULL) {
-        tu_operation_done(operation, NULL, UCS_OK, 0, 0);
+        tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, 0, 0);
     }
     if (chain->freed && chain->lost == 0) {
         tu_chain_destroy(chain);
     }
 }
 
-/* The first that is ready, and no longer is; NULL: none may begin now. */
+/* Whether it may begin now; else it is noted for what it waits. */
+static int may_begin(tu_node_t *node)
+{
+    tu_chain_t *chain   = node->chain;
+    tu_worker_t *worker = chain->worker;
+
+    if (has_no_place(node)) {
+        worker->chains.blocked = 1;
+        chain->blocked         = 1;
+        return 0;
+    }
+    if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = now())) {
+        if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
+            chain->wake_at = node->not_before;
+        }
+        return 0;
+    }
+    return 1;
+}
+
+/* The next that is ready and may begin, in turn, so that one that is tried over and over lets others begin, too. */
 static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
-    uint32_t index      = chain->first = next_ready(chain, chain->first);
-    tu_node_t *node;
+    uint32_t from = chain->cursor;
+    uint32_t to   = chain->count;
+    uint32_t index;
+    int round;
 
-    for (; index < chain->count; index = next_ready(chain, index + 1)) {
-        node = chain->nodes[index];
-        if (has_no_place(node)) {
-            worker->chains.blocked = 1;
-            chain->blocked         = 1;
-        } else if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = now())) {
-            if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
-                chain->wake_at = node->not_before;
+    for (round = 0; round < 2; round++) {
+        for (index = next_ready(chain, from); index < to; index = next_ready(chain, index + 1)) {
+            if (may_begin(chain->nodes[index])) {
+                clear_ready(chain->nodes[index]);
+                chain->cursor = index + 1;
+                return chain->nodes[index];
             }
-        } else {
-            clear_ready(node);
-            return node;
         }
+        from = 0;
+        to   = chain->cursor < chain->count ? chain->cursor : chain->count;
     }
     return NULL;
 }
@@ -925,7 +940,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
     chain->landed      = NULL;
     chain->landed_last = &chain->landed;
     chain->unfinished  = chain->count;
-    chain->first       = chain->count;
+    chain->cursor      = 0;
     chain->next_active = worker->chains.active;
     chain->active_link = &worker->chains.active;
     if (chain->next_active != NULL) {

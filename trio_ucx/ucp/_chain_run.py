@@ -164,6 +164,9 @@ class Run(Operation):
         for key in keys:
             key.hold()
 
+    def error(self, status: int) -> Exception:
+        return trio.ClosedResourceError("this request chain was closed while it ran")
+
     def keep(self, pins: Sequence[Pinned]) -> None:
         """The chain needs them no more, but UCX may."""
         self._kept = pins

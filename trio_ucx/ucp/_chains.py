@@ -402,7 +402,8 @@ class RequestChain(ChainBuilder):
         Raises:
             ValueError: remote memory that it refers to was closed.
             trio.BusyResourceError: it is running, or a run that was cancelled is not over.
-            trio.ClosedResourceError, trio.BrokenResourceError: it was closed; the worker was closed, or broke.
+            trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
+                or broke.
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
