@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from ._engine import Engine
 
 
+#: What the remote key is for that atomics of chains use.
+ATOMICS = "atomics of chains"
+
+
 class Skipped:
     """What a request ends with that was skipped: the only object of this class is ``ucp.SKIPPED``."""
 
@@ -124,10 +128,12 @@ class Target:
         self.core = self.thing._core
         if self.core.problem() is not None:
             return
-        if self.atomic:
-            self.core = self.thing._chain_companion()
         try:
-            await connect(self.core)
+            if self.atomic:
+                self.core = self.thing._chain_companion()
+                await self.thing._hear(self.core, ATOMICS)
+            else:
+                await connect(self.core)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # its requests say so
 
@@ -141,7 +147,7 @@ class Target:
         if isinstance(self.thing, Endpoint):
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0)
             return None
-        key = self.thing._key("atomics of chains" if self.atomic else "put and get", core)
+        key = self.thing._key(ATOMICS if self.atomic else "put and get", core)
         limit = 0 if not self.atomic else LIMIT_OVER_TCP if over_tcp(core) else LIMIT
         lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit)
         return key
