@@ -33,6 +33,7 @@ SOURCES = [
     "memory.c",
     "chain.c",
     "chain_run.c",
+    "chain_post.c",
     "terms.c",
     "crc32c.c",
 ]

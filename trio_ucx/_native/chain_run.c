@@ -15,7 +15,6 @@
 #include "chain.h"
 
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
-#define DIRECT (64 * 1024)     /* longer reads are left to UCX: they would take too long at once */
 #define LOOK 16                /* requests between two looks at the clock */
 
 static uint64_t now(void)
@@ -58,7 +57,7 @@ static void dequeue(tu_chain_t *chain)
     }
 }
 
-static void set_ready(tu_node_t *node)
+void tu_node_ready(tu_node_t *node)
 {
     tu_chain_t *chain = node->chain;
 
@@ -86,7 +85,7 @@ static uint32_t next_ready(const tu_chain_t *chain, uint32_t index)
     return chain->count;
 }
 
-static void landed(tu_node_t *node, ucs_status_t status)
+void tu_node_landed(tu_node_t *node, ucs_status_t status)
 {
     tu_chain_t *chain = node->chain;
 
@@ -103,11 +102,11 @@ static void landed(tu_node_t *node, ucs_status_t status)
 static void waits_less(tu_node_t *node)
 {
     if (--node->waiting == 0) {
-        set_ready(node);
+        tu_node_ready(node);
     }
 }
 
-static void conclude(tu_node_t *node, int state)
+void tu_node_conclude(tu_node_t *node, int state)
 {
     tu_chain_t *chain = node->chain;
     int failed        = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
@@ -137,16 +136,16 @@ static void conclude(tu_node_t *node, int state)
     }
 }
 
-static void conclude_for(tu_node_t *node, const tu_reason_t *reason)
+void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason)
 {
     node->culprit = reason->culprit;
-    conclude(node, reason->state);
+    tu_node_conclude(node, reason->state);
 }
 
-static void fail(tu_node_t *node, ucs_status_t status)
+void tu_node_fail(tu_node_t *node, ucs_status_t status)
 {
     node->status = status;
-    conclude(node, TU_CHAIN_FAILED);
+    tu_node_conclude(node, TU_CHAIN_FAILED);
 }
 
 static void begin_again(tu_node_t *node)
@@ -194,12 +193,12 @@ static void retry(tu_node_t *node)
 
         if (before->waiting == 0) {
             before->not_before = not_before;
-            set_ready(before);
+            tu_node_ready(before);
         }
     }
     if (node->waiting == 0) {
         node->not_before = not_before;
-        set_ready(node);
+        tu_node_ready(node);
     }
 }
 
@@ -221,468 +220,30 @@ static void stop(tu_node_t *node)
     }
 }
 
-static void condition_false(tu_node_t *node)
+void tu_node_false(tu_node_t *node)
 {
     if (node->retries < node->request.retries && !node->chain->cancelled) {
         node->retries++;
         retry(node);
     } else if (node->request.on_false == TU_FALSE_ERROR) {
-        conclude(node, TU_CHAIN_FALSE);
+        tu_node_conclude(node, TU_CHAIN_FALSE);
     } else if (node->request.on_false == TU_FALSE_SKIP) {
-        conclude(node, TU_CHAIN_SKIPPED);
+        tu_node_conclude(node, TU_CHAIN_SKIPPED);
     } else {
         stop(node);
-        conclude(node, TU_CHAIN_SKIPPED);
+        tu_node_conclude(node, TU_CHAIN_SKIPPED);
     }
 }
 
-/* ---- posting ---- */
+/* ---- a run ---- */
 
-static void lost_no_more(tu_chain_t *chain)
+void tu_chain_lost_less(tu_chain_t *chain)
 {
     chain->lost--;
     if (chain->freed && !chain->running && chain->lost == 0) {
         tu_chain_destroy(chain);
     }
 }
-
-static void over(void *request, ucs_status_t status, void *user_data)
-{
-    tu_node_t *node   = user_data;
-    tu_chain_t *chain = node->chain;
-
-    ucp_request_free(request);
-    if (node->lost) {
-        node->lost = 0;
-        lost_no_more(chain);
-    } else {
-        chain->in_flight--;
-        landed(node, status);
-    }
-}
-
-static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
-{
-    memset(param, 0, sizeof(*param));
-    param->op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param->cb.send      = over;
-    param->user_data    = node;
-    if (memory != TU_MEMORY_UNKNOWN) {
-        param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        param->memory_type   = (ucs_memory_type_t)(memory - 1);
-    }
-    node->state = TU_CHAIN_POSTED; /* now: UCX may call back from inside the call */
-    node->chain->in_flight++;
-    node->chain->worker->counts.chain_requests++;
-}
-
-static void end_post(tu_node_t *node, ucs_status_ptr_t answer)
-{
-    if (!UCS_PTR_IS_PTR(answer)) {
-        node->chain->in_flight--;
-        landed(node, UCS_PTR_RAW_STATUS(answer));
-    }
-}
-
-/* Something that needs nothing of UCX. */
-static void done_at_once(tu_node_t *node)
-{
-    node->state = TU_CHAIN_POSTED;
-    landed(node, UCS_OK);
-}
-
-static int is_written(const tu_node_t *node)
-{
-    return node->request.kind == TU_CHAIN_PUT && node->length > 0;
-}
-
-/* A put for which others wait: they go out when it has happened. */
-static void flush_put(tu_node_t *node, tu_target_t *target)
-{
-    ucp_request_param_t param;
-
-    node->flushing  = 1;
-    target->written = 0;
-    begin_post(node, &param, TU_MEMORY_UNKNOWN);
-    end_post(node, ucp_ep_flush_nbx(target->endpoint->ep, &param));
-}
-
-/* ---- arguments ---- */
-
-/* An argument that was not given is `otherwise`. Returns 0, or -1 when the request is over instead. */
-static int argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t otherwise, tu_integer_t *out)
-{
-    tu_reason_t reason;
-
-    if (terms->count == 0) {
-        *out = otherwise;
-        return 0;
-    }
-    if (tu_terms_evaluate(node->chain, terms, out, &reason) < 0) {
-        conclude_for(node, &reason);
-        return -1;
-    }
-    return 0;
-}
-
-static int out_of_bounds(tu_node_t *node, ucs_status_t why)
-{
-    node->status = why;
-    conclude(node, TU_CHAIN_OUT_OF_BOUNDS);
-    return -1;
-}
-
-static tu_target_t *choose_target(tu_node_t *node)
-{
-    tu_integer_t choice;
-    tu_target_t *target;
-
-    if (argument(node, &node->request.choice, 0, &choice) < 0) {
-        return NULL;
-    }
-    if (choice < 0 || choice >= (tu_integer_t)node->request.target_count) {
-        out_of_bounds(node, UCS_ERR_OUT_OF_RANGE);
-        return NULL;
-    }
-    node->target = node->request.targets[(size_t)choice];
-    target       = node->chain->targets[node->target];
-    if (target->endpoint == NULL) {
-        fail(node, UCS_ERR_NOT_CONNECTED);
-        return NULL;
-    }
-    return target;
-}
-
-/* Where in the target; all of `length` bytes from there on must be in it. */
-static int choose_place(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
-{
-    tu_integer_t offset;
-
-    if (node->continuing) {
-        offset = node->next_place;
-    } else if (argument(node, &node->request.offset, 0, &offset) < 0) {
-        return -1;
-    }
-    if (offset < 0 || length < 0 || length > (tu_integer_t)target->length ||
-        offset > (tu_integer_t)target->length - length) {
-        return out_of_bounds(node, UCS_ERR_INVALID_ADDR);
-    }
-    node->place  = (uint64_t)offset;
-    node->length = (uint64_t)length;
-    return 0;
-}
-
-static int choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
-{
-    if (argument(node, &node->request.length, (tu_integer_t)longest, out) < 0) {
-        return -1;
-    }
-    return *out < 0 || *out > (tu_integer_t)longest ? out_of_bounds(node, UCS_ERR_EXCEEDS_LIMIT) : 0;
-}
-
-/* Where the payload is: in the user's memory, or put together in ours. Its length is `payload_size`. */
-static const char *payload(tu_node_t *node)
-{
-    const tu_part_t *part = node->request.parts;
-    const tu_part_t *end  = part + node->request.part_count;
-    tu_integer_t value;
-    tu_reason_t reason;
-    const char *from;
-    char *to = node->payload;
-
-    if (node->payload == NULL) {
-        return node->payload_size > 0 ? part->address : "";
-    }
-    for (; part < end; part++) {
-        switch (part->kind) {
-        case TU_PART_INTEGER:
-            if (tu_terms_evaluate(node->chain, &part->value, &value, &reason) < 0) {
-                conclude_for(node, &reason);
-                return NULL;
-            }
-            tu_integer_store(to, value, part->length, part->big);
-            break;
-        case TU_PART_RESULT:
-            from = tu_chain_result(node->chain, part->request, part->offset, part->length, &reason);
-            if (from == NULL) {
-                conclude_for(node, &reason);
-                return NULL;
-            }
-            memcpy(to, from, part->length);
-            break;
-        default:
-            memcpy(to, part->address, part->length);
-        }
-        to += part->length;
-    }
-    return node->payload;
-}
-
-/* ---- requests ---- */
-
-/* Reads what loads reach, at once. Over shared memory, UCX asks the owner for it instead, who may be asleep. */
-static int read_directly(tu_node_t *node, const tu_target_t *target)
-{
-    const char *from = target->local + node->place;
-    uint64_t length  = node->length;
-
-    if (target->local == NULL || length > DIRECT || node->request.memory > TU_MEMORY_HOST) {
-        return 0;
-    }
-    if (length == 8 && (uintptr_t)from % 8 == 0) { /* nobody's write may be seen in halves */
-        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)from, __ATOMIC_ACQUIRE);
-
-        memcpy(node->result, &word, sizeof(word));
-    } else {
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        memcpy(node->result, from, length);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    }
-    node->chain->worker->counts.chain_requests++;
-    done_at_once(node);
-    return 1;
-}
-
-static void begin_get(tu_node_t *node, tu_target_t *target)
-{
-    ucp_request_param_t param;
-    tu_integer_t length;
-
-    if (choose_length(node, node->request.size, &length) < 0 || choose_place(node, target, length) < 0) {
-        return;
-    }
-    if (length == 0) {
-        done_at_once(node);
-        return;
-    }
-    if (read_directly(node, target)) {
-        return;
-    }
-    begin_post(node, &param, node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST);
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
-}
-
-static void begin_put(tu_node_t *node, tu_target_t *target)
-{
-    const char *data = payload(node);
-    ucp_request_param_t param;
-    tu_integer_t length;
-
-    if (data == NULL || choose_length(node, node->payload_size, &length) < 0 ||
-        choose_place(node, target, length) < 0) {
-        return;
-    }
-    if (length == 0) {
-        done_at_once(node);
-        return;
-    }
-    target->written = 1;
-    begin_post(node, &param, node->request.memory);
-    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
-}
-
-static void begin_atomic(tu_node_t *node, tu_target_t *target)
-{
-    static const ucp_atomic_op_t operations[] = {
-        [TU_ATOMIC_ADD] = UCP_ATOMIC_OP_ADD, [TU_ATOMIC_SWAP] = UCP_ATOMIC_OP_SWAP,
-        [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP, [TU_ATOMIC_AND] = UCP_ATOMIC_OP_AND,
-        [TU_ATOMIC_OR] = UCP_ATOMIC_OP_OR, [TU_ATOMIC_XOR] = UCP_ATOMIC_OP_XOR,
-    };
-    size_t size = node->request.size;
-    char *reply = node->result;
-    ucp_request_param_t param;
-    tu_integer_t operand, swapped;
-
-    if (argument(node, &node->request.operand, 0, &operand) < 0 ||
-        argument(node, &node->request.swapped, 0, &swapped) < 0 ||
-        choose_place(node, target, (tu_integer_t)size) < 0) {
-        return;
-    }
-    if ((target->address + node->place) % size != 0) {
-        out_of_bounds(node, UCS_ERR_INVALID_PARAM);
-        return;
-    }
-    tu_integer_store((char *)node->operand, operand, size, 0);
-    tu_integer_store(reply, swapped, size, 0);
-    target->endpoint->chain_atomics++;
-    begin_post(node, &param, TU_MEMORY_HOST);
-    param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
-    param.datatype      = ucp_dt_make_contig(size);
-    param.reply_buffer  = reply;
-    end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
-                                     target->address + node->place, (ucp_rkey_h)target->rkey, &param));
-}
-
-static void begin_send(tu_node_t *node, tu_target_t *target)
-{
-    const tu_chain_request_t *request = &node->request;
-    const char *data                  = payload(node);
-    ucp_request_param_t param;
-    tu_integer_t length;
-
-    if (data == NULL || choose_length(node, node->payload_size, &length) < 0) {
-        return;
-    }
-    node->length = (uint64_t)length;
-    begin_post(node, &param, request->memory);
-    if (request->kind == TU_CHAIN_TAG_SEND) {
-        end_post(node, ucp_tag_send_nbx(target->endpoint->ep, data, node->length, request->tag, &param));
-        return;
-    }
-    if (request->reply) {
-        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-        param.flags         = UCP_AM_SEND_FLAG_REPLY;
-    }
-    end_post(node, ucp_am_send_nbx(target->endpoint->ep, (unsigned)request->tag, request->header,
-                                   request->header_length, data, node->length, &param));
-}
-
-static void begin_follow(tu_node_t *node, tu_target_t *target)
-{
-    ucp_request_param_t param;
-
-    if (choose_place(node, target, (tu_integer_t)node->request.size) < 0) {
-        return;
-    }
-    node->continuing = 0;
-    if (read_directly(node, target)) {
-        return;
-    }
-    begin_post(node, &param, TU_MEMORY_HOST);
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
-}
-
-/* A node of a list was read: it is the one, or the next is read, or there is none. */
-static void follow_on(tu_node_t *node)
-{
-    const tu_chain_request_t *request = &node->request;
-    tu_integer_t found, next;
-
-    node->steps++;
-    if (node->chain->cancelled) {
-        conclude(node, TU_CHAIN_CANCELLED);
-        return;
-    }
-    if (argument(node, &request->until, 0, &found) < 0) {
-        return;
-    }
-    if (found) {
-        conclude(node, TU_CHAIN_DONE);
-        return;
-    }
-    if (argument(node, &request->next, 0, &next) < 0) {
-        return;
-    }
-    if ((request->has_end && next == (tu_integer_t)request->end) || node->steps >= request->limit) {
-        if (request->until.count == 0) {
-            conclude(node, TU_CHAIN_DONE);
-        } else {
-            condition_false(node);
-        }
-        return;
-    }
-    node->next_place = next;
-    node->continuing = 1;
-    node->state      = TU_CHAIN_WAITING;
-    set_ready(node);
-}
-
-/* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
-static int has_no_place(const tu_node_t *node)
-{
-    const tu_chain_t *chain = node->chain;
-    size_t i;
-
-    if (node->request.kind != TU_CHAIN_ATOMIC || node->spoiled) {
-        return 0;
-    }
-    for (i = 0; i < node->request.target_count; i++) { /* whichever it will be */
-        const tu_target_t *target = chain->targets[node->request.targets[i]];
-
-        if (target->endpoint != NULL && target->endpoint->chain_atomics >= target->atomics) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-static void begin(tu_node_t *node)
-{
-    tu_integer_t holds;
-    tu_target_t *target;
-
-    node->not_before = 0;
-    if (node->spoiled) {
-        conclude(node, TU_CHAIN_NOT_EVALUATED);
-        return;
-    }
-    if (!node->continuing) {
-        node->steps = 0;
-        if (argument(node, &node->request.condition, 1, &holds) < 0) {
-            return;
-        }
-        if (!holds) {
-            condition_false(node);
-            return;
-        }
-        if (node->request.kind == TU_CHAIN_CHECK) {
-            conclude(node, TU_CHAIN_DONE);
-            return;
-        }
-    }
-    target = choose_target(node);
-    if (target == NULL) {
-        return;
-    }
-    switch (node->request.kind) {
-    case TU_CHAIN_GET:
-        begin_get(node, target);
-        break;
-    case TU_CHAIN_PUT:
-        begin_put(node, target);
-        break;
-    case TU_CHAIN_ATOMIC:
-        begin_atomic(node, target);
-        break;
-    case TU_CHAIN_FOLLOW:
-        begin_follow(node, target);
-        break;
-    default:
-        begin_send(node, target);
-    }
-}
-
-/* UCX is done with a request, or with the flush after it. */
-static void go_on(tu_node_t *node)
-{
-    tu_chain_t *chain   = node->chain;
-    tu_target_t *target = chain->targets[node->target];
-    int kind            = node->request.kind;
-
-    if (kind == TU_CHAIN_ATOMIC && target->endpoint != NULL) {
-        target->endpoint->chain_atomics--;
-        chain->worker->chains.blocked = chain->worker->chains.blocked > 0 ? 2 : 0; /* somebody may go on */
-    }
-    if (node->status != UCS_OK) {
-        node->flushing = 0;
-        conclude(node, TU_CHAIN_FAILED);
-    } else if (kind == TU_CHAIN_FOLLOW) {
-        node->has_result = 1;
-        follow_on(node);
-    } else if (is_written(node) && !node->flushing && node->edge_count > 0 && !chain->cancelled &&
-               target->endpoint != NULL) {
-        flush_put(node, target);
-    } else {
-        node->flushing   = 0;
-        node->has_result = kind == TU_CHAIN_GET || kind == TU_CHAIN_ATOMIC;
-        conclude(node, TU_CHAIN_DONE);
-    }
-}
-
-/* ---- a run ---- */
 
 static void target_flushed(void *request, ucs_status_t status, void *user_data)
 {
@@ -694,7 +255,7 @@ static void target_flushed(void *request, ucs_status_t status, void *user_data)
     }
     if (target->lost) {
         target->lost = 0;
-        lost_no_more(chain);
+        tu_chain_lost_less(chain);
     } else {
         chain->in_flight--;
         target->flushing = 0;
@@ -717,7 +278,10 @@ static int flush_targets(tu_chain_t *chain)
     for (i = 0; i < chain->target_count; i++) {
         tu_target_t *target = chain->targets[i];
 
-        if (target->written && target->endpoint != NULL) {
+        if (target->written && target->endpoint == NULL) {
+            target->written = 0;
+            target->status  = UCS_ERR_NOT_CONNECTED;
+        } else if (target->written) {
             any              = 1;
             target->written  = 0;
             target->flushing = 1;
@@ -740,7 +304,7 @@ static void blame_flushes(tu_chain_t *chain)
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        if (node->state == TU_CHAIN_DONE && is_written(node) && chain->targets[node->target]->status != UCS_OK) {
+        if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) && chain->targets[node->target]->status != UCS_OK) {
             node->state  = TU_CHAIN_FAILED;
             node->status = chain->targets[node->target]->status;
         }
@@ -773,7 +337,7 @@ static int may_begin(tu_node_t *node)
     tu_chain_t *chain   = node->chain;
     tu_worker_t *worker = chain->worker;
 
-    if (has_no_place(node)) {
+    if (tu_node_has_no_place(node)) {
         worker->chains.blocked = 1;
         chain->blocked         = 1;
         return 0;
@@ -826,13 +390,13 @@ static int advance(tu_chain_t *chain)
                 chain->landed_last = &chain->landed;
             }
             node->landing = 0;
-            go_on(node);
+            tu_node_go_on(node);
         }
         node = chain->in_flight < DEPTH ? next_to_begin(chain) : NULL;
         if (node == NULL) {
             break;
         }
-        begin(node);
+        tu_node_begin(node);
         if (++begun % LOOK == 0 && (worker->chains.now = now()) > worker->chains.until) {
             chain->advancing = 0;
             enqueue(chain);
@@ -965,7 +529,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
         node->length     = 0;
         node->waiting    = node->waits_for;
         if (node->waiting == 0) {
-            set_ready(node);
+            tu_node_ready(node);
         }
     }
     enqueue(chain); /* also when it has nothing to do */
@@ -1021,7 +585,7 @@ static void lose(tu_chain_t *chain, uint32_t index)
             node->lost = 1;
             chain->lost++;
             chain->in_flight--;
-            fail(node, UCS_ERR_NOT_CONNECTED);
+            tu_node_fail(node, UCS_ERR_NOT_CONNECTED);
         }
     }
 }

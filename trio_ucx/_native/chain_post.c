@@ -1,0 +1,450 @@
+/* Posting the requests of a chain: arguments are evaluated and checked, UCX is called, and what it says is noted.
+ *
+ * UCX's callbacks note no more than that something has landed: they are no place to post from.
+ */
+#include <string.h>
+
+#include "chain.h"
+
+#define DIRECT (64 * 1024)     /* longer reads are left to UCX: they would take too long at once */
+
+/* ---- from UCX and back ---- */
+
+static void over(void *request, ucs_status_t status, void *user_data)
+{
+    tu_node_t *node   = user_data;
+    tu_chain_t *chain = node->chain;
+
+    ucp_request_free(request);
+    if (node->lost) {
+        node->lost = 0;
+        tu_chain_lost_less(chain);
+    } else {
+        chain->in_flight--;
+        tu_node_landed(node, status);
+    }
+}
+
+static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
+{
+    memset(param, 0, sizeof(*param));
+    param->op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    param->cb.send      = over;
+    param->user_data    = node;
+    if (memory != TU_MEMORY_UNKNOWN) {
+        param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        param->memory_type   = (ucs_memory_type_t)(memory - 1);
+    }
+    node->state = TU_CHAIN_POSTED; /* now: UCX may call back from inside the call */
+    node->chain->in_flight++;
+    node->chain->worker->counts.chain_requests++;
+}
+
+static void end_post(tu_node_t *node, ucs_status_ptr_t answer)
+{
+    if (!UCS_PTR_IS_PTR(answer)) {
+        node->chain->in_flight--;
+        tu_node_landed(node, UCS_PTR_RAW_STATUS(answer));
+    }
+}
+
+/* Something that needs nothing of UCX. */
+static void done_at_once(tu_node_t *node)
+{
+    node->state = TU_CHAIN_POSTED;
+    tu_node_landed(node, UCS_OK);
+}
+
+int tu_node_is_written(const tu_node_t *node)
+{
+    return node->request.kind == TU_CHAIN_PUT && node->length > 0;
+}
+
+/* A put for which others wait: they go out when it has happened. */
+static void flush_put(tu_node_t *node, tu_target_t *target)
+{
+    ucp_request_param_t param;
+
+    node->flushing  = 1;
+    target->written = 0;
+    begin_post(node, &param, TU_MEMORY_UNKNOWN);
+    end_post(node, ucp_ep_flush_nbx(target->endpoint->ep, &param));
+}
+
+/* ---- arguments ---- */
+
+/* An argument that was not given is `otherwise`. Returns 0, or -1 when the request is over instead. */
+static int argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t otherwise, tu_integer_t *out)
+{
+    tu_reason_t reason;
+
+    if (terms->count == 0) {
+        *out = otherwise;
+        return 0;
+    }
+    if (tu_terms_evaluate(node->chain, terms, out, &reason) < 0) {
+        tu_node_conclude_for(node, &reason);
+        return -1;
+    }
+    return 0;
+}
+
+static int out_of_bounds(tu_node_t *node, ucs_status_t why)
+{
+    node->status = why;
+    tu_node_conclude(node, TU_CHAIN_OUT_OF_BOUNDS);
+    return -1;
+}
+
+static tu_target_t *choose_target(tu_node_t *node)
+{
+    tu_integer_t choice;
+    tu_target_t *target;
+
+    if (argument(node, &node->request.choice, 0, &choice) < 0) {
+        return NULL;
+    }
+    if (choice < 0 || choice >= (tu_integer_t)node->request.target_count) {
+        out_of_bounds(node, UCS_ERR_OUT_OF_RANGE);
+        return NULL;
+    }
+    node->target = node->request.targets[(size_t)choice];
+    target       = node->chain->targets[node->target];
+    if (target->endpoint == NULL) {
+        tu_node_fail(node, UCS_ERR_NOT_CONNECTED);
+        return NULL;
+    }
+    return target;
+}
+
+/* Where in the target; all of `length` bytes from there on must be in it. */
+static int choose_place(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
+{
+    tu_integer_t offset;
+
+    if (node->continuing) {
+        offset = node->next_place;
+    } else if (argument(node, &node->request.offset, 0, &offset) < 0) {
+        return -1;
+    }
+    if (offset < 0 || length < 0 || length > (tu_integer_t)target->length ||
+        offset > (tu_integer_t)target->length - length) {
+        return out_of_bounds(node, UCS_ERR_INVALID_ADDR);
+    }
+    node->place  = (uint64_t)offset;
+    node->length = (uint64_t)length;
+    return 0;
+}
+
+static int choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
+{
+    if (argument(node, &node->request.length, (tu_integer_t)longest, out) < 0) {
+        return -1;
+    }
+    return *out < 0 || *out > (tu_integer_t)longest ? out_of_bounds(node, UCS_ERR_EXCEEDS_LIMIT) : 0;
+}
+
+/* Where the payload is: in the user's memory, or put together in ours. Its length is `payload_size`. */
+static const char *payload(tu_node_t *node)
+{
+    const tu_part_t *part = node->request.parts;
+    const tu_part_t *end  = part + node->request.part_count;
+    tu_integer_t value;
+    tu_reason_t reason;
+    const char *from;
+    char *to = node->payload;
+
+    if (node->payload == NULL) {
+        return node->payload_size > 0 ? part->address : "";
+    }
+    for (; part < end; part++) {
+        switch (part->kind) {
+        case TU_PART_INTEGER:
+            if (tu_terms_evaluate(node->chain, &part->value, &value, &reason) < 0) {
+                tu_node_conclude_for(node, &reason);
+                return NULL;
+            }
+            tu_integer_store(to, value, part->length, part->big);
+            break;
+        case TU_PART_RESULT:
+            from = tu_chain_result(node->chain, part->request, part->offset, part->length, &reason);
+            if (from == NULL) {
+                tu_node_conclude_for(node, &reason);
+                return NULL;
+            }
+            memcpy(to, from, part->length);
+            break;
+        default:
+            memcpy(to, part->address, part->length);
+        }
+        to += part->length;
+    }
+    return node->payload;
+}
+
+/* ---- requests ---- */
+
+/* Reads what loads reach, at once. Over shared memory, UCX asks the owner for it instead, who may be asleep. */
+static int read_directly(tu_node_t *node, const tu_target_t *target)
+{
+    const char *from = target->local + node->place;
+    uint64_t length  = node->length;
+
+    if (target->local == NULL || length > DIRECT || node->request.memory > TU_MEMORY_HOST) {
+        return 0;
+    }
+    if (length == 8 && (uintptr_t)from % 8 == 0) { /* nobody's write may be seen in halves */
+        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)from, __ATOMIC_ACQUIRE);
+
+        memcpy(node->result, &word, sizeof(word));
+    } else {
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        memcpy(node->result, from, length);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    }
+    node->chain->worker->counts.chain_requests++;
+    done_at_once(node);
+    return 1;
+}
+
+static void begin_get(tu_node_t *node, tu_target_t *target)
+{
+    ucp_request_param_t param;
+    tu_integer_t length;
+
+    if (choose_length(node, node->request.size, &length) < 0 || choose_place(node, target, length) < 0) {
+        return;
+    }
+    if (length == 0) {
+        done_at_once(node);
+        return;
+    }
+    if (read_directly(node, target)) {
+        return;
+    }
+    begin_post(node, &param, node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST);
+    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
+                               (ucp_rkey_h)target->rkey, &param));
+}
+
+static void begin_put(tu_node_t *node, tu_target_t *target)
+{
+    const char *data = payload(node);
+    ucp_request_param_t param;
+    tu_integer_t length;
+
+    if (data == NULL || choose_length(node, node->payload_size, &length) < 0 ||
+        choose_place(node, target, length) < 0) {
+        return;
+    }
+    if (length == 0) {
+        done_at_once(node);
+        return;
+    }
+    target->written = 1;
+    begin_post(node, &param, node->request.memory);
+    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->place,
+                               (ucp_rkey_h)target->rkey, &param));
+}
+
+static void begin_atomic(tu_node_t *node, tu_target_t *target)
+{
+    static const ucp_atomic_op_t operations[] = {
+        [TU_ATOMIC_ADD] = UCP_ATOMIC_OP_ADD, [TU_ATOMIC_SWAP] = UCP_ATOMIC_OP_SWAP,
+        [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP, [TU_ATOMIC_AND] = UCP_ATOMIC_OP_AND,
+        [TU_ATOMIC_OR] = UCP_ATOMIC_OP_OR, [TU_ATOMIC_XOR] = UCP_ATOMIC_OP_XOR,
+    };
+    size_t size = node->request.size;
+    char *reply = node->result;
+    ucp_request_param_t param;
+    tu_integer_t operand, swapped;
+
+    if (argument(node, &node->request.operand, 0, &operand) < 0 ||
+        argument(node, &node->request.swapped, 0, &swapped) < 0 ||
+        choose_place(node, target, (tu_integer_t)size) < 0) {
+        return;
+    }
+    if ((target->address + node->place) % size != 0) {
+        out_of_bounds(node, UCS_ERR_INVALID_PARAM);
+        return;
+    }
+    tu_integer_store((char *)node->operand, operand, size, 0);
+    tu_integer_store(reply, swapped, size, 0);
+    target->endpoint->chain_atomics++;
+    begin_post(node, &param, TU_MEMORY_HOST);
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
+    param.datatype      = ucp_dt_make_contig(size);
+    param.reply_buffer  = reply;
+    end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
+                                     target->address + node->place, (ucp_rkey_h)target->rkey, &param));
+}
+
+static void begin_send(tu_node_t *node, tu_target_t *target)
+{
+    const tu_chain_request_t *request = &node->request;
+    const char *data                  = payload(node);
+    ucp_request_param_t param;
+    tu_integer_t length;
+
+    if (data == NULL || choose_length(node, node->payload_size, &length) < 0) {
+        return;
+    }
+    node->length = (uint64_t)length;
+    begin_post(node, &param, request->memory);
+    if (request->kind == TU_CHAIN_TAG_SEND) {
+        end_post(node, ucp_tag_send_nbx(target->endpoint->ep, data, node->length, request->tag, &param));
+        return;
+    }
+    if (request->reply) {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+        param.flags         = UCP_AM_SEND_FLAG_REPLY;
+    }
+    end_post(node, ucp_am_send_nbx(target->endpoint->ep, (unsigned)request->tag, request->header,
+                                   request->header_length, data, node->length, &param));
+}
+
+static void begin_follow(tu_node_t *node, tu_target_t *target)
+{
+    ucp_request_param_t param;
+
+    if (choose_place(node, target, (tu_integer_t)node->request.size) < 0) {
+        return;
+    }
+    node->continuing = 0;
+    if (read_directly(node, target)) {
+        return;
+    }
+    begin_post(node, &param, TU_MEMORY_HOST);
+    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
+                               (ucp_rkey_h)target->rkey, &param));
+}
+
+/* A node of a list was read: it is the one, or the next is read, or there is none. */
+static void follow_on(tu_node_t *node)
+{
+    const tu_chain_request_t *request = &node->request;
+    tu_integer_t found, next;
+
+    node->steps++;
+    if (node->chain->cancelled) {
+        tu_node_conclude(node, TU_CHAIN_CANCELLED);
+        return;
+    }
+    if (argument(node, &request->until, 0, &found) < 0) {
+        return;
+    }
+    if (found) {
+        tu_node_conclude(node, TU_CHAIN_DONE);
+        return;
+    }
+    if (argument(node, &request->next, 0, &next) < 0) {
+        return;
+    }
+    if ((request->has_end && next == (tu_integer_t)request->end) || node->steps >= request->limit) {
+        if (request->until.count == 0) {
+            tu_node_conclude(node, TU_CHAIN_DONE);
+        } else {
+            tu_node_false(node);
+        }
+        return;
+    }
+    node->next_place = next;
+    node->continuing = 1;
+    node->state      = TU_CHAIN_WAITING;
+    tu_node_ready(node);
+}
+
+/* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
+int tu_node_has_no_place(const tu_node_t *node)
+{
+    const tu_chain_t *chain = node->chain;
+    size_t i;
+
+    if (node->request.kind != TU_CHAIN_ATOMIC || node->spoiled) {
+        return 0;
+    }
+    for (i = 0; i < node->request.target_count; i++) { /* whichever it will be */
+        const tu_target_t *target = chain->targets[node->request.targets[i]];
+
+        if (target->endpoint != NULL && target->endpoint->chain_atomics >= target->atomics) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+void tu_node_begin(tu_node_t *node)
+{
+    tu_integer_t holds;
+    tu_target_t *target;
+
+    node->not_before = 0;
+    if (node->spoiled) {
+        tu_node_conclude(node, TU_CHAIN_NOT_EVALUATED);
+        return;
+    }
+    if (!node->continuing) {
+        node->steps = 0;
+        if (argument(node, &node->request.condition, 1, &holds) < 0) {
+            return;
+        }
+        if (!holds) {
+            tu_node_false(node);
+            return;
+        }
+        if (node->request.kind == TU_CHAIN_CHECK) {
+            tu_node_conclude(node, TU_CHAIN_DONE);
+            return;
+        }
+    }
+    target = choose_target(node);
+    if (target == NULL) {
+        return;
+    }
+    switch (node->request.kind) {
+    case TU_CHAIN_GET:
+        begin_get(node, target);
+        break;
+    case TU_CHAIN_PUT:
+        begin_put(node, target);
+        break;
+    case TU_CHAIN_ATOMIC:
+        begin_atomic(node, target);
+        break;
+    case TU_CHAIN_FOLLOW:
+        begin_follow(node, target);
+        break;
+    default:
+        begin_send(node, target);
+    }
+}
+
+/* UCX is done with a request, or with the flush after it. */
+void tu_node_go_on(tu_node_t *node)
+{
+    tu_chain_t *chain   = node->chain;
+    tu_target_t *target = chain->targets[node->target];
+    int kind            = node->request.kind;
+
+    if (kind == TU_CHAIN_ATOMIC && target->endpoint != NULL) {
+        target->endpoint->chain_atomics--;
+        chain->worker->chains.blocked = chain->worker->chains.blocked > 0 ? 2 : 0; /* somebody may go on */
+    }
+    if (node->status != UCS_OK) {
+        node->flushing = 0;
+        tu_node_conclude(node, TU_CHAIN_FAILED);
+    } else if (kind == TU_CHAIN_FOLLOW) {
+        node->has_result = 1;
+        follow_on(node);
+    } else if (tu_node_is_written(node) && !node->flushing && node->edge_count > 0 && !chain->cancelled) {
+        if (target->endpoint != NULL) {
+            flush_put(node, target);
+        } else {
+            tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* nobody knows whether it has happened */
+        }
+    } else {
+        node->flushing   = 0;
+        node->has_result = kind == TU_CHAIN_GET || kind == TU_CHAIN_ATOMIC;
+        tu_node_conclude(node, TU_CHAIN_DONE);
+    }
+}
