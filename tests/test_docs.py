@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 PRINTED = {
     "README.md": ["b'reward'"],
+    "docs/chains.md": [r"0 b'seven' b'a row'"],
     "docs/ucp.md": ["b'header' b'data' True", "24", r"\d+", "b'written from afar'"],
 }
 

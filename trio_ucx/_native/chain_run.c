@@ -304,7 +304,8 @@ static void blame_flushes(tu_chain_t *chain)
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) && chain->targets[node->target]->status != UCS_OK) {
+        if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) &&
+            chain->targets[node->target]->status != UCS_OK) {
             node->state  = TU_CHAIN_FAILED;
             node->status = chain->targets[node->target]->status;
         }

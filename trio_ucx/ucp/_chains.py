@@ -74,7 +74,9 @@ class RequestChain(ChainBuilder):
         at_most: int | None = None,
         **options: Any,
     ) -> ChainRequest:
-        """Reads remote memory (``ucp_get_nbx``); its result are the bytes.
+        """Reads remote memory; its result are the bytes.
+
+        (``ucp_get_nbx``; what loads reach, by ``ucp_rkey_ptr``, is read at once, up to 64 KiB.)
 
         Args:
             remote: where from.
