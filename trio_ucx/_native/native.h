@@ -67,6 +67,7 @@ typedef struct tu_chains {
     tu_chain_t **last;
     uint64_t until;            /* when they must have done enough for this call of Python's; 0: begins with the first */
     uint64_t now;              /* lately */
+    unsigned calls;
     uint64_t wake;             /* when a delayed request may begin; 0: none waits */
     int timer;                 /* fires then */
     int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
