@@ -206,6 +206,7 @@ class Piece:
 
     @property
     def requests(self) -> frozenset[ChainRequest]:
+        """Those whose results it is made of."""
         if self.value is not None:
             return self.value.requests
         assert self.request is not None
