@@ -53,11 +53,12 @@ async def run_batch(control: Control, end: End, batch: Batch, leads: bool) -> di
             await end.echo(batch)
     elif leads:
         await end.send(batch)
+        answer["more"] = dict(end.more)
     else:
         await end.receive(batch)
     # The clock is the machine's: the pair's time is from the one's begin to the other's end.
     answer |= {"begin": begin, "end": time.perf_counter_ns(), "cpu": time.process_time() - used}
-    if batch.job.kind is Kind.LATENCY or not leads:
+    if batch.job.kind in (Kind.LATENCY, Kind.STEPS) or not leads:
         end.verify(batch)
     return answer
 

@@ -13,6 +13,7 @@ class Kind(enum.Enum):
     """LATENCY: one message there and back; BANDWIDTH, RATE: many in flight, one way; IDLE: nothing, once connected.
 
     Of many connections: OPENING: what it takes to make them; EXCHANGE: messages there and back.
+    STEPS: with remote memory, ``size`` of them, one after the other.
     """
 
     LATENCY = "latency"
@@ -21,6 +22,7 @@ class Kind(enum.Enum):
     IDLE = "idle"
     OPENING = "opening"
     EXCHANGE = "exchange"
+    STEPS = "steps"
 
 
 @dataclass(frozen=True, order=True)

@@ -104,6 +104,8 @@ class Pair:
         figures = {"seconds": seconds, "cpu_us": (client["cpu"] + server["cpu"]) / messages * 1e6}
         if job.kind is Kind.EXCHANGE:
             figures["wall_us"] = (client["end"] - client["begin"]) / 1000 / messages
+        elif job.kind is Kind.STEPS:
+            figures |= {"step_us": (client["end"] - client["begin"]) / 1000 / count / job.size, **client["more"]}
         elif job.kind is Kind.LATENCY:
             figures |= {name: client[name] for name in ("median_us", "mean_us", "p99_us")} | client["more"]
         else:

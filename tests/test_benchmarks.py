@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ pytest.importorskip("rich", reason="the benchmarks print their tables with rich"
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
-from benchmarks import compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
+from benchmarks import chains, compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
 from benchmarks.contenders import Contender, all_contenders, load, ours_many, ours_watched, perftest  # noqa: E402
 from benchmarks.jobs import Batch, Job, pattern  # noqa: E402
 from trio_ucx._cli import trials  # noqa: E402
@@ -211,6 +212,18 @@ def test_polling_where_there_is_no_core_to_spare(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     for situation in crowded.SITUATIONS:
         assert len([line for line in shown.splitlines() if situation.name in line and "tcp" in line]) == 2
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="what chains are compared with is compiled")
+def test_chains_beside_await_and_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    assert chains.main(["--transports=shm", "--rounds=1", "--seconds=0.001", f"--json={file}"]) == 0
+    found = json.loads(file.read_text())
+    assert len(found["results"]) == len(chains.HOW) * len(chains.JOBS)
+    for one in found["results"]:
+        assert one["medians"]["step_us"] > 0 and not one["errors"]
+    assert all(one["met"] is not None for one in found["marks"])
+    assert "chain / C" in capsys.readouterr().out
 
 
 def test_every_step_of_a_watched_message_is_told() -> None:

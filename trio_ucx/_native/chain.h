@@ -18,15 +18,12 @@ typedef struct tu_edge {
 typedef struct tu_node {
     tu_chain_t *chain;
     uint32_t index;
-    tu_chain_request_t request; /* its arrays are the chain's copies */
-    char *result;              /* of `request.size` bytes, or the user's */
-    char *payload;             /* assembled of parts, when it is not just one of the user's memory */
-    size_t payload_size;
-    tu_edge_t *edges;
-    size_t edge_count, edge_room;
     uint32_t waits_for;        /* as it is described: how many requests */
+    char *result;              /* of `request.size` bytes, or the user's */
+    tu_edge_t *edges;
+    size_t edge_count;
 
-    /* this run */
+    /* this run; here, so that a step of it looks at little memory */
     int state;                 /* TU_CHAIN_... */
     int status;
     uint32_t culprit;
@@ -47,6 +44,11 @@ typedef struct tu_node {
     struct tu_node *next_landed;
     int lost;                  /* UCX will not say what became of it before the worker ends */
     uint64_t operand[1];       /* of an atomic */
+
+    tu_chain_request_t request; /* its arrays are the chain's copies */
+    char *payload;             /* assembled of parts, when it is not just one of the user's memory */
+    size_t payload_size;
+    size_t edge_room;
 } tu_node_t;
 
 /* Where requests go: an endpoint, or memory that it reaches. */

@@ -15,7 +15,7 @@
 #include "chain.h"
 
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
-#define LOOK 16                /* requests between two looks at the clock */
+#define LOOK 16                /* requests, or calls, between two looks at the clock */
 
 static uint64_t now(void)
 {
@@ -299,9 +299,13 @@ static int flush_targets(tu_chain_t *chain)
 /* A put may not have happened when the flush after it failed. */
 static void blame_flushes(tu_chain_t *chain)
 {
+    int failed = 0;
     uint32_t i;
 
-    for (i = 0; i < chain->count; i++) {
+    for (i = 0; i < chain->target_count; i++) {
+        failed |= chain->targets[i]->status != UCS_OK;
+    }
+    for (i = 0; failed && i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
         if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) &&
@@ -463,8 +467,13 @@ unsigned tu_chains_progress(tu_worker_t *worker)
     if (worker->chains.until == 0) {
         worker->chains.now   = now();
         worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
-    } else if (now() > worker->chains.until) {
-        return 0; /* they stay queued */
+    } else {
+        if (++worker->chains.calls % LOOK == 0 || worker->chains.now > worker->chains.until) {
+            worker->chains.now = now();
+        }
+        if (worker->chains.now > worker->chains.until) {
+            return 0; /* they stay queued */
+        }
     }
     do {
         chain                = worker->chains.queue;

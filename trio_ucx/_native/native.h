@@ -53,7 +53,9 @@ typedef struct tu_poll {
     uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
     unsigned misses;           /* polls that found nothing, and were not made up for */
     unsigned skip;             /* waits that do not poll before the next try */
-    int goes_on;               /* it ended because a request chain's slice was over */
+    int goes_on;               /* a request chain did, in the last one */
+    uint64_t last;             /* when it began, or a request chain posted something in it */
+    uint64_t requests;         /* of chains, when the wait began */
     unsigned penalty;          /* log2 of how many that will be after the next failure */
 } tu_poll_t;
 
@@ -65,6 +67,7 @@ typedef struct tu_chains {
     tu_chain_t **last;
     uint64_t until;            /* when they must have done enough for this call of Python's; 0: begins with the first */
     uint64_t now;              /* lately */
+    unsigned calls;
     uint64_t wake;             /* when a delayed request may begin; 0: none waits */
     int timer;                 /* fires then */
     int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
@@ -137,6 +140,7 @@ unsigned tu_worker_progress(tu_worker_t *worker);
 void tu_worker_collect(tu_worker_t *worker);
 /* Polling (poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
+int tu_poll_chains(tu_worker_t *worker, uint64_t requests);
 
 /* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
  * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict

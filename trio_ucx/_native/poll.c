@@ -46,12 +46,50 @@ int tu_poll_begin(tu_worker_t *worker)
     if (poll->bound == 0) {
         return 0;
     }
-    poll->began = now();
+    poll->began    = now();
+    poll->requests = worker->counts.chain_requests;
     if (poll->skip > 0) {
         poll->skip--;
         return 0;
     }
     return poll->limit > 0;
+}
+
+/* It found something, or a request chain went on. */
+static void paid(tu_worker_t *worker)
+{
+    tu_poll_t *poll = &worker->poll;
+
+    worker->counts.polls_paid++;
+    if (poll->misses > 0) {
+        poll->misses--;
+    } else {
+        poll->penalty = 0;
+    }
+}
+
+static void missed(tu_poll_t *poll)
+{
+    poll->misses += HITS_FOR_A_MISS;
+    if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
+        poll->misses = 0;
+        poll->skip   = 1u << poll->penalty;
+        poll->limit  = 0;
+        if (poll->penalty < MOST_PENALTY) {
+            poll->penalty++;
+        }
+    }
+}
+
+/* Notes that request chains have posted more since `requests` was their number. Each step of theirs is a wait of its
+ * own. */
+static void look_at_chains(tu_worker_t *worker, uint64_t *requests, uint64_t time)
+{
+    if (worker->counts.chain_requests != *requests) {
+        *requests            = worker->counts.chain_requests;
+        worker->poll.last    = time;
+        worker->poll.goes_on = 1;
+    }
 }
 
 /* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
@@ -63,7 +101,6 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
 {
     tu_poll_t *poll   = &worker->poll;
     uint64_t start    = now();
-    uint64_t last     = start;
     uint64_t time     = start;
     uint64_t requests = worker->counts.chain_requests;
     size_t count;
@@ -71,6 +108,7 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
 
     worker->counts.polls++;
     worker->chains.until = start + TU_CHAIN_SLICE;
+    poll->last           = start;
     poll->goes_on        = 0;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
@@ -79,47 +117,60 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
             }
         }
         time = now();
-        if (worker->counts.chain_requests != requests) {
-            requests = worker->counts.chain_requests;
-            last     = time;
-            if (time >= worker->chains.until) {
-                poll->goes_on = worker->used == 0;
-                break;
-            }
+        look_at_chains(worker, &requests, time);
+        if (time >= worker->chains.until && (poll->goes_on || worker->chains.queue != NULL)) {
+            poll->goes_on = 1;
+            break;
         }
-    } while (worker->used == 0 && time - last < poll->limit);
+    } while (worker->used == 0 && time - poll->last < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
-    if (poll->goes_on) {
-        return 0;
+    if (worker->chains.queue == NULL && time - poll->last >= poll->limit) {
+        poll->goes_on = 0;
     }
     if (worker->used == 0) {
-        poll->misses += HITS_FOR_A_MISS;
-        if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
-            poll->misses = 0;
-            poll->skip   = 1u << poll->penalty;
-            poll->limit  = 0;
-            if (poll->penalty < MOST_PENALTY) {
-                poll->penalty++;
-            }
+        if (poll->goes_on) {
+            paid(worker);
+        } else {
+            missed(poll);
         }
         return 0;
     }
     count = tu_ring_take(worker, (tu_record_t *)out, max);
-    worker->counts.polls_paid++;
     poll->began = 0;
-    if (poll->misses > 0) {
-        poll->misses--;
-    } else {
-        poll->penalty = 0;
-    }
-    poll->limit = least(poll->bound, (poll->limit * 15 + (time - start + LEAST) * MARGIN) / 16);
+    paid(worker);
+    poll->limit = least(poll->bound, (poll->limit * 15 + (time - poll->last + LEAST) * MARGIN) / 16);
     return (int)count;
 }
 
-/* Whether the last poll ended only so that others can run. */
+/* A turn is about to arm; request chains had posted so many requests when it began. Whether not to: one goes on, and its
+ * steps take no longer than it pays to poll for. */
+int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
+{
+    tu_poll_t *poll = &worker->poll;
+    uint64_t steps  = worker->counts.chain_requests - requests;
+    uint64_t time, took;
+
+    if (worker->chains.active == NULL || poll->bound == 0) {
+        poll->goes_on = 0;
+        return 0;
+    }
+    time = now();
+    took = time - poll->last;
+    look_at_chains(worker, &requests, time);
+    if (steps > 0 && poll->limit == 0) {
+        poll->skip -= (unsigned)least(poll->skip, steps);
+        if (poll->skip == 0 && took / steps <= SHORT * poll->bound) {
+            poll->limit = poll->bound;
+        }
+    }
+    poll->goes_on = time - poll->last < poll->limit;
+    return poll->goes_on;
+}
+
+/* Whether a request chain went on in the last poll, or turn, and is not at its end. */
 int tu_poll_goes_on(const tu_worker_t *worker)
 {
-    return worker->poll.goes_on;
+    return worker->poll.goes_on && worker->chains.active != NULL;
 }
 
 /* Both, for a task that has nothing to do in between. */
@@ -132,12 +183,13 @@ int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max)
 void tu_poll_ended(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
-    uint64_t took;
+    uint64_t took, steps;
 
     if (poll->began == 0) {
         return;
     }
-    took        = now() - poll->began;
+    steps       = worker->counts.chain_requests - poll->requests; /* each was a wait of its own */
+    took        = (now() - poll->began) / (steps + 1);
     poll->began = 0;
     if (took > SHORT * poll->bound) {
         poll->limit = poll->limit / 2 >= LEAST ? poll->limit / 2 : 0;

@@ -4,6 +4,25 @@
 
 #include "chain.h"
 
+/* The commonest ones: unsigned, of 8 or 4 bytes, least significant first. Whether it is one. */
+static int load_plain(const char *from, size_t width, tu_integer_t *out)
+{
+    uint64_t wide;
+    uint32_t half;
+
+    if (width == sizeof(wide)) {
+        memcpy(&wide, from, sizeof(wide));
+        *out = (tu_integer_t)le64toh(wide);
+        return 1;
+    }
+    if (width == sizeof(half)) {
+        memcpy(&half, from, sizeof(half));
+        *out = (tu_integer_t)le32toh(half);
+        return 1;
+    }
+    return 0;
+}
+
 /* Reads an integer of 1 to 16 bytes. */
 static tu_integer_t load(const char *from, size_t width, int flags)
 {
@@ -12,6 +31,9 @@ static tu_integer_t load(const char *from, size_t width, int flags)
     size_t i;
     int negative;
 
+    if (flags == 0 && load_plain(from, width, &value)) {
+        return value;
+    }
     for (i = 0; i < width; i++) {
         bytes[i] = (unsigned char)from[flags & TU_LOAD_BIG ? width - 1 - i : i];
     }

@@ -389,6 +389,7 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 {
     int budget  = PROGRESS_BUDGET;
     int retries = BUSY_RETRIES;
+    uint64_t requests = worker->counts.chain_requests;
     unsigned moved;
     size_t count;
 
@@ -400,7 +401,8 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL) {
+        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL ||
+            tu_poll_chains(worker, requests)) {
             return (int)count;
         }
         switch (ucp_worker_arm(worker->worker)) {

@@ -205,7 +205,7 @@ class Piece:
 
     @property
     def requests(self) -> frozenset[ChainRequest]:
-        """What it refers to."""
+        """Those whose results it is made of."""
         if self.value is not None:
             return self.value.requests
         assert self.request is not None

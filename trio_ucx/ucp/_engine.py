@@ -373,7 +373,11 @@ class Engine:
                 woken = True
                 self.counters["wakeups"] += 1
             elif state == lib.TU_MORE:
-                await trio.lowlevel.checkpoint()
+                await trio.lowlevel.checkpoint_if_cancelled()
+                if lib.tu_poll_goes_on(self.handle):
+                    await self.waiting.poll_chains()
+                else:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
             else:
                 self.counters["backoffs"] += 1
                 await self._backoff.sleep(perf_counter() - began)

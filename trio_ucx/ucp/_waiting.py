@@ -127,13 +127,19 @@ class Waiting:
 
     async def _poll(self, pending: Pending) -> None:
         engine = self._engine
-        while await self._alone(pending):
+        while await self._alone(pending) and not self.woken:
             while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
                 pass
             if pending.outcome is not None or self.woken or not lib.tu_poll_goes_on(engine.handle):
                 break
+            self.polls_for_all = True  # a request chain goes on: the progress task need not look
 
-    async def _alone(self, pending: Pending) -> bool:
+    async def poll_chains(self) -> None:
+        """For the progress task: request chains go on whose tasks are parked. A schedule point."""
+        if await self._alone() and not self.woken:
+            self._engine.take(lib.tu_poll)
+
+    async def _alone(self, pending: Pending | None = None) -> bool:
         """A schedule point, or a few. Returns whether no other task seems to be runnable."""
         if self._yield_interval and self._yielded_lately():
             return True
@@ -147,7 +153,7 @@ class Waiting:
                 continue
             self._shortest = min(took, self._shortest * 1.001, _LONGEST)
             alone = took < self._shortest * _OTHERS
-            if alone or took > self._shortest * _BUSY or pending.outcome is not None:
+            if alone or took > self._shortest * _BUSY or (pending is not None and pending.outcome is not None):
                 break  # else it may have been the progress task, or the machine
         if self._yield_interval:
             self._yielded = perf_counter()

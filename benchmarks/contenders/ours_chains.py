@@ -1,0 +1,281 @@
+"""Remote memory, one step after the other: as a request chain, with ``await``, and in a plain loop in C.
+
+The server owns the memory, and does nothing but progress while the client works.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+import trio
+
+from trio_ucx import ucp
+
+from .. import loops
+from ..ends import Control, End
+from ..jobs import Batch, Job
+from . import Contender
+from .ours import TAG, TLS, check_transports, worker_options
+
+LOOP = "trio"
+STEPS = 1000
+#: Slots of 64 bytes among which the nodes of the list are scattered; of the first the offset would be the end's.
+SLOTS = 16_384
+PAIRS, PAIR = SLOTS * 64, 16
+FLAG = PAIRS + STEPS * PAIR
+NBYTES = FLAG + 8
+#: What a pair's first half is where something is put to the second.
+CHOSEN = 0xC0FFEE
+
+FOLLOW_SMALL, FOLLOW, ORDERED, UNORDERED = (
+    "follow, nodes of 16 B",
+    "follow, nodes of 64 B",
+    "pairs, ordered",
+    "pairs, unordered",
+)
+NODE_SIZES = {FOLLOW_SMALL: 16, FOLLOW: 64}
+WAYS = (FOLLOW_SMALL, FOLLOW, ORDERED, UNORDERED)
+JOBS = tuple(Job("steps", STEPS, way) for way in WAYS)
+
+CHAIN, AWAIT, QUICK_AWAIT, PLAIN = "chain", "await", "await, yield_interval=100e-6", "C"
+#: By contender: the doer, and the options of its worker.
+HOW: dict[str, tuple[str, dict[str, float]]] = {
+    CHAIN: ("chain", {}),
+    AWAIT: ("await", {}),
+    QUICK_AWAIT: ("await", {"yield_interval": 100e-6}),
+    PLAIN: ("plain", {}),
+}
+
+
+def contenders(transports: Sequence[str], loops_file: str, jobs: tuple[Job, ...] = JOBS) -> list[Contender]:
+    return [
+        Contender(
+            f"{name} {transport}",
+            transport,
+            "ours_chains",
+            jobs,
+            options={"tls": TLS[transport], "worker": options, "doer": doer, "loops": loops_file},
+        )
+        for transport in transports
+        for name, (doer, options) in HOW.items()
+    ]
+
+
+class Ground:
+    """What is in the memory before a batch, and after it. Both ends make it from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        #: Offsets of the nodes; the key of each is its number.
+        self.nodes = [64 * slot for slot in chance.sample(range(1, SLOTS), STEPS)]
+        self.chosen = [number < STEPS // 2 for number in range(STEPS)]
+        chance.shuffle(self.chosen)
+        self.data = seed.to_bytes(4, "little") * 2
+
+    def pairs(self, data: bytes) -> bytes:
+        return b"".join(
+            struct.pack("<Q", CHOSEN if chosen else number) + (data if chosen else bytes(8))
+            for number, chosen in enumerate(self.chosen)
+        )
+
+    def write(self, view: memoryview) -> None:
+        view[:] = bytes(len(view))
+        for number, (here, following) in enumerate(zip(self.nodes, [*self.nodes[1:], 0], strict=True)):
+            struct.pack_into("<QQ", view, here, following, number + 1)
+        view[PAIRS:FLAG] = self.pairs(bytes(8))
+
+
+@asynccontextmanager
+async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
+    features = ucp.Feature.RMA | ucp.Feature.TAG | ucp.Feature.WAKEUP
+    asked = worker_options(setup)
+    with ucp.open_context(asked.pop("config"), features=features) as context:
+        async with ucp.open_worker(context=context, **asked) as worker:
+            plain = loops.load(setup["options"]["loops"])
+            if setup["role"] == "server":
+                with context.allocate(NBYTES) as memory:
+                    address = {"worker": bytes(worker.address).hex(), "memory": bytes(memory.descriptor).hex()}
+                    await control.tell({"address": address})
+                    await worker.tag_receive(bytearray(8), TAG)
+                    yield Owner(worker, memory, plain)
+                return
+            endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(setup["address"]["worker"])))
+            try:
+                with endpoint.attach(bytes.fromhex(setup["address"]["memory"])) as remote:
+                    await remote.get(0, 8)
+                    await endpoint.tag_send(b"greeting", TAG)
+                    end = DOERS[setup["options"]["doer"]](worker, remote, plain)
+                    end.transports = check_transports(endpoint, setup)
+                    yield end
+            finally:
+                endpoint.abort()
+
+
+class Owner(End):
+    def __init__(self, worker: ucp.Worker, memory: ucp.Memory, plain: Any) -> None:
+        super().__init__()
+        self.worker, self.view, self.plain = worker, memory.memoryview, plain
+
+    def prepare(self, batch: Batch) -> None:
+        Ground(batch.seed).write(self.view)
+
+    async def receive(self, batch: Batch) -> None:
+        flag = loops.ffi.from_buffer("char[]", self.view) + FLAG
+        served = self.plain.loop_serve(
+            loops.number(self.worker._engine.handle), int(loops.ffi.cast("uintptr_t", flag)), batch.seed, 60
+        )
+        self.worker._engine.settle()
+        if not served:
+            raise RuntimeError("the client did not come to an end")
+
+    def verify(self, batch: Batch) -> None:
+        ground = Ground(batch.seed)
+        data = ground.data if batch.job.way not in NODE_SIZES else bytes(8)
+        if bytes(self.view[PAIRS:FLAG]) != ground.pairs(data):
+            raise RuntimeError("the memory is not as it should be afterwards")
+
+
+class Doer(End):
+    """A client. ``once`` does all steps, and keeps what it found."""
+
+    def __init__(self, worker: ucp.Worker, remote: ucp.RemoteMemory, plain: Any) -> None:
+        super().__init__()
+        self.worker, self.remote, self.plain = worker, remote, plain
+        self.ground = Ground(0)
+        #: Of the list: (offset of the last node, how many). Of the pairs: how many were put.
+        self.found: object = None
+
+    def prepare(self, batch: Batch) -> None:
+        self.ground = Ground(batch.seed)
+        self.found = None
+        self.more = {}
+
+    async def send(self, batch: Batch) -> None:
+        size = NODE_SIZES.get(batch.job.way)
+        for _ in range(batch.count):
+            if size is not None:
+                await self.follow(size)
+            else:
+                await self.pairs(batch.job.way == ORDERED)
+        await self.remote.put(batch.seed.to_bytes(8, "little"), FLAG)
+        await self.remote.flush()
+
+    async def follow(self, size: int) -> None:
+        raise NotImplementedError
+
+    async def pairs(self, ordered: bool) -> None:
+        raise NotImplementedError
+
+    def verify(self, batch: Batch) -> None:
+        expected = (self.ground.nodes[-1], STEPS) if batch.job.way in NODE_SIZES else STEPS // 2
+        if self.found != expected:
+            raise RuntimeError(f"found {self.found!r}, not {expected!r}")
+
+
+class Chain(Doer):
+    """The chain is made before the time is taken: ``build_us`` says what a step of that takes."""
+
+    chain: ucp.RequestChain | None = None
+    outcomes: Sequence[Any] = ()
+
+    def prepare(self, batch: Batch) -> None:
+        super().prepare(batch)
+        if self.chain is not None:
+            self.chain.close()
+        began = perf_counter()
+        way, remote, ground = batch.job.way, self.remote, self.ground
+        chain = self.chain = self.worker.new_chain(capacity=2 * STEPS, ordered=way == ORDERED)
+        if way in NODE_SIZES:
+            chain.follow(
+                remote,
+                ground.nodes[0],
+                next_offset=0,
+                until=lambda node: node.u64(8) == STEPS,
+                limit=2 * STEPS,
+                length=NODE_SIZES[way],
+            )
+        else:
+            for place in range(PAIRS, FLAG, PAIR):
+                read = chain.get(remote, place, 8)
+                chain.put(remote, ground.data, place + 8, when=read.u64() == CHOSEN, on_false="skip")
+        self.more = {"build_us": (perf_counter() - began) / STEPS * 1e6}
+
+    async def follow(self, size: int) -> None:
+        await self._run()
+
+    async def pairs(self, ordered: bool) -> None:
+        await self._run()
+
+    async def _run(self) -> None:
+        assert self.chain is not None
+        self.outcomes = ()  # else the next run would read all of them first, to keep them
+        self.outcomes = await self.chain.run()
+
+    def verify(self, batch: Batch) -> None:
+        values = [one.unwrap() for one in self.outcomes if one is not None]
+        if batch.job.way in NODE_SIZES:
+            self.found = (values[0].offset, values[0].steps)
+        else:
+            for number, chosen in enumerate(self.ground.chosen):
+                if values[2 * number] != struct.pack("<Q", CHOSEN if chosen else number):
+                    raise RuntimeError(f"pair {number}: read {values[2 * number]!r}")
+            self.found = values[1::2].count(None)
+        super().verify(batch)
+
+
+class Await(Doer):
+    async def follow(self, size: int) -> None:
+        get = self.remote.get
+        here, steps, unpack = self.ground.nodes[0], 0, struct.Struct("<QQ").unpack_from
+        while True:
+            following, key = unpack(await get(here, size))
+            steps += 1
+            if key == STEPS or following == 0 or steps == 2 * STEPS:
+                break
+            here = following
+        self.found = (here, steps)
+
+    async def pairs(self, ordered: bool) -> None:
+        get, put, flush = self.remote.get, self.remote.put, self.remote.flush
+        puts, data, wanted = 0, self.ground.data, CHOSEN.to_bytes(8, "little")
+        for place in range(PAIRS, FLAG, PAIR):
+            if await get(place, 8) == wanted:
+                await put(data, place + 8)
+                puts += 1
+                if ordered:
+                    await flush()
+        if not ordered:
+            await flush()
+        self.found = puts
+
+
+class Plain(Doer):
+    """Nothing is awaited while C works."""
+
+    def _handles(self) -> tuple[int, int, int, int]:
+        core = self.remote._core
+        key = self.remote._key("put and get", core)
+        things = (self.worker._engine.handle, core.handle, key.handle)
+        return (*map(loops.number, things), self.remote._descriptor.address)  # type: ignore[return-value]
+
+    async def follow(self, size: int) -> None:
+        place = loops.ffi.new("uint64_t *")
+        steps = self.plain.loop_follow(*self._handles(), size, self.ground.nodes[0], STEPS, 2 * STEPS, place)
+        self.found = (place[0], steps)
+        await trio.lowlevel.checkpoint()
+
+    async def pairs(self, ordered: bool) -> None:
+        worker, endpoint, key, base = self._handles()
+        read = loops.ffi.new("uint64_t[]", STEPS)
+        self.found = self.plain.loop_pairs(
+            worker, endpoint, key, base + PAIRS, STEPS, CHOSEN, self.ground.data, ordered, read
+        )
+        await trio.lowlevel.checkpoint()
+
+
+DOERS: dict[str, type[Doer]] = {"chain": Chain, "await": Await, "plain": Plain}
