@@ -37,7 +37,7 @@ What it does not:
 * Integers that another client swaps are read by ordinary gets, which have to find 8 aligned bytes either old or new.
   The processors and adapters that UCX runs on do so; no specification promises it.
 * Keys are known by their hashes only. Clients are trusted: who may connect may overwrite everything.
-* The table ends with its server. A put that raises BrokenResourceError, or was cancelled, may have happened.
+* The table ends with its server. A put that raises BrokenResourceError, or is cancelled, may have happened.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Table:
     async def put(self, key: bytes, value: bytes) -> bool:
         """Inserts the key, or replaces its value. Returns whether it is new.
 
-        Cancellation: it has happened, or it has not.
+        Cancellation: it has happened, or will in a moment, or will not.
 
         Raises:
             TableFull: nothing was changed.
@@ -172,14 +172,14 @@ class Table:
                 self.memory, 0, entry, node.offset + NEXT, when=~found, on_false="skip", after=written
             )
             again = ucp.Retry(self._limit, again=(node, replaced, tied))  # each time there is one node more
-            first = chain.check(tied.u64() == 0, on_false=again)
+            won = chain.check(tied.u64() == 0, on_false=again)
             outcomes = await run_chain(chain)
             value_of(outcomes, node)
             if isinstance(outcomes[written], Error):
                 raise TableFull(f"this table has no room for {size} more bytes")
             if value_of(outcomes, replaced) is not ucp.SKIPPED:
                 return False
-            value_of(outcomes, first)
+            value_of(outcomes, won)
             return True
 
     def _find(self, chain: ucp.RequestChain, key: bytes) -> tuple[ucp.ChainRequest, ucp.Condition]:
@@ -218,10 +218,11 @@ async def open_table(address: tuple[str, int]) -> AsyncIterator[Table]:
                 descriptor = await connection.receive()
             try:
                 memory = connection.endpoint.attach(descriptor)
-                magic, buckets, _ = HEADER.unpack(await memory.get(0, HEADER.size))
             except ValueError as error:
                 raise TableError(f"who listens there has no table: {error}") from error
             with memory:
+                header = await memory.get(0, min(HEADER.size, memory.nbytes))
+                magic, buckets, _ = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
                 if magic != MAGIC or not buckets:
                     raise TableError("who listens there has memory, but no table in it")
                 yield Table(worker, memory, buckets)
