@@ -425,6 +425,8 @@ class Model:
 
     def follow(self, number: int, step: Step) -> Any:
         place = self.place(step.offset, 8)
+        if place == 0:
+            return None
         for count in range(1, step.limit + 1):
             self.results[number], self.places[number] = bytes(self.memory[place : place + 8]), place
             value = ("value", ucp.Followed(self.results[number], place, count))

@@ -274,6 +274,30 @@ async def test_payload_functions(ground: Ground) -> None:
     assert isinstance(error_of((await chain.run())[8]), ucp.DependencyFalse)
 
 
+async def test_local_numbers(ground: Ground) -> None:
+    """A chain can be run again with others."""
+    content = random.Random(6).randbytes(256)
+    ground.write(content)
+    arguments = bytearray(8)
+    chain = ground.worker.new_chain()
+    numbers = chain.local(arguments)
+    byte = chain.get(ground.remote, numbers.u16(0), 1)
+    chain.put(ground.remote, b"!", numbers.i16(2, big=True) + 300, when=byte.u8() == numbers.u8(4))
+    for number in (3, 200):
+        struct.pack_into("<H", arguments, 0, number)
+        struct.pack_into(">h", arguments, 2, -number)
+        arguments[4] = content[number]
+        assert value_of((await chain.run())[0]) == content[number : number + 1]
+        assert ground.read(300 - number, 1) == b"!"
+    with pytest.raises(ucp.DependencyReferenceError):
+        numbers.u16(7)
+    with pytest.raises(BufferError):
+        arguments.append(1)
+    chain.close()
+    del numbers
+    arguments.append(1)
+
+
 # ---- policies ----
 
 
@@ -411,6 +435,38 @@ async def test_follow(ground: Ground) -> None:
         assert isinstance(error_of(outcomes[request]), ucp.DependencyFalse)
     assert value_of(outcomes[last]) == ucp.Followed(struct.pack("<QQ", 1099, 0), offsets[99], 100)
     assert value_of(outcomes[computed]).offset == offsets[10]
+
+
+async def test_follow_nothing(ground: Ground) -> None:
+    """What would be the first node is the end already."""
+    with ground.worker.new_chain() as chain:
+        empty = chain.follow(ground.remote, 0, next_offset=8, limit=10)
+        word = chain.get(ground.remote, 0, 8)
+        computed = chain.follow(ground.remote, word.u64(), next_offset=8, limit=10, on_false="skip")
+        endless = chain.follow(ground.remote, 0, next_offset=8, limit=10, end=None)
+        outcomes = await chain.run()
+    assert isinstance(error_of(outcomes[empty]), ucp.DependencyFalse)
+    assert value_of(outcomes[computed]) is ucp.SKIPPED
+    assert value_of(outcomes[endless]) == ucp.Followed(bytes(16), 0, 10)
+    with pytest.raises(ExceptionGroup) as caught:
+        outcomes.values()
+    assert [type(error) for error in caught.value.exceptions] == [ucp.DependencyFalse]
+    assert len(outcomes[1:]) == 3
+
+
+async def test_node_of_a_walk_that_was_refused(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    seen: list[ucp.ChainRequest] = []
+
+    def until(node: ucp.ChainRequest) -> ucp.Condition:
+        seen.append(node)
+        return node.u64(0) == 0
+
+    with pytest.raises(ValueError, match="limit"):
+        chain.follow(ground.remote, 16, next_offset=8, until=until, limit=0)
+    chain.get(ground.remote, 0, 8)
+    with pytest.raises(ucp.DependencyReferenceError, match="not added"):
+        chain.check(seen[0].u64(0) == 0)
 
 
 async def test_follow_out_of_the_memory(ground: Ground) -> None:

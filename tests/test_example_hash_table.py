@@ -225,9 +225,6 @@ async def test_values_are_seen_whole(over: str) -> None:
         assert seen <= allowed
 
 
-@pytest.mark.xfail(
-    reason="a run that is cancelled while UCX has none of its requests returns, as if it were over", strict=False
-)
 async def test_cancelled_puts(over: str) -> None:
     """They have happened, or not; the table is whole, and others are not kept from writing."""
     async with open_served("--buckets", 1) as (_, table):

@@ -63,6 +63,7 @@ class Lib(Protocol):
     TU_TERM_PLACE: int
     TU_TERM_CRC32C: int
     TU_TERM_SAME: int
+    TU_TERM_LOCAL: int
     TU_TERM_ADD: int
     TU_TERM_SUBTRACT: int
     TU_TERM_MULTIPLY: int

@@ -281,22 +281,23 @@ size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void 
 #define TU_TERM_PLACE 2        /* request: offset in its region that was read last */
 #define TU_TERM_CRC32C 3       /* request, low: offset, high: length */
 #define TU_TERM_SAME 4         /* request, low: offset, high: address of a local buffer, extra: length */
-#define TU_TERM_ADD 5
-#define TU_TERM_SUBTRACT 6
-#define TU_TERM_MULTIPLY 7
-#define TU_TERM_AND 8
-#define TU_TERM_OR 9
-#define TU_TERM_XOR 10
-#define TU_TERM_LEFT 11
-#define TU_TERM_RIGHT 12
-#define TU_TERM_RIGHT_UNSIGNED 13
-#define TU_TERM_EQUAL 14
-#define TU_TERM_NOT_EQUAL 15
-#define TU_TERM_LESS 16
-#define TU_TERM_LESS_EQUAL 17
-#define TU_TERM_LESS_UNSIGNED 18
-#define TU_TERM_LESS_EQUAL_UNSIGNED 19
-#define TU_TERM_NOT 20         /* of a condition */
+#define TU_TERM_LOCAL 5        /* low: address, high and extra: as of a load */
+#define TU_TERM_ADD 6
+#define TU_TERM_SUBTRACT 7
+#define TU_TERM_MULTIPLY 8
+#define TU_TERM_AND 9
+#define TU_TERM_OR 10
+#define TU_TERM_XOR 11
+#define TU_TERM_LEFT 12
+#define TU_TERM_RIGHT 13
+#define TU_TERM_RIGHT_UNSIGNED 14
+#define TU_TERM_EQUAL 15
+#define TU_TERM_NOT_EQUAL 16
+#define TU_TERM_LESS 17
+#define TU_TERM_LESS_EQUAL 18
+#define TU_TERM_LESS_UNSIGNED 19
+#define TU_TERM_LESS_EQUAL_UNSIGNED 20
+#define TU_TERM_NOT 21         /* of a condition */
 #define TU_TERM_DEPTH 32       /* values at once */
 #define TU_LOAD_SIGNED 1
 #define TU_LOAD_BIG 2          /* most significant byte first */

@@ -310,6 +310,10 @@ static void begin_follow(tu_node_t *node, tu_target_t *target)
     if (choose_place(node, target, (tu_integer_t)node->request.size) < 0) {
         return;
     }
+    if (!node->continuing && node->request.has_end && node->place == node->request.end) {
+        tu_node_false(node); /* there is no first one */
+        return;
+    }
     node->continuing = 0;
     if (read_directly(node, target)) {
         return;

@@ -120,6 +120,9 @@ static int evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_integ
     case TU_TERM_CONSTANT:
         *out = (tu_integer_t)((tu_natural_t)term->high << 64 | term->low);
         return 0;
+    case TU_TERM_LOCAL:
+        *out = load((const char *)(uintptr_t)term->low, term->high, (int)term->extra);
+        return 0;
     case TU_TERM_PLACE:
         from = tu_chain_result(chain, term->request, 0, 0, reason);
         *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->place : 0;
@@ -175,10 +178,10 @@ int tu_terms_valid(const tu_terms_t *terms, uint32_t requests)
             return 0;
         }
         if (term->code < TU_TERM_ADD) {
-            if (term->code != TU_TERM_CONSTANT && term->request >= requests) {
+            if (term->code != TU_TERM_CONSTANT && term->code != TU_TERM_LOCAL && term->request >= requests) {
                 return 0;
             }
-            if (term->code == TU_TERM_LOAD && (term->high < 1 || term->high > 16)) {
+            if ((term->code == TU_TERM_LOAD || term->code == TU_TERM_LOCAL) && (term->high < 1 || term->high > 16)) {
                 return 0;
             }
             used++;

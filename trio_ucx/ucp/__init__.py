@@ -45,6 +45,7 @@ from ._chain_run import Outcomes as Outcomes
 from ._chain_terms import ChainRequest as ChainRequest
 from ._chain_terms import Condition as Condition
 from ._chain_terms import Integer as Integer
+from ._chain_terms import Local as Local
 from ._chain_terms import Piece as Piece
 from ._chains import RequestChain as RequestChain
 from ._context import DEFAULT_FEATURES as DEFAULT_FEATURES
@@ -94,6 +95,7 @@ __all__ = [
     "Integer",
     "NoDependencyResource",
     "Outcomes",
+    "Local",
     "Piece",
     "RequestChain",
     "Retry",

@@ -9,7 +9,7 @@ import attrs
 import trio
 
 from .._native import ffi, lib
-from ._buffers import Pinned
+from ._buffers import Buffer, Pinned
 from ._chain_errors import DependencyReferenceError, NoDependencyResource
 from ._chain_run import ChainTimer, NativeChain, Target
 from ._chain_terms import (
@@ -18,8 +18,10 @@ from ._chain_terms import (
     Condition,
     Expression,
     Integer,
+    Local,
     Piece,
     as_integer,
+    local,
     pinned_memory,
 )
 from ._endpoint import Endpoint
@@ -27,7 +29,7 @@ from ._memory import Access
 from ._posting import check_reaches
 from ._remote_memory import RemoteMemory
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_integer, check_timeout
+from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, check_timeout
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -152,7 +154,7 @@ class _Native:
 
 
 @attrs.define(eq=False, repr=False)
-class ChainBuilder(metaclass=OpenedNotConstructed):
+class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
     """What a :class:`RequestChain` consists of."""
 
     _engine: Engine
@@ -166,10 +168,18 @@ class ChainBuilder(metaclass=OpenedNotConstructed):
     _generation: int = 0
     #: The last request that may stop the chain.
     _barrier: int | None = None
-    #: The id of one that is being described, and may refer to itself.
-    _draft_id: int | None = None
+    #: One that is being described, and may refer to itself.
+    _draft: ChainRequest | None = None
 
     # ---- references ----
+
+    def local(self, buffer: Buffer) -> Local:
+        """Memory of ours to take integers from, as from a result: what is in it when the chain gets there.
+
+        So a chain can be run again with other numbers. The buffer, in host memory, stays pinned as long as the chain
+        refers to it.
+        """
+        return local(buffer)
 
     def choose(self, index: Integer, options: Sequence[Any]) -> Choice:
         """One of several remote memories, or endpoints, by a computed index, for a request's first argument.
@@ -209,7 +219,7 @@ class ChainBuilder(metaclass=OpenedNotConstructed):
             raise DependencyReferenceError(f"{user} refers to {request.name} of another chain")
         if request._generation != self._generation:
             raise DependencyReferenceError(f"{user} refers to {request.name}, which went when the chain was cleared")
-        if request.id >= len(self._requests) and request.id != self._draft_id:
+        if request is not self._draft and self._requests[request.id : request.id + 1] != [request]:
             raise DependencyReferenceError(f"{user} refers to {request.name}, which was not added")
 
     # ---- adding ----

@@ -249,7 +249,7 @@ def _error(request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exc
     if state == lib.TU_CHAIN_OUT_OF_BOUNDS:
         return DependencyBoundsError(f"{name}: {_WHY_OUT_OF_BOUNDS[Status(report.status)].format(place='')}")
     if state == lib.TU_CHAIN_CANCELLED:
-        return RequestCancelled(f"the run was cancelled before {name} was begun")
+        return RequestCancelled(f"the run was cancelled before {name} was begun, or begun again")
     target: Target = targets[report.target]
     return target.error(report.status, f"running {name}")
 
@@ -287,6 +287,19 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         """Reads all of it, before it goes."""
         if self._kept is None:
             self._kept = [self._read(request) for request in self._requests]
+
+    def values(self) -> list[Any]:
+        """The values of all.
+
+        Raises:
+            ExceptionGroup: of the errors of those that failed, or whose run was cancelled.
+        """
+        outcomes = list(self)
+        errors = [outcome.error for outcome in outcomes if isinstance(outcome, Error)]
+        errors += [RequestCancelled("this request is in flight") for outcome in outcomes if outcome is None]
+        if errors:
+            raise BaseExceptionGroup("requests of a chain failed", errors)
+        return [outcome.value for outcome in outcomes if isinstance(outcome, Value)]
 
     def _get(self, number: int) -> Outcome[Any] | None:
         if self._kept is None:

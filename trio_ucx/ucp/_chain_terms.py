@@ -231,46 +231,16 @@ def _shift(value: Integer | int) -> Integer | int:
     return value if isinstance(value, Integer) else check_integer(value, "a shift", 0, 128)
 
 
-@attrs.define(eq=False, repr=False)
-class ChainRequest(metaclass=OpenedNotConstructed):
-    """A request of a :class:`RequestChain`, by which later ones refer to its result.
+class _Loads:
+    """What integers can be taken out of."""
 
-    Attributes:
-        id: its number in the chain, from 0 on.
-        name: what it does, for messages.
-    """
-
-    _chain: ChainBuilder
-    _generation: int
-    id: int
-    kind: int
-    name: str
-    #: Bytes of its result, at most; None: it has none.
-    size: int | None
-    #: Whether its result goes to the user's memory.
-    into: bool = False
-    #: How much of a result that is still to be sized is referred to.
-    referred: int = 0
-
-    def _location(self, offset: int, length: int) -> int:
-        offset = check_integer(offset, "the offset in a result", 0, UNLIMITED)
-        if self.size is None:
-            raise DependencyReferenceError(f"{self.name} has no result to refer to")
-        if offset + length > self.size:
-            raise DependencyReferenceError(
-                f"bytes {offset} to {offset + length} are beyond the result of {self.name}, which has {self.size}"
-            )
-        self.referred = max(self.referred, offset + length)
-        return offset
+    __slots__ = ()
 
     def _load(self, offset: int, width: int, flags: int, *, big: bool) -> Integer:
-        offset = self._location(offset, width)
-        flags |= lib.TU_LOAD_BIG if big else 0
-        term = (lib.TU_TERM_LOAD, self.id, offset, width, flags)
-        return Integer((term,), frozenset((self,)), wide=width == 16 and not flags & lib.TU_LOAD_SIGNED)
+        raise NotImplementedError
 
     def u8(self, offset: int = 0) -> Integer:
-        """An unsigned integer of 1 byte at this offset of the result."""
+        """An unsigned integer of 1 byte at this offset."""
         return self._load(offset, 1, 0, big=False)
 
     def u16(self, offset: int = 0, *, big: bool = False) -> Integer:
@@ -309,6 +279,76 @@ class ChainRequest(metaclass=OpenedNotConstructed):
         """A signed integer of 16 bytes."""
         return self._load(offset, 16, lib.TU_LOAD_SIGNED, big=big)
 
+
+@attrs.frozen(eq=False, repr=False)
+class Local(_Loads, metaclass=OpenedNotConstructed):
+    """Memory of ours that a chain looks at when it gets there: by :meth:`RequestChain.local`."""
+
+    _pins: Pinned
+    _address: int
+    nbytes: int
+
+    def _load(self, offset: int, width: int, flags: int, *, big: bool) -> Integer:
+        offset = check_integer(offset, "the offset in a buffer", 0, UNLIMITED)
+        if offset + width > self.nbytes:
+            raise DependencyReferenceError(f"bytes {offset} to {offset + width} are beyond a buffer of {self.nbytes}")
+        flags |= lib.TU_LOAD_BIG if big else 0
+        term = (lib.TU_TERM_LOCAL, 0, self._address + offset, width, flags)
+        return Integer((term,), frozenset(), (self._pins,), wide=width == 16 and not flags & lib.TU_LOAD_SIGNED)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.Local of {self.nbytes} bytes>"
+
+
+def local(buffer: Buffer) -> Local:
+    """:meth:`RequestChain.local`."""
+    pins = Pinned(buffer)
+    address, nbytes, memory = pinned_memory(pins)
+    if memory > lib.TU_MEMORY_HOST:
+        pins.release()
+        raise TypeError("a chain looks at host memory only")
+    made: Local = Local._create(pins, int(ffi.cast("uintptr_t", address)), nbytes)
+    return made
+
+
+@attrs.define(eq=False, repr=False)
+class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
+    """A request of a :class:`RequestChain`, by which later ones refer to its result.
+
+    Attributes:
+        id: its number in the chain, from 0 on.
+        name: what it does, for messages.
+    """
+
+    _chain: ChainBuilder
+    _generation: int
+    id: int
+    kind: int
+    name: str
+    #: Bytes of its result, at most; None: it has none.
+    size: int | None
+    #: Whether its result goes to the user's memory.
+    into: bool = False
+    #: How much of a result that is still to be sized is referred to.
+    referred: int = 0
+
+    def _location(self, offset: int, length: int) -> int:
+        offset = check_integer(offset, "the offset in a result", 0, UNLIMITED)
+        if self.size is None:
+            raise DependencyReferenceError(f"{self.name} has no result to refer to")
+        if offset + length > self.size:
+            raise DependencyReferenceError(
+                f"bytes {offset} to {offset + length} are beyond the result of {self.name}, which has {self.size}"
+            )
+        self.referred = max(self.referred, offset + length)
+        return offset
+
+    def _load(self, offset: int, width: int, flags: int, *, big: bool) -> Integer:
+        offset = self._location(offset, width)
+        flags |= lib.TU_LOAD_BIG if big else 0
+        term = (lib.TU_TERM_LOAD, self.id, offset, width, flags)
+        return Integer((term,), frozenset((self,)), wide=width == 16 and not flags & lib.TU_LOAD_SIGNED)
+
     @property
     def offset(self) -> Integer:
         """Where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node."""
@@ -338,14 +378,10 @@ class ChainRequest(metaclass=OpenedNotConstructed):
 
         The buffer, in host memory, stays pinned as long as the chain refers to it.
         """
-        pins = Pinned(buffer)
-        address, length, memory = pinned_memory(pins)
-        if memory > lib.TU_MEMORY_HOST:
-            pins.release()
-            raise TypeError("a result can be compared with host memory only")
-        where = int(ffi.cast("uintptr_t", address))
-        term = (lib.TU_TERM_SAME, self.id, self._location(offset, length), where, length)
-        return Condition((term,), frozenset((self,)), (pins,))
+        other = local(buffer)
+        where = self._location(offset, other.nbytes)
+        term = (lib.TU_TERM_SAME, self.id, where, other._address, other.nbytes)
+        return Condition((term,), frozenset((self,)), (other._pins,))
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.ChainRequest {self.name}>"

@@ -178,9 +178,9 @@ class RequestChain(ChainBuilder):
                 ``lambda node: node.u64(0) == key``; without, it ends where the structure ends.
             limit: how many nodes are read at most.
             length: bytes of a node; by default as many as ``next_offset`` and ``until`` look at.
-            end: the offset of the next node that says that there is none; None: there is no such.
+            end: the offset that says that there is no next node, nor a first; None: there is no such.
             **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`. A walk that ends without ``until``
-                having been true does what ``on_false`` says.
+                having been true, or that finds nothing to begin with, does what ``on_false`` says.
 
         Raises: as :meth:`get`.
         """
@@ -188,7 +188,7 @@ class RequestChain(ChainBuilder):
         where = argument(start, "the start")
         name = "follow"
         node = self._request(lib.TU_CHAIN_FOLLOW, name, UNLIMITED)
-        self._draft_id = node.id
+        self._draft = node
         try:
             following = next_offset(node) if callable(next_offset) else node.u64(next_offset)
             if not isinstance(following, Integer):
@@ -209,7 +209,7 @@ class RequestChain(ChainBuilder):
             draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size, fields=fields, terms=terms)
             return self._add(draft, request=node, **options)
         finally:
-            self._draft_id = None
+            self._draft = None
 
     @enable_ki_protection
     def check(self, when: Condition, **options: Any) -> ChainRequest:
