@@ -39,6 +39,7 @@ typedef struct tu_node {
     uint64_t not_before;       /* when a delayed one may begin; 0: at once */
     uint32_t target;
     int continuing;            /* a node of a list was read, and the next one is to be */
+    int stored;                /* a put that needed nothing of UCX */
     int flushing;              /* a put that was written */
     int landing;               /* UCX is done with it, and what follows has not happened yet */
     struct tu_node *next_landed;
@@ -58,7 +59,7 @@ typedef struct tu_target {
     tu_rkey_t *rkey;
     uint64_t address;
     uint64_t length;
-    const char *local;         /* the memory itself, where loads reach it; else NULL */
+    char *local;               /* the memory itself, where loads and stores reach it; else NULL */
     unsigned atomics;          /* so many of its endpoint's may be under way */
     int written;               /* by puts that no flush has followed */
     int flushing;
