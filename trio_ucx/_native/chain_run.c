@@ -368,8 +368,10 @@ static int may_begin(tu_node_t *node)
     tu_worker_t *worker = chain->worker;
 
     if (tu_node_has_no_place(node)) {
-        worker->chains.blocked = 1;
-        chain->blocked         = 1;
+        if (worker->chains.blocked == 0) { /* 2: a place has come free, for which another chain may wait */
+            worker->chains.blocked = 1;
+        }
+        chain->blocked = 1;
         return 0;
     }
     if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = now())) {
@@ -465,6 +467,7 @@ static void queue_those(tu_worker_t *worker, int blocked, uint64_t due)
     for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
         if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
             chain->blocked = 0;
+            chain->wake_at = 0; /* it looks for itself */
             enqueue(chain);
         }
     }
@@ -479,8 +482,7 @@ unsigned tu_chains_progress(tu_worker_t *worker)
 
     if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = now())) {
         queue_those(worker, 0, worker->chains.now);
-        worker->chains.wake = 0;
-        delays              = 1;
+        set_timer(worker); /* for the others */
     }
     if (worker->chains.blocked == 2) {
         worker->chains.blocked = 0;
@@ -511,6 +513,21 @@ unsigned tu_chains_progress(tu_worker_t *worker)
     return moved;
 }
 
+/* What can be done at once, of this chain alone: for what others bring, a turn must follow. */
+static void begin_run(tu_chain_t *chain)
+{
+    tu_worker_t *worker = chain->worker;
+
+    worker->chains.now   = now();
+    worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
+    do {
+        dequeue(chain);
+    } while (advance(chain) && chain->queued && worker->chains.now <= worker->chains.until);
+    if (chain->running && chain->wake_at != 0) {
+        set_timer(worker);
+    }
+}
+
 /* Begins a run: a verdict. */
 int64_t tu_chain_run(tu_chain_t *chain)
 {
@@ -526,7 +543,9 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (verdict != 0) {
         return verdict;
     }
-    memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
+    if (chain->room > 0) {
+        memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
+    }
     chain->running     = 1;
     chain->cancelled   = 0;
     chain->blocked     = 0;
@@ -563,8 +582,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
         }
     }
     enqueue(chain); /* also when it has nothing to do */
-    worker->chains.until = 0;
-    tu_chains_progress(worker);
+    begin_run(chain);
     if (!chain->running) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
     }
