@@ -435,7 +435,10 @@ class Model:
             place = self.integer(step.next)
             if place == 0:
                 break
-        return value if step.until is None else None
+        if step.until is None:
+            return value
+        del self.results[number], self.places[number]
+        return None
 
 
 # ---- the chain ----

@@ -588,6 +588,20 @@ async def use_atomics(stage: Stage) -> None:
         await remote.flush()
 
 
+@calls("RequestChain.run")
+async def use_request_chain(stage: Stage) -> None:
+    with stage.worker.context.allocate(64) as memory, stage.raw_client.attach(memory.descriptor) as remote:
+        with stage.worker.new_chain() as chain:
+            with assert_checkpoints():
+                await chain.run()
+            word = chain.get(remote, 0, 8)
+            chain.put(remote, word.bytes(), 8)
+            chain.fetch_add(remote, 1, 16)
+            for _ in range(3):
+                with assert_checkpoints():
+                    (await chain.run()).values()
+
+
 # ---- anyio ----
 
 

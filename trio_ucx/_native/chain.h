@@ -32,15 +32,17 @@ typedef struct tu_node {
     int has_result;
     uint64_t length;           /* of the result */
     uint64_t place;
-    uint64_t next_place;
+    tu_integer_t next_place;
     uint64_t steps;
     uint64_t retries;          /* made */
     uint32_t then;             /* 1 + who is run again behind it; 0: nobody */
     uint64_t not_before;       /* when a delayed one may begin; 0: at once */
     uint32_t target;
     int continuing;            /* a node of a list was read, and the next one is to be */
+    int arrived;               /* one was, and what is to be done with it depends on what runs again */
     int stored;                /* a put that needed nothing of UCX */
     int flushing;              /* a put that was written */
+    int flushed;               /* one that is known to have happened */
     int landing;               /* UCX is done with it, and what follows has not happened yet */
     struct tu_node *next_landed;
     int lost;                  /* UCX will not say what became of it before the worker ends */
@@ -109,6 +111,7 @@ typedef struct tu_reason {
  * conclude: it is over, with a state. */
 void tu_node_landed(tu_node_t *node, ucs_status_t status);
 void tu_node_ready(tu_node_t *node);
+uint32_t tu_node_wait(tu_node_t *node);
 void tu_node_false(tu_node_t *node);
 void tu_node_conclude(tu_node_t *node, int state);
 void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason);

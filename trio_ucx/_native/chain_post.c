@@ -370,10 +370,6 @@ static void follow_on(tu_node_t *node)
     tu_integer_t found, next;
 
     node->steps++;
-    if (node->chain->cancelled) {
-        tu_node_conclude(node, TU_CHAIN_CANCELLED);
-        return;
-    }
     if (argument(node, &request->until, 0, &found) < 0) {
         return;
     }
@@ -388,6 +384,7 @@ static void follow_on(tu_node_t *node)
         if (request->until.count == 0) {
             tu_node_conclude(node, TU_CHAIN_DONE);
         } else {
+            node->has_result = 0;
             tu_node_false(node);
         }
         return;
@@ -396,6 +393,19 @@ static void follow_on(tu_node_t *node)
     node->continuing = 1;
     node->state      = TU_CHAIN_WAITING;
     tu_node_ready(node);
+}
+
+/* A node of a list was read. What it depends on may run again: then that is waited for. */
+static void follow_arrived(tu_node_t *node)
+{
+    node->has_result = 1;
+    if (node->chain->cancelled) {
+        tu_node_conclude(node, TU_CHAIN_CANCELLED);
+    } else if (tu_node_wait(node) > 0) {
+        node->arrived = 1;
+    } else {
+        follow_on(node);
+    }
 }
 
 /* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
@@ -424,7 +434,13 @@ void tu_node_begin(tu_node_t *node)
 
     node->not_before = 0;
     if (node->spoiled) {
+        node->has_result = 0;
         tu_node_conclude(node, TU_CHAIN_NOT_EVALUATED);
+        return;
+    }
+    if (node->arrived) {
+        node->arrived = 0;
+        follow_on(node);
         return;
     }
     if (!node->continuing) {
@@ -475,11 +491,13 @@ void tu_node_go_on(tu_node_t *node)
         chain->worker->chains.blocked = chain->worker->chains.blocked > 0 ? 2 : 0; /* somebody may go on */
     }
     if (node->status != UCS_OK) {
+        if (node->flushing) {
+            target->status = node->status; /* it was for others' puts, too */
+        }
         node->flushing = 0;
         tu_node_conclude(node, TU_CHAIN_FAILED);
     } else if (kind == TU_CHAIN_FOLLOW) {
-        node->has_result = 1;
-        follow_on(node);
+        follow_arrived(node);
     } else if (tu_node_is_written(node) && !node->flushing && node->edge_count > 0 && !chain->cancelled) {
         if (target->endpoint != NULL) {
             flush_put(node, target);
@@ -487,6 +505,7 @@ void tu_node_go_on(tu_node_t *node)
             tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* nobody knows whether it has happened */
         }
     } else {
+        node->flushed    = node->flushing;
         node->flushing   = 0;
         node->has_result = kind == TU_CHAIN_GET || kind == TU_CHAIN_ATOMIC;
         tu_node_conclude(node, TU_CHAIN_DONE);

@@ -155,16 +155,60 @@ static void begin_again(tu_node_t *node)
     node->spoiled    = 0;
     node->has_result = 0;
     node->continuing = 0;
+    node->arrived    = 0;
+    node->flushed    = 0;
 }
 
-/* Runs a request again whose condition was false, and before it what it says, one after the other. All of that is over,
- * and of those that wait for it the ones that have not begun wait anew. */
+static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *requests, size_t count)
+{
+    uint32_t unfinished = 0;
+    size_t i;
+
+    for (i = 0; i < count; i++) {
+        unfinished += chain->nodes[requests[i]]->state <= TU_CHAIN_POSTED;
+    }
+    return unfinished;
+}
+
+/* Lets a request wait for those that it waits for and that are not over: some may run again for the sake of others.
+ * Returns how many there are. */
+uint32_t tu_node_wait(tu_node_t *node)
+{
+    const tu_chain_request_t *request = &node->request;
+
+    node->state   = TU_CHAIN_WAITING;
+    node->waiting = count_unfinished(node->chain, request->after, request->after_count) +
+                    count_unfinished(node->chain, request->behind, request->behind_count);
+    return node->waiting;
+}
+
+/* Of those that wait for a request that runs again, the ones that have not begun, and are not to run again themselves,
+ * wait anew. */
+static void let_wait(const tu_node_t *before, const tu_node_t *retried)
+{
+    const tu_chain_request_t *request = &retried->request;
+    tu_node_t *other;
+    size_t edge, i;
+
+    for (edge = 0; edge < before->edge_count; edge++) {
+        other = before->chain->nodes[before->edges[edge].request];
+        for (i = 0; i < request->again_count && request->again[i] != other->index; i++) {
+        }
+        if (other->state == TU_CHAIN_WAITING && other != retried && i == request->again_count) {
+            clear_ready(other);
+            other->waiting++;
+        }
+    }
+}
+
+/* Runs a request again whose condition was false, and before it what it says, one after the other. All of that is
+ * over. */
 static void retry(tu_node_t *node)
 {
     tu_chain_t *chain                = node->chain;
     const tu_chain_request_t *request = &node->request;
-    uint64_t not_before              = request->delay > 0 ? now() + request->delay : 0;
-    size_t i, edge;
+    tu_node_t *first                 = request->again_count > 0 ? chain->nodes[request->again[0]] : node;
+    size_t i;
 
     begin_again(node);
     for (i = 0; i < request->again_count; i++) {
@@ -172,33 +216,18 @@ static void retry(tu_node_t *node)
         chain->nodes[request->again[i]]->retries = 0;
         chain->unfinished++;
     }
+    for (i = 0; i < request->again_count; i++) {
+        tu_node_wait(chain->nodes[request->again[i]]);
+        let_wait(chain->nodes[request->again[i]], node);
+    }
     for (i = 1; i < request->again_count; i++) {
         chain->nodes[request->again[i - 1]]->then = request->again[i] + 1;
         chain->nodes[request->again[i]]->waiting++;
     }
-    for (i = 0; i < request->again_count; i++) {
-        tu_node_t *before = chain->nodes[request->again[i]];
-
-        for (edge = 0; edge < before->edge_count; edge++) {
-            tu_node_t *other = chain->nodes[before->edges[edge].request];
-
-            if (other->state == TU_CHAIN_WAITING) {
-                clear_ready(other);
-                other->waiting++;
-            }
-        }
-    }
-    for (i = 0; i < request->again_count; i++) {
-        tu_node_t *before = chain->nodes[request->again[i]];
-
-        if (before->waiting == 0) {
-            before->not_before = not_before;
-            tu_node_ready(before);
-        }
-    }
-    if (node->waiting == 0) {
-        node->not_before = not_before;
-        tu_node_ready(node);
+    tu_node_wait(node);
+    first->not_before = request->delay > 0 ? now() + request->delay : 0;
+    if (first->waiting == 0) {
+        tu_node_ready(first); /* all others wait for it */
     }
 }
 
@@ -308,7 +337,7 @@ static void blame_flushes(tu_chain_t *chain)
     for (i = 0; failed && i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) &&
+        if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) && !node->flushed &&
             chain->targets[node->target]->status != UCS_OK) {
             node->state  = TU_CHAIN_FAILED;
             node->status = chain->targets[node->target]->status;
@@ -343,8 +372,10 @@ static int may_begin(tu_node_t *node)
     tu_worker_t *worker = chain->worker;
 
     if (tu_node_has_no_place(node)) {
-        worker->chains.blocked = 1;
-        chain->blocked         = 1;
+        if (worker->chains.blocked == 0) { /* 2: a place has come free, for which another chain may wait */
+            worker->chains.blocked = 1;
+        }
+        chain->blocked = 1;
         return 0;
     }
     if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = now())) {
@@ -440,6 +471,7 @@ static void queue_those(tu_worker_t *worker, int blocked, uint64_t due)
     for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
         if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
             chain->blocked = 0;
+            chain->wake_at = 0; /* it looks for itself */
             enqueue(chain);
         }
     }
@@ -454,8 +486,7 @@ unsigned tu_chains_progress(tu_worker_t *worker)
 
     if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = now())) {
         queue_those(worker, 0, worker->chains.now);
-        worker->chains.wake = 0;
-        delays              = 1;
+        set_timer(worker); /* for the others */
     }
     if (worker->chains.blocked == 2) {
         worker->chains.blocked = 0;
@@ -491,6 +522,21 @@ unsigned tu_chains_progress(tu_worker_t *worker)
     return moved;
 }
 
+/* What can be done at once, of this chain alone: for what others bring, a turn must follow. */
+static void begin_run(tu_chain_t *chain)
+{
+    tu_worker_t *worker = chain->worker;
+
+    worker->chains.now   = now();
+    worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
+    do {
+        dequeue(chain);
+    } while (advance(chain) && chain->queued && worker->chains.now <= worker->chains.until);
+    if (chain->running && chain->wake_at != 0) {
+        set_timer(worker);
+    }
+}
+
 /* Begins a run: a verdict. */
 int64_t tu_chain_run(tu_chain_t *chain)
 {
@@ -506,7 +552,9 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (verdict != 0) {
         return verdict;
     }
-    memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
+    if (chain->room > 0) {
+        memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
+    }
     chain->running     = 1;
     chain->cancelled   = 0;
     chain->blocked     = 0;
@@ -543,8 +591,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
         }
     }
     enqueue(chain); /* also when it has nothing to do */
-    worker->chains.until = 0;
-    tu_chains_progress(worker);
+    begin_run(chain);
     if (!chain->running) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
     }
@@ -595,6 +642,9 @@ static void lose(tu_chain_t *chain, uint32_t index)
             node->lost = 1;
             chain->lost++;
             chain->in_flight--;
+            if (node->flushing) {
+                target->status = UCS_ERR_NOT_CONNECTED;
+            }
             tu_node_fail(node, UCS_ERR_NOT_CONNECTED);
         }
     }

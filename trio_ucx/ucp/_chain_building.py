@@ -170,6 +170,8 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
     _barrier: int | None = None
     #: One that is being described, and may refer to itself.
     _draft: ChainRequest | None = None
+    #: Whether a run waits for connections, before C knows of it.
+    _starting: bool = False
 
     # ---- references ----
 
@@ -208,9 +210,11 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _resolve(self, requests: Any) -> list[ChainRequest]:
         """What ``after`` and ``again`` name."""
-        if isinstance(requests, (ChainRequest, int)):
+        if isinstance(requests, ChainRequest) or hasattr(requests, "__index__"):
             requests = (requests,)
-        return [self[request] if isinstance(request, int) else request for request in requests]
+        if not isinstance(requests, Iterable):
+            raise TypeError(f"a request, its id, or several of them, not a {type(requests).__name__}")
+        return [self[request] if hasattr(request, "__index__") else request for request in requests]
 
     def _check_reference(self, request: ChainRequest, user: str) -> None:
         if not isinstance(request, ChainRequest):
@@ -268,11 +272,15 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         after: Any = (),
     ) -> ChainRequest:
         self._check()
-        request = request or self._request(draft.kind, draft.name, draft.size, into=draft.into is not None)
+        if self._draft is not None and request is None:
+            raise RuntimeError("the functions that follow() is given cannot add requests")
+        into = draft.into
+        seen = None if into is not None and into.memory > lib.TU_MEMORY_HOST else draft.size  # what C can read
+        request = request or self._request(draft.kind, draft.name, seen, into=into is not None)
         if not (when is None or isinstance(when, Condition)):
             raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
         retry = on_false if isinstance(on_false, Retry) else Retry(0, then=on_false)
-        if retry.then not in _ON_FALSE:
+        if not isinstance(retry.then, str) or retry.then not in _ON_FALSE:
             raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a ucp.Retry, not {retry.then!r}")
         draft.terms["condition"] = when
         things = draft.to.options if isinstance(draft.to, Choice) else () if draft.to == () else (draft.to,)
@@ -348,7 +356,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._engine.check()
         if self._native.handle is None:
             raise trio.ClosedResourceError("this request chain was closed")
-        if lib.tu_chain_busy(self._native.handle):
+        if self._starting or lib.tu_chain_busy(self._native.handle):
             raise trio.BusyResourceError(
                 "this request chain is running, or UCX still has requests of a run that was cancelled: make another"
             )

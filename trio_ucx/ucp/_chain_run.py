@@ -91,6 +91,17 @@ class NativeChain:
             lib.tu_chain_free(handle)
             self._engine.settle()
 
+    def keep(self, pins: Sequence[Pinned]) -> None:
+        """UCX may use them until the worker ends."""
+        engine, id = self._engine, self._engine.next_id()
+
+        def let_go() -> None:
+            engine.at_end.pop(id, None)
+            for each in pins:
+                each.release()
+
+        engine.at_end[id] = let_go
+
     @property
     def outcomes(self) -> Outcomes | None:
         """Those of the last run, if anybody has them."""
@@ -318,11 +329,12 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._get(number) for number in range(len(self._requests))[index]]
-        if not isinstance(index, int):
-            if index not in self._requests:
-                raise DependencyReferenceError("this request is not of this run")
-            return self._get(index.id)
-        return self._get(range(len(self._requests))[index])
+        if hasattr(index, "__index__"):
+            return self._get(range(len(self._requests))[index])
+        number = getattr(index, "id", None)
+        if not isinstance(number, int) or not any(index is found for found in self._requests[number : number + 1]):
+            raise DependencyReferenceError("this request is not of this run")
+        return self._get(number)
 
     def __len__(self) -> int:
         return len(self._requests)

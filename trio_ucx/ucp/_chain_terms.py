@@ -149,17 +149,17 @@ class Integer(Expression):
     def __rshift__(self, other: Integer | int) -> Integer:
         return self._with(_shift(other), lib.TU_TERM_RIGHT_UNSIGNED if self.wide else lib.TU_TERM_RIGHT)
 
-    def _compared(self, other: Integer | int, signed: int, unsigned: int) -> Condition:
-        right = as_integer(other)
+    def _compared(self, other: object, signed: int, unsigned: int) -> Condition:
+        right = as_integer(_comparable(other))
         code = unsigned if self.wide or right.wide else signed
         terms = (*self.terms, *right.terms, (code, 0, 0, 0, 0))
         return Condition(terms, self.requests | right.requests, self.pins + right.pins)
 
     def __eq__(self, other: object) -> Condition:  # type: ignore[override]
-        return self._compared(_comparable(other), lib.TU_TERM_EQUAL, lib.TU_TERM_EQUAL)
+        return self._compared(other, lib.TU_TERM_EQUAL, lib.TU_TERM_EQUAL)
 
     def __ne__(self, other: object) -> Condition:  # type: ignore[override]
-        return self._compared(_comparable(other), lib.TU_TERM_NOT_EQUAL, lib.TU_TERM_NOT_EQUAL)
+        return self._compared(other, lib.TU_TERM_NOT_EQUAL, lib.TU_TERM_NOT_EQUAL)
 
     def __lt__(self, other: Integer | int) -> Condition:
         return self._compared(other, lib.TU_TERM_LESS, lib.TU_TERM_LESS_UNSIGNED)
@@ -222,7 +222,7 @@ def as_integer(value: Any) -> Integer:
 
 
 def _comparable(value: object) -> Any:
-    if not isinstance(value, (Integer, int)):
+    if not isinstance(value, Integer) and not hasattr(value, "__index__"):
         raise TypeError(f"a result is compared with an int or with another result, not with a {type(value).__name__}")
     return value
 
@@ -334,6 +334,8 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
 
     def _location(self, offset: int, length: int) -> int:
         offset = check_integer(offset, "the offset in a result", 0, UNLIMITED)
+        if self.size is None and self.into:
+            raise DependencyReferenceError(f"the result of {self.name} is not in host memory")
         if self.size is None:
             raise DependencyReferenceError(f"{self.name} has no result to refer to")
         if offset + length > self.size:

@@ -107,6 +107,8 @@ class RequestChain(ChainBuilder):
             known = known_value(size)
             if room is None and known is None:
                 raise ValueError("say at_most how much to get, as the length is not known yet")
+            if pins is not None and known is not None and known > pins.size:
+                raise ValueError(f"{known} bytes are more than there is room for in `into`, which has {pins.size}")
             room = known if room is None else room
             room = check_integer(room, "at_most", known or 0, UNLIMITED)
             self._check_bounds(remote, where, size)
@@ -186,6 +188,8 @@ class RequestChain(ChainBuilder):
         """
         self._check_access(remote, Access.READ, "read")
         where = argument(start, "the start")
+        if self._draft is not None:
+            raise RuntimeError("the functions that follow() is given cannot add requests")
         name = "follow"
         node = self._request(lib.TU_CHAIN_FOLLOW, name, UNLIMITED)
         self._draft = node
@@ -239,7 +243,7 @@ class RequestChain(ChainBuilder):
 
         Raises: as :meth:`get`.
         """
-        return self._atomic("fetch_add", lib.TU_ATOMIC_ADD, remote, value, None, offset, bits, options)
+        return self._atomic("fetch_add", lib.TU_ATOMIC_ADD, remote, (value,), offset, bits, options)
 
     add = fetch_add  # an atomic that fetches is known to have happened without a flush
 
@@ -254,7 +258,7 @@ class RequestChain(ChainBuilder):
         **options: Any,
     ) -> ChainRequest:
         """Bitwise and, as :meth:`fetch_add`."""
-        return self._atomic("fetch_and", lib.TU_ATOMIC_AND, remote, value, None, offset, bits, options)
+        return self._atomic("fetch_and", lib.TU_ATOMIC_AND, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
     def fetch_or(
@@ -267,7 +271,7 @@ class RequestChain(ChainBuilder):
         **options: Any,
     ) -> ChainRequest:
         """Bitwise or, as :meth:`fetch_add`."""
-        return self._atomic("fetch_or", lib.TU_ATOMIC_OR, remote, value, None, offset, bits, options)
+        return self._atomic("fetch_or", lib.TU_ATOMIC_OR, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
     def fetch_xor(
@@ -280,7 +284,7 @@ class RequestChain(ChainBuilder):
         **options: Any,
     ) -> ChainRequest:
         """Bitwise exclusive or, as :meth:`fetch_add`."""
-        return self._atomic("fetch_xor", lib.TU_ATOMIC_XOR, remote, value, None, offset, bits, options)
+        return self._atomic("fetch_xor", lib.TU_ATOMIC_XOR, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
     def swap(
@@ -293,7 +297,7 @@ class RequestChain(ChainBuilder):
         **options: Any,
     ) -> ChainRequest:
         """Stores ``value``, as :meth:`fetch_add`."""
-        return self._atomic("swap", lib.TU_ATOMIC_SWAP, remote, value, None, offset, bits, options)
+        return self._atomic("swap", lib.TU_ATOMIC_SWAP, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
     def compare_swap(
@@ -307,15 +311,15 @@ class RequestChain(ChainBuilder):
         **options: Any,
     ) -> ChainRequest:
         """Stores ``value`` if ``expected`` is there; its result is what was there before. As :meth:`fetch_add`."""
-        return self._atomic("compare_swap", lib.TU_ATOMIC_COMPARE_SWAP, remote, expected, value, offset, bits, options)
+        code = lib.TU_ATOMIC_COMPARE_SWAP
+        return self._atomic("compare_swap", code, remote, (expected, value), offset, bits, options)
 
     def _atomic(
         self,
         name: str,
         code: int,
         remote: Any,
-        operand: Any,
-        swapped: Any,
+        values: tuple[Any, ...],
         offset: Any,
         bits: int,
         options: dict[str, Any],
@@ -325,9 +329,9 @@ class RequestChain(ChainBuilder):
         self._check_access(remote, Access.ATOMIC, "use atomics on")
         low, high = -(2 ** (bits - 1)), 2**bits - 1
         where = argument(offset, "the offset")
-        terms: dict[str, Any] = {"offset": where, "operand": argument(operand, "the value", low, high)}
-        if swapped is not None:
-            terms["swapped"] = argument(swapped, "the value", low, high)
+        terms: dict[str, Any] = {"offset": where}
+        for field, value in zip(("operand", "swapped"), values, strict=False):
+            terms[field] = argument(value, "the value", low, high)
         self._check_bounds(remote, where, as_integer(bits // 8))
         self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
@@ -409,8 +413,12 @@ class RequestChain(ChainBuilder):
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        for target in self._targets.values():
-            await target.connect()
+        self._starting = True
+        try:
+            for target in self._targets.values():
+                await target.connect()
+        finally:
+            self._starting = False
         self._check()
         for target in self._targets.values():
             if isinstance(target.thing, RemoteMemory) and target.thing._closed:
@@ -470,12 +478,11 @@ class RequestChain(ChainBuilder):
 
     def _end(self) -> None:
         pins, self._pins = self._pins, []
-        if (self._run is not None and self._run.outcome is None) or lib.tu_chain_busy(self._native.handle):
-            assert self._run is not None
+        if self._run is not None and self._run.id in self._engine.in_flight:
             self._run.keep(pins)
+            self._native.free()
         else:
-            release(pins)
-        self._native.free()
+            _free(self._native, pins)
 
     def __del__(self) -> None:
         if self._native.handle is not None and self._engine.usable:
@@ -486,8 +493,11 @@ class RequestChain(ChainBuilder):
 
 
 def _free(native: NativeChain, pins: list[Pinned]) -> None:
+    if native.handle is not None and lib.tu_chain_busy(native.handle):
+        native.keep(pins)  # of an endpoint that was closed, UCX may still use them
+    else:
+        release(pins)
     native.free()
-    release(pins)
 
 
 def new_chain(worker: Worker, capacity: int, ordered: bool) -> RequestChain:
