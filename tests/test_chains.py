@@ -577,6 +577,7 @@ async def test_bad_arguments(ground: Ground) -> None:
         (TypeError, lambda: word.u64() == "0"),
         (TypeError, lambda: word.u64() + 1.5),
         (TypeError, lambda: chain.check(True)),  # type: ignore[arg-type]
+        (TypeError, lambda: chain.check(None)),  # type: ignore[arg-type]
         (TypeError, lambda: chain.get(b"memory")),  # type: ignore[arg-type]
         (TypeError, lambda: chain.put(ground.endpoint, b"x")),  # type: ignore[arg-type]
         (TypeError, lambda: chain.put(remote, 5)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -203,6 +204,8 @@ class ChainTimer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._fd = lib.tu_timer_create()
+        if self._fd < 0:
+            raise OSError(errno.EMFILE, "no file descriptor for the timer of delayed retries: see ulimit -n")
         self._id = engine.next_id()
         lib.tu_chain_timer(engine.handle, self._fd)
         engine.at_end[self._id] = self._close

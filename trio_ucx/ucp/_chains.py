@@ -218,6 +218,8 @@ class RequestChain(ChainBuilder):
     @enable_ki_protection
     def check(self, when: Condition, **options: Any) -> ChainRequest:
         """Evaluates a condition, and does nothing else: for others to depend on. ``on_false`` and ``after`` as ever."""
+        if not isinstance(when, Condition):
+            raise TypeError(f"a check is of a Condition, as a comparison of a result, not of {type(when).__name__}")
         return self._add(Draft(lib.TU_CHAIN_CHECK, "check"), when=when, **options)
 
     # ---- atomics ----
@@ -403,7 +405,7 @@ class RequestChain(ChainBuilder):
         the first request and the last, but to wake the worker where it sleeps.
 
         Cancellation: nothing more is posted; what UCX has already goes on, and is left over. :attr:`outcomes` says what
-        became of each.
+        became of each; a put that was not waited for may not be visible at the peer yet: flush the memory.
 
         Raises:
             ValueError: remote memory that it refers to was closed.
