@@ -13,7 +13,7 @@ That costs half a microsecond a round. So a task that has come back ``_STEADY`` 
 trusted for longer: then the instrument goes, and the safety net's timer looks every few milliseconds.
 
 After Trio waited, for an event of the worker perhaps, tasks that are parked are woken at once, before the progress task
-has run.
+has run, on a worker whose tasks do not poll.
 """
 
 from __future__ import annotations
@@ -174,8 +174,12 @@ class Prompt(_Hook):
         engine = self._engine
         if timeout > 0 and engine.parked:
             self._busy = 0
-            if lib.tu_readable(engine.efd) and engine.leave_to_others():
-                self._turn = engine.turns
+            if lib.tu_readable(engine.efd):
+                if engine.leave_to_others():
+                    self._turn = engine.turns
+                # It may have become readable after Trio looked: then the progress task is not about to run, and what
+                # would have woken it has been taken.
+                engine.between.leave_unarmed()
         else:
             self._busy += 1
             if self._busy > _BUSY:

@@ -427,9 +427,10 @@ class Engine:
             self.parked = False
 
     def watch_events(self) -> None:
-        """A task parks: lets the safety net look, and others deliver."""
+        """A task parks: lets the safety net look, and where tasks do not poll, others deliver."""
         self._net.watch()
-        self._prompt.watch()
+        if not self.waiting.polling:
+            self._prompt.watch()
 
     def arm_soon(self) -> None:
         """Somebody polls, and is trusted to go on: looks now and then whether that is so."""

@@ -409,6 +409,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await connect(core)
         if core.answered or Feature.RMA not in core.engine.context.features:
             return
+        self._check_open()
+        core.check()
         key = self._key(use, core)
         await self._move(lib.tu_get, Pinned(bytearray(1)), 0, "connecting for atomics", core, key)
         core.answered = True
