@@ -143,7 +143,7 @@ class Target:
         try:
             if self.atomic:
                 self.core = self.thing._chain_companion()
-                await self.thing._hear(self.core, ATOMICS)
+                await connect(self.core)
             else:
                 await connect(self.core)
         except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -169,7 +169,6 @@ class EndpointCore:
 
     __slots__ = (
         "__weakref__",
-        "answered",
         "atomics",
         "chain_companion",
         "companion",
@@ -220,8 +219,6 @@ class EndpointCore:
         self.chain_companion: EndpointCore | None = None
         #: A companion's atomics under way.
         self.atomics: Any = None
-        #: Whether the peer has answered on it.
-        self.answered = False
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: Whether UCX may close it by force.

@@ -370,7 +370,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         core = self._companion()
-        await self._hear(core, "atomics")
+        await connect(core)
         core.check()
         if core.atomics is None:
             core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if over_tcp(core) else LIMIT)
@@ -399,21 +399,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         )
         await completed(operation, engine)
         return int(words[1])
-
-    async def _hear(self, core: EndpointCore, use: str) -> None:
-        """Waits until the peer has answered on a companion. No checkpoint if it has.
-
-        That the companion is up does not mean that UCX can send on it already, and when the peer dies, UCX ends our
-        process for an atomic that it could not send. It does not for a get.
-        """
-        await connect(core)
-        if core.answered or Feature.RMA not in core.engine.context.features:
-            return
-        self._check_open()
-        core.check()
-        key = self._key(use, core)
-        await self._move(lib.tu_get, Pinned(bytearray(1)), 0, "connecting for atomics", core, key)
-        core.answered = True
 
     def _companion(self) -> EndpointCore:
         """The endpoint without error handling beside ours."""
