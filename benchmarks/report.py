@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from . import quiet
 from .contenders import Contender
 from .jobs import Job, Kind
 from .marks import SIZES, Verdict
@@ -151,6 +154,21 @@ def show(rows: Rows, verdicts: Sequence[Verdict], missing: Sequence[Contender], 
     met = sum(one.met is True for one in verdicts)
     missed = sum(one.met is False for one in verdicts)
     to.print(f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured")
+
+
+def conclude(
+    rows: Rows, verdicts: Sequence[Verdict], settings: Mapping[str, Any], file: Path | None, to: Console
+) -> int:
+    """What comes after a benchmark's tables: what failed, the marks, a warning, JSON. The exit status."""
+    failed = [row for row in rows.values() if row.errors]
+    for row in failed:
+        to.print(f"{row.contender}, {row.job.key}: {trouble(row)}")
+    to.print(marks_table(verdicts))
+    if warning := quiet.warning(settings["others_percent"]):
+        print(warning, file=sys.stderr)
+    if file:
+        file.write_text(json.dumps(as_json(rows, verdicts, [], settings), indent=1) + "\n")
+    return 1 if failed else 0
 
 
 def versions() -> dict[str, str]:

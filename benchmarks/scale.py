@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -83,18 +82,9 @@ def main(given: Sequence[str] | None = None) -> int:
     to = report.console()
     for transport in transports:
         to.print(table(rows, transport, counts))
-    failed = [row for row in rows.values() if row.errors]
-    for row in failed:
-        to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
     verdicts = marks.verdicts({key: row.figures for key, row in rows.items()}, marks.scale_marks())
-    to.print(report.marks_table(verdicts))
-    if warning := quiet.warning(busy):
-        print(warning, file=sys.stderr)
-    if arguments.json:
-        settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}
-        found = report.as_json(rows, verdicts, [], settings)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if failed else 0
+    settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}
+    return report.conclude(rows, verdicts, settings, arguments.json, to)
 
 
 if __name__ == "__main__":

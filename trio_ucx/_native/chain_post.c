@@ -243,9 +243,21 @@ static int write_directly(tu_node_t *node, const tu_target_t *target, const char
     return 1;
 }
 
-static void begin_get(tu_node_t *node, tu_target_t *target)
+/* Reads what was chosen to the node's result. */
+static void read_remote(tu_node_t *node, tu_target_t *target)
 {
     ucp_request_param_t param;
+
+    if (read_directly(node, target)) {
+        return;
+    }
+    begin_post(node, &param, node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST);
+    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
+                               (ucp_rkey_h)target->rkey, &param));
+}
+
+static void begin_get(tu_node_t *node, tu_target_t *target)
+{
     tu_integer_t length;
 
     if (choose_length(node, node->request.size, &length) < 0 || choose_place(node, target, length) < 0) {
@@ -255,12 +267,7 @@ static void begin_get(tu_node_t *node, tu_target_t *target)
         done_at_once(node);
         return;
     }
-    if (read_directly(node, target)) {
-        return;
-    }
-    begin_post(node, &param, node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST);
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
+    read_remote(node, target);
 }
 
 static void begin_put(tu_node_t *node, tu_target_t *target)
@@ -345,8 +352,6 @@ static void begin_send(tu_node_t *node, tu_target_t *target)
 
 static void begin_follow(tu_node_t *node, tu_target_t *target)
 {
-    ucp_request_param_t param;
-
     if (choose_place(node, target, (tu_integer_t)node->request.size) < 0) {
         return;
     }
@@ -355,12 +360,7 @@ static void begin_follow(tu_node_t *node, tu_target_t *target)
         return;
     }
     node->continuing = 0;
-    if (read_directly(node, target)) {
-        return;
-    }
-    begin_post(node, &param, TU_MEMORY_HOST);
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
+    read_remote(node, target);
 }
 
 /* A node of a list was read: it is the one, or the next is read, or there is none. */

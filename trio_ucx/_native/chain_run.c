@@ -10,20 +10,11 @@
  * A run is one operation for Python: its record comes when all nodes are over and UCX has nothing more of the chain.
  */
 #include <string.h>
-#include <time.h>
 
 #include "chain.h"
 
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
 #define LOOK 16                /* requests, or calls, between two looks at the clock */
-
-static uint64_t now(void)
-{
-    struct timespec time;
-
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
 
 /* ---- what is to be looked at ---- */
 
@@ -225,7 +216,7 @@ static void retry(tu_node_t *node)
         chain->nodes[request->again[i]]->waiting++;
     }
     tu_node_wait(node);
-    first->not_before = request->delay > 0 ? now() + request->delay : 0;
+    first->not_before = request->delay > 0 ? tu_now() + request->delay : 0;
     if (first->waiting == 0) {
         tu_node_ready(first); /* all others wait for it */
     }
@@ -378,7 +369,7 @@ static int may_begin(tu_node_t *node)
         chain->blocked = 1;
         return 0;
     }
-    if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = now())) {
+    if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = tu_now())) {
         if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
             chain->wake_at = node->not_before;
         }
@@ -433,7 +424,7 @@ static int advance(tu_chain_t *chain)
             break;
         }
         tu_node_begin(node);
-        if (++begun % LOOK == 0 && (worker->chains.now = now()) > worker->chains.until) {
+        if (++begun % LOOK == 0 && (worker->chains.now = tu_now()) > worker->chains.until) {
             chain->advancing = 0;
             enqueue(chain);
             return 1;
@@ -459,7 +450,7 @@ static void set_timer(tu_worker_t *worker)
     }
     worker->chains.wake = first;
     if (first != 0) {
-        time = now();
+        time = tu_now();
         tu_timer_set(worker->chains.timer, first > time ? first - time : 1, 0);
     }
 }
@@ -477,14 +468,14 @@ static void queue_those(tu_worker_t *worker, int blocked, uint64_t due)
     }
 }
 
-/* Lets chains go on with what has landed, until `chains_until`. Returns how many did. */
+/* Lets chains go on with what has landed, until `chains.until`. Returns how many did. */
 unsigned tu_chains_progress(tu_worker_t *worker)
 {
     unsigned moved = 0;
     int delays     = 0;
     tu_chain_t *chain;
 
-    if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = now())) {
+    if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = tu_now())) {
         queue_those(worker, 0, worker->chains.now);
         set_timer(worker); /* for the others */
     }
@@ -496,11 +487,11 @@ unsigned tu_chains_progress(tu_worker_t *worker)
         return 0;
     }
     if (worker->chains.until == 0) {
-        worker->chains.now   = now();
+        worker->chains.now   = tu_now();
         worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
     } else {
         if (++worker->chains.calls % LOOK == 0 || worker->chains.now > worker->chains.until) {
-            worker->chains.now = now();
+            worker->chains.now = tu_now();
         }
         if (worker->chains.now > worker->chains.until) {
             return 0; /* they stay queued */
@@ -527,7 +518,7 @@ static void begin_run(tu_chain_t *chain)
 {
     tu_worker_t *worker = chain->worker;
 
-    worker->chains.now   = now();
+    worker->chains.now   = tu_now();
     worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
     do {
         dequeue(chain);

@@ -17,6 +17,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #include <ucp/api/ucp.h>
 
@@ -28,6 +29,15 @@
 #define TU_BATCH_BYTES (512 * 1024)
 /* For so many nanoseconds request chains may go on in one call of Python's. */
 #define TU_CHAIN_SLICE 500000
+
+/* Nanoseconds, of a clock that never goes back. */
+static inline uint64_t tu_now(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+}
 
 struct tu_context {
     ucp_context_h context;

@@ -7,7 +7,6 @@
  *   MISSES polls do not               no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
  *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
  */
-#include <time.h>
 
 #include "native.h"
 
@@ -18,14 +17,6 @@
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
 #define MOST_PENALTY 10
 #define ROUNDS 16              /* progress calls between two looks at the clock */
-
-static uint64_t now(void)
-{
-    struct timespec time;
-
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
-}
 
 static uint64_t least(uint64_t one, uint64_t other)
 {
@@ -46,7 +37,7 @@ int tu_poll_begin(tu_worker_t *worker)
     if (poll->bound == 0) {
         return 0;
     }
-    poll->began    = now();
+    poll->began    = tu_now();
     poll->requests = worker->counts.chain_requests;
     if (poll->skip > 0) {
         poll->skip--;
@@ -100,7 +91,7 @@ static void look_at_chains(tu_worker_t *worker, uint64_t *requests, uint64_t tim
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
 {
     tu_poll_t *poll   = &worker->poll;
-    uint64_t start    = now();
+    uint64_t start    = tu_now();
     uint64_t time     = start;
     uint64_t requests = worker->counts.chain_requests;
     size_t count;
@@ -116,7 +107,7 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
                 tu_worker_collect(worker);
             }
         }
-        time = now();
+        time = tu_now();
         look_at_chains(worker, &requests, time);
         if (time >= worker->chains.until && (poll->goes_on || worker->chains.queue != NULL)) {
             poll->goes_on = 1;
@@ -154,7 +145,7 @@ int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
         poll->goes_on = 0;
         return 0;
     }
-    time = now();
+    time = tu_now();
     took = time - poll->last;
     look_at_chains(worker, &requests, time);
     if (steps > 0 && poll->limit == 0) {
@@ -189,7 +180,7 @@ void tu_poll_ended(tu_worker_t *worker)
         return;
     }
     steps       = worker->counts.chain_requests - poll->requests; /* each was a wait of its own */
-    took        = (now() - poll->began) / (steps + 1);
+    took        = (tu_now() - poll->began) / (steps + 1);
     poll->began = 0;
     if (took > SHORT * poll->bound) {
         poll->limit = poll->limit / 2 >= LEAST ? poll->limit / 2 : 0;

@@ -143,9 +143,7 @@ class Target:
         try:
             if self.atomic:
                 self.core = self.thing._chain_companion()
-                await connect(self.core)
-            else:
-                await connect(self.core)
+            await connect(self.core)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # its requests say so
 
@@ -246,7 +244,7 @@ def _value(request: ChainRequest, report: Any) -> Any:
 _WHY_OUT_OF_BOUNDS = {
     Status.OUT_OF_RANGE: "there is no choice with the computed index",
     Status.EXCEEDS_LIMIT: "the computed length is negative, or more than there is room for",
-    Status.INVALID_ADDR: "the computed offset {place}and the length reach beyond the memory",
+    Status.INVALID_ADDR: "the computed offset and the length reach beyond the memory",
     Status.INVALID_PARAM: "the computed address is no multiple of the atomic's size",
 }
 
@@ -261,7 +259,7 @@ def _error(request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exc
     if state == lib.TU_CHAIN_NO_RESULT:
         return DependencyReferenceError(f"{name} refers to more than the result of request {report.culprit} has")
     if state == lib.TU_CHAIN_OUT_OF_BOUNDS:
-        return DependencyBoundsError(f"{name}: {_WHY_OUT_OF_BOUNDS[Status(report.status)].format(place='')}")
+        return DependencyBoundsError(f"{name}: {_WHY_OUT_OF_BOUNDS[Status(report.status)]}")
     if state == lib.TU_CHAIN_CANCELLED:
         return RequestCancelled(f"the run was cancelled before {name} was begun, or begun again")
     target: Target = targets[report.target]

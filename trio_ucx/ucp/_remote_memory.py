@@ -475,9 +475,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         except BaseException:
             pins.release()
             raise
-        await self._move(call, pins, offset, doing, core, key)
-
-    async def _move(self, call: Any, pins: Pinned, offset: int, doing: str, core: EndpointCore, key: Key) -> None:
         verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
         operation = pending_operation(
             core.engine,
