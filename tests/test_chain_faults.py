@@ -259,13 +259,50 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
 
 
 @pytest.mark.cut_off
+@pytest.mark.parametrize("how", ["chain", "plain"])
+@pytest.mark.parametrize("since", ["connecting", "under way"])
+@pytest.mark.parametrize("turns", [0, 2, 10])
+@pytest.mark.parametrize("end", ["the peer is killed", "the worker is closed"])
+async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, since: str, how: str) -> None:
+    """UCX would end our process for it."""
+    async with open_owner("tcp", "worker", 64) as (peer, endpoint, memory):
+        await memory.get(0, 8)
+        chain = endpoint.worker.new_chain()
+        added = chain.fetch_add(memory, 1)
+        doing = "running a request chain" if how == "chain" else "an atomic operation"
+        ended: list[Any] = []
+
+        async def add() -> None:
+            try:
+                ended.append((await chain.run())[added] if how == "chain" else Value(await memory.fetch_add(1)))
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                ended.append(Error(error))
+
+        def begun() -> bool:
+            if since == "connecting":
+                return endpoint._core.companion is not None or endpoint._core.chain_companion is not None
+            return any(one.doing == doing for one in endpoint.worker._engine.in_flight.values())
+
+        with trio.fail_after(SOON + 5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(add)
+                while not (begun() or ended):
+                    await trio.lowlevel.checkpoint()
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                if end == "the peer is killed":
+                    peer.signal(signal.SIGKILL)
+                else:
+                    endpoint.worker._engine.close_now()
+        failure = trio.BrokenResourceError if end == "the peer is killed" else trio.ClosedResourceError
+        assert isinstance(ended[0], Value) or isinstance(ended[0].error, failure)
+
+
+@pytest.mark.cut_off
 @pytest.mark.parametrize("doing", ["get", "atomic", "both"])
 async def test_killed_peer(transports: str, doing: str) -> None:
     async with open_owner(transports, "worker", 4096) as (peer, endpoint, memory):
         chain = endpoint.worker.new_chain()
-        chain.fetch_add(memory, 0, 8)
-        (await chain.run()).values()  # UCX ends us for an atomic that waits for its connection when the peer dies
-        chain.clear()
         last = []
         if doing != "atomic":
             word = chain.get(memory, 0, 8)
@@ -303,10 +340,6 @@ async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
             memories.append(stack.enter_context(endpoint.attach(bytes.fromhex(said["descriptor"]))))
             peers.append(peer)
         chain = worker.new_chain()
-        for memory in memories:
-            chain.fetch_add(memory, 0)
-        (await chain.run()).values()
-        chain.clear()
         dying = chain.fetch_add(memories[0], 1)
         gate = chain.check(dying.u64() > 2**62, on_false=ucp.Retry(10**9, again=dying))
         fine = chain.fetch_add(memories[1], 1)

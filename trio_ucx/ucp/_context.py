@@ -76,6 +76,13 @@ if ucx.version >= WELL_CONFIGURABLE:
         **DEFAULT_OPTIONS,
     }
 
+#: The same, for contexts with atomics.
+ATOMICS_OPTIONS: Mapping[str, str] = {
+    # Endpoints by worker address, as atomics have them, learn at once who answers, and are up when they know. Else the
+    # first atomic waits for that, and UCX ends our process if the peer dies meanwhile.
+    "RESOLVE_REMOTE_EP_ID": "y",
+}
+
 
 @attrs.define(eq=False, repr=False)
 class Context(metaclass=OpenedNotConstructed):
@@ -113,10 +120,9 @@ class Context(metaclass=OpenedNotConstructed):
         native = native_name(check_name(name))
         chosen = _check_config(config)
         keepalive = _keepalive_options(keepalive_interval, chosen)
+        ours = {**DEFAULT_OPTIONS, **(ATOMICS_OPTIONS if features & (Feature.AMO32 | Feature.AMO64) else {})}
         defaults = {
-            name: value
-            for name, value in DEFAULT_OPTIONS.items()
-            if name not in chosen and f"UCX_{name}" not in os.environ
+            name: value for name, value in ours.items() if name not in chosen and f"UCX_{name}" not in os.environ
         }
         options = {**defaults, **keepalive, **chosen}
         out = ffi.new("tu_context_t **")
