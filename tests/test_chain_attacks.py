@@ -198,10 +198,18 @@ async def test_added_to_while_the_run_connects() -> None:
 # ---- memory ----
 
 
-async def test_memory_of_a_closed_endpoint_is_kept() -> None:
+@pytest.mark.parametrize("end", ["closed", "forgotten", "closed first"])
+async def test_memory_of_a_closed_endpoint_is_kept(end: str) -> None:
     """Without error handling, UCX writes to it long after the endpoint was closed."""
     size = 64 * 2**20
     config = {"TLS": "tcp"}
+
+    async def run(chain: ucp.RequestChain) -> None:
+        try:
+            await chain.run()
+        except trio.ClosedResourceError:
+            assert end == "closed first"
+
     async with ucp.open_worker(config=config, features=REMOTE) as worker:
         async with ucp.open_worker(config=config, features=REMOTE) as owner:
             endpoint = await worker.open_endpoint(owner.address, error_mode=ucp.ErrorMode.NONE)
@@ -211,14 +219,18 @@ async def test_memory_of_a_closed_endpoint_is_kept() -> None:
                 word = chain.get(remote, 0, size, into=into)
                 with trio.fail_after(SOON):
                     async with trio.open_nursery() as nursery:
-                        nursery.start_soon(chain.run)
+                        nursery.start_soon(run, chain)
                         while not worker.statistics().operations_in_flight:
                             await trio.lowlevel.checkpoint()
+                        if end == "closed first":
+                            chain.close()
                         endpoint.abort()
-                assert isinstance(error_of(chain.outcomes[word]), trio.ClosedResourceError)
-                with pytest.raises(trio.BusyResourceError):
-                    await chain.run()
-                chain.close()
+                if end != "closed first":
+                    assert isinstance(error_of(chain.outcomes[word]), trio.ClosedResourceError)
+                    with pytest.raises(trio.BusyResourceError):
+                        await chain.run()
+                if end == "closed":
+                    chain.close()
                 del chain, word
                 gc.collect()
                 with pytest.raises(BufferError):
@@ -292,3 +304,168 @@ async def test_wrong_arguments(ground: Ground) -> None:
     with pytest.raises(ValueError, match="64 bytes are more than there is room for"):
         chain.get(ground.remote, 0, 64, into=bytearray(8))
     assert len(chain) == 1
+
+
+@pytest.mark.parametrize("how", ["payload", "condition", "cleared", "shared", "forgotten"])
+async def test_local_memory_is_kept(ground: Ground, how: str) -> None:
+    chain, other = ground.worker.new_chain(), ground.worker.new_chain()
+    buffer = bytearray(b"\7" + bytes(99))
+    numbers = chain.local(buffer)
+    if how == "payload":
+        chain.put(ground.remote, (b"", numbers.u8().pack(1)))
+    else:
+        if how != "condition":
+            other.check(numbers.u8() == 7)
+        if how == "shared":
+            other.close()
+        elif how == "cleared":
+            other.clear()
+        chain.put(ground.remote, b"\7", when=numbers.u8() == 7)
+    del numbers, other
+    gc.collect()
+    with pytest.raises(BufferError):
+        buffer.append(1)
+    (await chain.run()).values()
+    assert ground.read(0, 1) == b"\7"
+    chain.close()
+    buffer.append(1)
+
+
+async def test_results_of_no_bytes(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    for nothing in (chain.get(ground.remote, 8, 0), chain.get(ground.remote, ground.remote.nbytes)):
+        chain.check(nothing.crc32c() == 0, on_false="stop")
+        chain.check(nothing.equals(b""), on_false=ucp.Retry(3, again=nothing))
+        chain.put(ground.remote, (nothing.bytes(), b"x"), 16)
+        chain.check(nothing.offset >= 8)
+    with trio.fail_after(SOON):
+        assert (await chain.run()).values() == [b"", b"", *[None] * 8]
+    assert ground.read(16, 1) == b"x"
+
+
+async def test_devices_are_not_reached_by_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX 1.22 gives a pointer to memory of a GPU, too."""
+    monkeypatch.setattr("trio_ucx.ucp._chain_run.is_host_memory", lambda _: False)
+    monkeypatch.setattr("trio_ucx.ucp._remote_memory.is_host_memory", lambda _: False)
+    async with open_ground("tcp,sm,self") as ground:
+        ground.write(b"there")
+        await ground.remote.flush()
+        chain = ground.worker.new_chain()
+        word = chain.get(ground.remote, 0, 5)
+        assert value_of((await chain.run())[word]) == b"there"
+        with pytest.raises(ucp.UCXError, match="load and store"):
+            ground.remote.map()
+
+
+# ---- what became of the requests ----
+
+
+async def test_what_was_to_run_again_has_happened(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    added = chain.fetch_add(ground.remote, 1, 8)
+    written = chain.put(ground.remote, b"\5", 16)
+    gate = chain.check(added.u64() == 100, on_false=ucp.Retry(5, again=[added, written], delay=100))
+    with trio.move_on_after(0.1):
+        await chain.run()
+    assert (ground.u64(8), ground.u64(16)) == (1, 5)
+    assert value_of(chain.outcomes[added]) == 0
+    assert value_of(chain.outcomes[written]) is None
+    assert isinstance(error_of(chain.outcomes[gate]), ucp.RequestCancelled)
+
+
+async def test_outcomes_of_a_closed_chain(ground: Ground) -> None:
+    chain = delayed(ground, 100)
+    chain.put(ground.remote, b"never", after=chain[-1])
+
+    async def run() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await chain.run()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.sleep(0.05)
+        outcomes = chain.outcomes
+        chain.close()
+        assert value_of(outcomes[0]) == bytes(8)
+        assert [isinstance(error_of(outcome), ucp.RequestCancelled) for outcome in outcomes[1:]] == [True, True]
+        assert chain.outcomes is outcomes
+    with ground.worker.new_chain() as other:
+        other.put(ground.remote, b"once")
+        await other.run()
+    with pytest.raises(trio.ClosedResourceError, match="outcomes"):
+        other.outcomes  # noqa: B018
+
+
+async def test_a_guard_that_fails_stops_as_well(ground: Ground) -> None:
+    ground.write(struct.pack("<Q", 2**40))
+    chain = ground.worker.new_chain()
+    head = chain.get(ground.remote, 0, 8)
+    row = chain.get(ground.remote, head.u64(), length=8)
+    guard = chain.check(row.u64() == 1, on_false="stop")
+    guarded = chain.put(ground.remote, b"guarded", 100)
+    outcomes = await chain.run()
+    assert isinstance(error_of(outcomes[row]), ucp.DependencyBoundsError)
+    for one, why in ((guard, "request 1 failed"), (guarded, "request 2 was not run either")):
+        assert isinstance(error_of(outcomes[one]), ucp.DependencyNotEvaluated)
+        assert why in str(error_of(outcomes[one]))
+    assert ground.read(100, 7) == bytes(7)
+
+
+# ---- arguments ----
+
+
+async def test_large_constants(ground: Ground) -> None:
+    ground.write(struct.pack("<Q", 5))
+    chain = ground.worker.new_chain()
+    five = chain.get(ground.remote, 0, 8).u64()
+    for condition in (five < 2**127, five <= 2**128 - 1, ~(five > 2**127), ~(five == 2**128 - 1)):
+        chain.check(condition)
+    for condition in (1 << five == 32, 160 >> five == 5, -five == -5, ~five == -6):
+        chain.check(condition)
+    (await chain.run()).values()
+
+
+async def test_what_was_refused_leaves_nothing_behind(ground: Ground) -> None:
+    chain = ground.worker.new_chain(capacity=3)
+    first = chain.get(ground.remote, 0, 8)
+    with ground.endpoint.attach(ground.memory.descriptor) as other:
+        with pytest.raises(ValueError, match="times"):
+            chain.get(other, 0, 8, when=first.u64() == 1, on_false=ucp.Retry(-1))
+        with pytest.raises(ucp.NoDependencyResource):
+            chain.get(other, 0, 8, when=sum([first.u64()] * 30) == 1)
+        with pytest.raises(ValueError, match="multiple of 8"):
+            chain.fetch_add(other, 1, 3)
+        with pytest.raises(TypeError, match="request"):
+            chain.get(other, 0, 8, request=first)
+    (await chain.run()).values()
+    assert list(chain) == [first]
+    assert first in chain
+
+
+async def test_the_smaller_of_at_most_and_into(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    chain.get(ground.remote, into=bytearray(100), at_most=10)
+    assert (await chain.run()).values() == [10]
+
+
+async def test_retries_can_be_used_again(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    added = chain.fetch_add(ground.remote, 1)
+    twice = ucp.Retry(1, again=(one for one in [added]), then="skip")
+    for _ in range(2):
+        chain.check(added.u64() == 2**63, on_false=twice, after=chain[-1])
+    await chain.run()
+    assert ground.u64(0) == 3
+
+
+async def test_cleared_while_a_request_is_described(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    chain.get(ground.remote, 0, 8)
+
+    def until(node: ucp.ChainRequest) -> ucp.Condition:
+        chain.clear()
+        return node.u64(8) == 1
+
+    with pytest.raises((RuntimeError, ucp.DependencyReferenceError), match="changed|cleared"):
+        chain.follow(ground.remote, 64, next_offset=0, until=until, limit=5)
+    assert list(chain) == []

@@ -332,7 +332,7 @@ class Model:
             except Stopped:
                 self.outcomes[number:] = [(ucp.DependencyNotEvaluated,)] * (len(program) - number)
                 break
-            if self.outcomes[number] == ("skipped",) and step.then == "stop":
+            if self.outcomes[number][0] != "value" and step.then == "stop":
                 self.outcomes[number + 1 :] = [(ucp.DependencyNotEvaluated,)] * (len(program) - number - 1)
                 break
 
@@ -358,7 +358,9 @@ class Model:
             tries += 1
             for one in step.again:
                 self.outcomes[one] = self.outcome(one, program[one], program)
-                if self.outcomes[one] == ("skipped",) and program[one].then == "stop":
+                if self.outcomes[one][0] != "value" and program[one].then == "stop":
+                    for other in step.again[step.again.index(one) + 1 :]:
+                        self.outcomes[other] = (ucp.DependencyNotEvaluated,)
                     raise Stopped
 
     def attempt(self, number: int, step: Step) -> Any:

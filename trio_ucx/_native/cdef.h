@@ -410,13 +410,16 @@ typedef struct tu_chain_report {
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics);
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
+                   int host);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 int tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
+void tu_chain_restart(tu_chain_t *chain, int state);
 size_t tu_chain_memory(const tu_chain_t *chain);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain_run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
+void tu_chain_cancel(tu_chain_t *chain);
 
 void free(void *memory);

@@ -49,7 +49,8 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
     return (int)chain->target_count++;
 }
 
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics)
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
+                   int host)
 {
     tu_target_t *bound = chain->targets[target];
     void *local;
@@ -58,7 +59,7 @@ void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, 
     bound->rkey     = rkey;
     bound->atomics  = atomics;
     bound->local    = NULL;
-    if (rkey != NULL && ucp_rkey_ptr((ucp_rkey_h)rkey, bound->address, &local) == UCS_OK) {
+    if (rkey != NULL && host && ucp_rkey_ptr((ucp_rkey_h)rkey, bound->address, &local) == UCS_OK) {
         bound->local = local;
     }
 }
@@ -67,7 +68,7 @@ static int make_room(tu_chain_t *chain)
 {
     uint32_t room = chain->room == 0 ? FIRST_ROOM : chain->room * 2;
     tu_node_t **nodes;
-    uint64_t *ready;
+    uint64_t *ready, *atomics;
 
     if (chain->count < chain->room) {
         return 0;
@@ -82,8 +83,14 @@ static int make_room(tu_chain_t *chain)
         return -1;
     }
     chain->ready = ready;
-    chain->memory += (room - chain->room) * sizeof(*nodes) + (room - chain->room) / 8;
-    chain->room   = room;
+    atomics      = realloc(chain->atomics, room / 8);
+    if (atomics == NULL) {
+        return -1;
+    }
+    memset(atomics + chain->room / 64, 0, (room - chain->room) / 8);
+    chain->atomics = atomics;
+    chain->memory += (room - chain->room) * sizeof(*nodes) + (room - chain->room) / 4;
+    chain->room    = room;
     return 0;
 }
 
@@ -170,7 +177,9 @@ static int valid(tu_chain_t *chain, tu_chain_request_t *request)
            all_below(request->again, request->again_count, chain->count) &&
            all_below(request->targets, request->target_count, chain->target_count) &&
            (request->kind == TU_CHAIN_CHECK || request->target_count > 0) &&
-           (request->kind != TU_CHAIN_ATOMIC || request->size == 4 || request->size == 8);
+           (request->kind != TU_CHAIN_ATOMIC ||
+            ((request->size == 4 || request->size == 8) && request->into == NULL &&
+             request->atomic >= TU_ATOMIC_ADD && request->atomic <= TU_ATOMIC_XOR));
 }
 
 static void node_free(tu_node_t *node)
@@ -239,8 +248,8 @@ static int copy_all(tu_node_t *node)
     failed |= copy(node, (const void **)&request->again, request->again_count * sizeof(*request->again));
     failed |= copy(node, (const void **)&request->header, request->header_length);
     failed |= copy_parts(node);
-    if (!failed && request->into == NULL && request->size > 0) {
-        failed = posix_memalign((void **)&node->result, 16, request->size) != 0;
+    if (!failed && request->into == NULL && (request->size > 0 || request->kind == TU_CHAIN_GET)) {
+        failed = posix_memalign((void **)&node->result, 16, request->size + 1) != 0; /* an empty result is one, too */
         node->chain->memory += request->size;
     }
     return failed ? -1 : 0;
@@ -287,6 +296,9 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
             return UCS_ERR_NO_MEMORY;
         }
     }
+    if (copied.kind == TU_CHAIN_ATOMIC) {
+        chain->atomics[chain->count / 64] |= (uint64_t)1 << chain->count % 64;
+    }
     chain->nodes[chain->count] = node;
     return (int)chain->count++;
 }
@@ -309,6 +321,7 @@ void tu_chain_destroy(tu_chain_t *chain)
     }
     free(chain->nodes);
     free(chain->ready);
+    free(chain->atomics);
     free(chain->targets);
     free(chain);
 }
@@ -332,6 +345,17 @@ int tu_chain_busy(const tu_chain_t *chain)
     return chain->running || chain->lost > 0;
 }
 
+/* Lets all requests be in a state in which they have no results: what they did in the last run is forgotten. */
+void tu_chain_restart(tu_chain_t *chain, int state)
+{
+    uint32_t i;
+
+    for (i = 0; i < chain->count; i++) {
+        chain->nodes[i]->state      = state;
+        chain->nodes[i]->has_result = 0;
+    }
+}
+
 /* Bytes that it takes, without what the requests themselves take in UCX. */
 size_t tu_chain_memory(const tu_chain_t *chain)
 {
@@ -340,8 +364,13 @@ size_t tu_chain_memory(const tu_chain_t *chain)
 
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out)
 {
-    const tu_node_t *node = chain->nodes[request];
+    const tu_node_t *node;
 
+    memset(out, 0, sizeof(*out));
+    if (request >= chain->count) {
+        return;
+    }
+    node         = chain->nodes[request];
     out->state   = node->state;
     out->status  = node->status;
     out->culprit = node->culprit;

@@ -30,6 +30,7 @@ typedef struct tu_node {
     uint32_t waiting;          /* requests that are not over */
     int spoiled;               /* one of which it depends on has failed: the culprit */
     int has_result;
+    int happened;              /* it was done before it was to run again */
     uint64_t length;           /* of the result */
     uint64_t place;
     tu_integer_t next_place;
@@ -80,6 +81,7 @@ struct tu_chain {
     int freed;                 /* to be destroyed as soon as UCX is done with it */
 
     tu_node_t **nodes;
+    uint64_t *atomics;         /* bits: which of them are */
     uint32_t count, room;
     tu_target_t **targets;
     uint32_t target_count;
@@ -122,7 +124,9 @@ void tu_chain_lost_less(tu_chain_t *chain);
 void tu_node_begin(tu_node_t *node);
 void tu_node_go_on(tu_node_t *node);
 int tu_node_has_no_place(const tu_node_t *node);
+int tu_chain_has_no_place(const tu_chain_t *chain);
 int tu_node_is_written(const tu_node_t *node);
+int tu_node_has_data(const tu_node_t *node);
 
 /* terms.c */
 const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t offset, uint64_t length,

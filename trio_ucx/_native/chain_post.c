@@ -55,6 +55,13 @@ static void done_at_once(tu_node_t *node)
     tu_node_landed(node, UCS_OK);
 }
 
+/* Whether there is a result when it is done. */
+int tu_node_has_data(const tu_node_t *node)
+{
+    return node->request.kind == TU_CHAIN_GET || node->request.kind == TU_CHAIN_ATOMIC ||
+           node->request.kind == TU_CHAIN_FOLLOW;
+}
+
 int tu_node_is_written(const tu_node_t *node)
 {
     return node->request.kind == TU_CHAIN_PUT && node->length > 0 && !node->stored;
@@ -360,6 +367,7 @@ static void begin_follow(tu_node_t *node, tu_target_t *target)
         return;
     }
     node->continuing = 0;
+    node->happened   = 0; /* what it found then is overwritten */
     read_remote(node, target);
 }
 
@@ -425,6 +433,21 @@ int tu_node_has_no_place(const tu_node_t *node)
         }
     }
     return 0;
+}
+
+/* Whether none of its atomics can have one. */
+int tu_chain_has_no_place(const tu_chain_t *chain)
+{
+    uint32_t i;
+
+    for (i = 0; i < chain->target_count; i++) {
+        const tu_target_t *target = chain->targets[i];
+
+        if (target->endpoint == NULL || target->endpoint->chain_atomics < target->atomics) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 void tu_node_begin(tu_node_t *node)
@@ -507,7 +530,7 @@ void tu_node_go_on(tu_node_t *node)
     } else {
         node->flushed    = node->flushing;
         node->flushing   = 0;
-        node->has_result = kind == TU_CHAIN_GET || kind == TU_CHAIN_ATOMIC;
+        node->has_result = tu_node_has_data(node);
         tu_node_conclude(node, TU_CHAIN_DONE);
     }
 }

@@ -61,13 +61,14 @@ static void clear_ready(tu_node_t *node)
     node->chain->ready[node->index / 64] &= ~((uint64_t)1 << node->index % 64);
 }
 
-/* The first one from `index` on that is ready; `count` when none is. */
-static uint32_t next_ready(const tu_chain_t *chain, uint32_t index)
+/* The first one from `index` on that is ready, perhaps of those that are no atomics; `count` when there is none. */
+static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, int no_atomics)
 {
     uint64_t word;
 
     while (index < chain->count) {
-        word = chain->ready[index / 64] >> index % 64;
+        word = chain->ready[index / 64] & ~(no_atomics ? chain->atomics[index / 64] : 0);
+        word >>= index % 64;
         if (word != 0) {
             return index + (uint32_t)__builtin_ctzll(word);
         }
@@ -97,14 +98,36 @@ static void waits_less(tu_node_t *node)
     }
 }
 
+/* Nothing that was added later runs; all of it has waited for this. */
+static void stop(tu_node_t *node)
+{
+    tu_chain_t *chain = node->chain;
+    uint32_t i;
+
+    for (i = node->index + 1; i < chain->count; i++) {
+        tu_node_t *other = chain->nodes[i];
+
+        if (other->state == TU_CHAIN_WAITING) {
+            clear_ready(other);
+            other->state   = TU_CHAIN_NOT_EVALUATED;
+            other->culprit = node->index;
+            chain->unfinished--;
+        }
+    }
+}
+
 void tu_node_conclude(tu_node_t *node, int state)
 {
     tu_chain_t *chain = node->chain;
     int failed        = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
     size_t i;
 
-    node->state = state;
+    node->state    = state;
+    node->happened = state == TU_CHAIN_DONE;
     chain->unfinished--;
+    if (state != TU_CHAIN_DONE && node->request.on_false == TU_FALSE_STOP) {
+        stop(node);
+    }
     for (i = 0; i < node->edge_count; i++) {
         tu_node_t *other = chain->nodes[node->edges[i].request];
 
@@ -222,24 +245,6 @@ static void retry(tu_node_t *node)
     }
 }
 
-/* Nothing that was added later runs; all of it has waited for this. */
-static void stop(tu_node_t *node)
-{
-    tu_chain_t *chain = node->chain;
-    uint32_t i;
-
-    for (i = node->index + 1; i < chain->count; i++) {
-        tu_node_t *other = chain->nodes[i];
-
-        if (other->state == TU_CHAIN_WAITING) {
-            clear_ready(other);
-            other->state   = TU_CHAIN_NOT_EVALUATED;
-            other->culprit = node->index;
-            chain->unfinished--;
-        }
-    }
-}
-
 void tu_node_false(tu_node_t *node)
 {
     if (node->retries < node->request.retries && !node->chain->cancelled) {
@@ -247,10 +252,7 @@ void tu_node_false(tu_node_t *node)
         retry(node);
     } else if (node->request.on_false == TU_FALSE_ERROR) {
         tu_node_conclude(node, TU_CHAIN_FALSE);
-    } else if (node->request.on_false == TU_FALSE_SKIP) {
-        tu_node_conclude(node, TU_CHAIN_SKIPPED);
     } else {
-        stop(node);
         tu_node_conclude(node, TU_CHAIN_SKIPPED);
     }
 }
@@ -349,7 +351,7 @@ static void end_run(tu_chain_t *chain)
         chain->next_active->active_link = chain->active_link;
     }
     if (operation != NULL) {
-        tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, 0, 0);
+        tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, chain->lost, 0);
     }
     if (chain->freed && chain->lost == 0) {
         tu_chain_destroy(chain);
@@ -381,17 +383,24 @@ static int may_begin(tu_node_t *node)
 /* The next that is ready and may begin, in turn, so that one that is tried over and over lets others begin, too. */
 static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
-    uint32_t from = chain->cursor;
-    uint32_t to   = chain->count;
+    uint32_t from  = chain->cursor;
+    uint32_t to    = chain->count;
+    int looked     = 0;
+    int no_atomics = 0;
     uint32_t index;
     int round;
 
     for (round = 0; round < 2; round++) {
-        for (index = next_ready(chain, from); index < to; index = next_ready(chain, index + 1)) {
+        for (index = next_ready(chain, from, no_atomics); index < to;
+             index = next_ready(chain, index + 1, no_atomics)) {
             if (may_begin(chain->nodes[index])) {
                 clear_ready(chain->nodes[index]);
                 chain->cursor = index + 1;
                 return chain->nodes[index];
+            }
+            if (chain->blocked && !looked) { /* thousands may be */
+                looked     = 1;
+                no_atomics = tu_chain_has_no_place(chain);
             }
         }
         from = 0;
@@ -568,6 +577,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
         tu_node_t *node = chain->nodes[i];
 
         begin_again(node);
+        node->happened   = 0;
         node->status     = UCS_OK;
         node->culprit    = 0;
         node->retries    = 0;
@@ -596,13 +606,17 @@ void tu_chain_cancel(tu_chain_t *chain)
 {
     uint32_t i;
 
+    if (!chain->running) {
+        return;
+    }
     chain->cancelled = 1;
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
         if (node->state == TU_CHAIN_WAITING) {
             clear_ready(node);
-            node->state = TU_CHAIN_CANCELLED;
+            node->state      = node->happened ? TU_CHAIN_DONE : TU_CHAIN_CANCELLED;
+            node->has_result = node->happened && tu_node_has_data(node);
             chain->unfinished--;
         }
     }

@@ -175,11 +175,10 @@ void tu_operations_free(tu_worker_t *worker);
 int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
 uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
 
-/* Request chains (chain.c, chain_run.c): what has come for them, an endpoint that goes, a run that is cancelled, and the
- * end of a chain. Progress returns how many chains went on. */
+/* Request chains (chain.c, chain_run.c): what has come for them, an endpoint that goes, and the end of a chain.
+ * Progress returns how many chains went on. */
 unsigned tu_chains_progress(tu_worker_t *worker);
 void tu_chains_forget(tu_endpoint_t *endpoint);
-void tu_chain_cancel(tu_chain_t *chain);
 void tu_chain_destroy(tu_chain_t *chain);
 
 /* Streams (stream.c). */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -40,6 +40,11 @@ TERMS_EACH = 16
 _ON_FALSE = {"error": lib.TU_FALSE_ERROR, "skip": lib.TU_FALSE_SKIP, "stop": lib.TU_FALSE_STOP}
 
 
+def _several(requests: Any) -> Any:
+    """What can be gone through more than once."""
+    return tuple(requests) if isinstance(requests, Iterator) else requests
+
+
 @attrs.frozen(eq=False)
 class Retry:
     """What a false condition may do first: try again.
@@ -53,7 +58,7 @@ class Retry:
     """
 
     times: int
-    again: ChainRequest | int | Iterable[ChainRequest | int] = ()
+    again: ChainRequest | int | Iterable[ChainRequest | int] = attrs.field(default=(), converter=_several)
     delay: float = 0.0
     then: str = "error"
 
@@ -93,8 +98,13 @@ class Draft:
     @property
     def pins(self) -> list[Pinned]:
         found = [part for part in self.parts if isinstance(part, Pinned)]
-        found += [pins for expression in self.terms.values() if expression is not None for pins in expression.pins]
         return found if self.into is None else [*found, self.into]
+
+    @property
+    def locals(self) -> list[Pinned]:
+        """The memory of each :class:`Local`."""
+        values = [part.value for part in self.parts if isinstance(part, Piece)]
+        return [pins for one in (*self.terms.values(), *values) if one is not None for pins in one.pins]
 
 
 def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITED) -> Integer:
@@ -163,7 +173,6 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
     ordered: bool
     _requests: list[ChainRequest] = attrs.field(factory=list)
     _targets: dict[tuple[int, bool], Target] = attrs.field(factory=dict)
-    _pins: list[Pinned] = attrs.field(factory=list)
     _terms: int = 0
     _generation: int = 0
     #: The last request that may stop the chain.
@@ -204,6 +213,9 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         if not -len(self._requests) <= number < len(self._requests):
             raise DependencyReferenceError(f"there is no request {number}: the chain has {len(self._requests)}")
         return self._requests[number]
+
+    def __iter__(self) -> Iterator[ChainRequest]:
+        return iter(self._requests)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -265,8 +277,9 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
     def _add(
         self,
         draft: Draft,
-        *,
         request: ChainRequest | None = None,
+        /,
+        *,
         when: Condition | None = None,
         on_false: str | Retry = "error",
         after: Any = (),
@@ -292,7 +305,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         before.discard(request)
         if len(self._requests) >= self.capacity:
             raise NoDependencyResource(f"this chain has room for {self.capacity} requests: make it with more capacity")
-        native, keep = self._describe(draft, [self._target(thing, draft.atomic) for thing in things])
+        native, keep = self._describe(draft)
         room = self.capacity * TERMS_EACH - self._terms
         if keep.count > room:
             raise NoDependencyResource(
@@ -312,23 +325,28 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             setattr(native, f"{name}_count", len(numbers))
         if native.delay:
             self._need_timer()
+        self._check()
+        if self._generation != request._generation or len(self._requests) != request.id:
+            raise RuntimeError("the chain was changed while this request was described")
+        targets = keep.hold(ffi.new("uint32_t[]", [self._target(thing, draft.atomic) for thing in things]))
+        native.targets, native.target_count = targets, len(things)
         number = lib.tu_chain_add(self._native.handle, native)
+        if number == Status.NO_MEMORY:
+            raise MemoryError(f"no memory for {request.name}")
         if number < 0:
-            raise MemoryError() if number == Status.NO_MEMORY else UCXError(number, f"adding {request.name}")
+            raise UCXError(number, f"adding {request.name}")
         self._terms += keep.count
-        self._pins += draft.pins
+        self._native.buffers.add(draft.pins, draft.locals)
         self._requests.append(request)
         if retry.then == "stop":
             self._barrier = request.id
         return request
 
-    def _describe(self, draft: Draft, targets: list[int]) -> tuple[Any, _Native]:
+    def _describe(self, draft: Draft) -> tuple[Any, _Native]:
         keep = _Native()
         native = ffi.new("tu_chain_request_t *", {"kind": draft.kind, "size": draft.size or 0, **draft.fields})
         for name, expression in draft.terms.items():
             keep.put(getattr(native, name), expression)
-        native.targets = keep.hold(ffi.new("uint32_t[]", targets))
-        native.target_count = len(targets)
         native.header = keep.hold(ffi.new("char[]", draft.header))
         native.header_length = len(draft.header)
         if draft.into is not None:

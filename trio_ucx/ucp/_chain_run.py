@@ -23,6 +23,7 @@ from ._chain_errors import (
 )
 from ._end import ignoring_late_run
 from ._endpoint import Endpoint
+from ._memory import is_host_memory
 from ._operations import EndpointCore, Operation, live_handles
 from ._pending import RequestCancelled
 from ._remote_memory import Key, RemoteMemory, connect, over_tcp
@@ -62,14 +63,45 @@ class Followed:
     steps: int
 
 
+class Buffers:
+    """The user's memory that requests of a chain use."""
+
+    def __init__(self) -> None:
+        self._pins: list[Pinned] = []
+        #: Those of a :class:`Local`, which others may use, too: released when nobody has them any more.
+        self._locals: list[Pinned] = []
+
+    def add(self, pins: Iterable[Pinned], locals: Iterable[Pinned]) -> None:
+        self._pins += pins
+        self._locals += locals
+
+    def release(self) -> None:
+        for pins in self._pins:
+            pins.release()
+        self._pins, self._locals = [], []
+
+
+def keep(engine: Engine, let_go: Callable[[], None]) -> None:
+    """Until the worker ends: UCX may use it until then."""
+    id = engine.next_id()
+
+    def at_end() -> None:
+        engine.at_end.pop(id, None)
+        let_go()
+
+    engine.at_end[id] = at_end
+
+
 class NativeChain:
-    """The handle of a chain, whoever is left to free it."""
+    """The handle of a chain, whoever is left to free it, and the memory that it uses: the engine knows it, so that the
+    garbage collector does not take that away when it takes a forgotten chain apart."""
 
     def __init__(self, engine: Engine) -> None:
         out = ffi.new("tu_chain_t **")
         if lib.tu_chain_create(engine.handle, out) != Status.OK:
             raise MemoryError("no memory for a request chain")
         self.handle: Any = out[0]
+        self.buffers = Buffers()
         self._outcomes: weakref.ref[Outcomes] | None = None
         self._engine = engine
         self._id = engine.next_id()
@@ -81,27 +113,29 @@ class NativeChain:
         if self.handle is not None:
             self._keep_outcomes()
             self.handle = None
+            self.buffers.release()
             self._engine.at_end.pop(self._id, None)
             live_handles.closed("request chain")
 
-    def free(self) -> None:
-        """Nobody wants it any more; UCX perhaps still does."""
-        handle = self.handle
+    def free(self, run: Run | None) -> None:
+        """Nobody wants it any more; UCX perhaps still does, for this run."""
+        handle, engine = self.handle, self._engine
+        if handle is None or engine.handle is None:
+            self.forget()
+            return
+        lib.tu_chain_cancel(handle)  # so that its outcomes say so
+        if run is not None:
+            run.buffers, self.buffers = self.buffers, Buffers()
+        elif lib.tu_chain_busy(handle):
+            keep(engine, self.buffers.release)  # of an endpoint that was closed
+            self.buffers = Buffers()
         self.forget()
-        if handle is not None and self._engine.handle is not None:
-            lib.tu_chain_free(handle)
-            self._engine.settle()
+        lib.tu_chain_free(handle)
+        engine.settle()
 
-    def keep(self, pins: Sequence[Pinned]) -> None:
-        """UCX may use them until the worker ends."""
-        engine, id = self._engine, self._engine.next_id()
-
-        def let_go() -> None:
-            engine.at_end.pop(id, None)
-            for each in pins:
-                each.release()
-
-        engine.at_end[id] = let_go
+    def restart(self, state: int) -> None:
+        if self.handle is not None:
+            lib.tu_chain_restart(self.handle, state)
 
     @property
     def outcomes(self) -> Outcomes | None:
@@ -152,14 +186,15 @@ class Target:
         core = self.core
         assert core is not None
         if core.problem() is not None:
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0)
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, False)
             return None
         if isinstance(self.thing, Endpoint):
-            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0)
+            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, False)
             return None
         key = self.thing._key(ATOMICS if self.atomic else "put and get", core)
         limit = 0 if not self.atomic else LIMIT_OVER_TCP if over_tcp(core) else LIMIT
-        lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit)
+        host = is_host_memory(self.thing._descriptor.rkey)
+        lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, host)
         return key
 
     def error(self, status: int, doing: str) -> Exception:
@@ -168,32 +203,39 @@ class Target:
 
 
 class Run(Operation):
-    """A chain that runs: it holds the remote keys, and the chain itself."""
+    """A chain that runs: it holds the remote keys, and the chain itself; its buffers, once that was closed."""
 
-    __slots__ = ("_chain", "_kept", "_keys")
+    __slots__ = ("_chain", "_keys", "_lost", "buffers")
 
     def __init__(self, chain: Any, keys: list[Key], engine: Engine, id: int) -> None:
         super().__init__(engine, id, None, "running a request chain")
         self._chain = chain
         self._keys = keys
-        self._kept: Sequence[Pinned] = ()
+        self._lost = False
+        self.buffers = Buffers()
         for key in keys:
             key.hold()
 
     def error(self, status: int) -> Exception:
         return trio.ClosedResourceError("this request chain was closed while it ran")
 
-    def keep(self, pins: Sequence[Pinned]) -> None:
-        """The chain needs them no more, but UCX may."""
-        self._kept = pins
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self._lost = length > 0  # so many requests UCX keeps, and will say nothing of
+        super().complete(status, length, tag)
 
     def release(self) -> None:
         super().release()
+        self._chain = None
+        if self._lost:
+            keep(self.engine, self._let_go)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.buffers.release()
         for key in self._keys:
             key.let_go()
-        for pins in self._kept:
-            pins.release()
-        self._keys, self._kept, self._chain = [], (), None
+        self._keys = []
 
 
 class ChainTimer:
@@ -249,13 +291,24 @@ _WHY_OUT_OF_BOUNDS = {
 }
 
 
-def _error(request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exception:
+_WHY_NOT = {
+    lib.TU_CHAIN_SKIPPED: "was skipped, or stopped the chain",
+    lib.TU_CHAIN_FALSE: "had a false condition",
+    lib.TU_CHAIN_NOT_EVALUATED: "was not run either",
+    lib.TU_CHAIN_DONE: "had no result when it was needed",
+}
+
+
+def _error(native: Any, request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exception:
     state, name = report.state, request.name
     if state == lib.TU_CHAIN_FALSE:
         tries = f", {report.retries + 1} times" if report.retries else ""
         return DependencyFalse(f"the condition of {name} was false{tries}")
     if state == lib.TU_CHAIN_NOT_EVALUATED:
-        return DependencyNotEvaluated(f"{name} was not run: request {report.culprit} failed, was skipped or stopped it")
+        culprit = ffi.new("tu_chain_report_t *")
+        lib.tu_chain_report(native, report.culprit, culprit)
+        why = _WHY_NOT.get(culprit.state, "failed")
+        return DependencyNotEvaluated(f"{name} was not run: request {report.culprit} {why}")
     if state == lib.TU_CHAIN_NO_RESULT:
         return DependencyReferenceError(f"{name} refers to more than the result of request {report.culprit} has")
     if state == lib.TU_CHAIN_OUT_OF_BOUNDS:
@@ -277,7 +330,7 @@ def read_outcome(native: Any, request: ChainRequest, targets: Sequence[Target]) 
         return Value(_value(request, report))
     if report.state == lib.TU_CHAIN_SKIPPED:
         return Value(SKIPPED)
-    return Error(_error(request, report, targets))
+    return Error(_error(native, request, report, targets))
 
 
 class Outcomes(Sequence["Outcome[Any] | None"]):

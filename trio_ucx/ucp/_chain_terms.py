@@ -92,7 +92,7 @@ class Integer(Expression):
     """An integer out of a result, or computed from some, when the chain runs.
 
     It is exact within 128 bits, signed, and wraps around beyond. With an unsigned integer of 128 bits in it, it is
-    unsigned, and so is what it is compared with. Operators: ``+ - * & | ^ << >>``, and the comparisons, which make a
+    unsigned, and so is what it is compared with. Operators: ``+ - * & | ^ ~ << >>``, and the comparisons, which make a
     :class:`Condition`.
     """
 
@@ -148,6 +148,18 @@ class Integer(Expression):
 
     def __rshift__(self, other: Integer | int) -> Integer:
         return self._with(_shift(other), lib.TU_TERM_RIGHT_UNSIGNED if self.wide else lib.TU_TERM_RIGHT)
+
+    def __rlshift__(self, other: int) -> Integer:
+        return as_integer(other) << self
+
+    def __rrshift__(self, other: int) -> Integer:
+        return as_integer(other) >> self
+
+    def __neg__(self) -> Integer:
+        return 0 - self
+
+    def __invert__(self) -> Integer:
+        return self ^ -1
 
     def _compared(self, other: object, signed: int, unsigned: int) -> Condition:
         right = as_integer(_comparable(other))
@@ -218,7 +230,8 @@ class Piece:
 def as_integer(value: Any) -> Integer:
     if isinstance(value, Integer):
         return value
-    return Integer(constant(check_integer(value, "an integer", -(2**127), 2**128 - 1)), frozenset())
+    number = check_integer(value, "an integer", -(2**127), 2**128 - 1)
+    return Integer(constant(number), frozenset(), wide=number >= 2**127)
 
 
 def _comparable(value: object) -> Any:

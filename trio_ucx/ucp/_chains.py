@@ -24,7 +24,7 @@ from ._context import Feature
 from ._endpoint import Endpoint
 from ._memory import Access
 from ._posting import completed, pending_operation
-from ._remote_memory import RemoteMemory
+from ._remote_memory import Key, RemoteMemory
 from ._tag import check_tag
 from ._util import FULL, check_integer
 
@@ -48,7 +48,8 @@ class RequestChain(ChainBuilder):
 
     * ``when``: a :class:`Condition`. If it is false, nothing is posted.
     * ``on_false``: what then. ``"error"``: it ends with :exc:`DependencyFalse`. ``"skip"``: with ``ucp.SKIPPED``.
-      ``"stop"``: the same, and no request that was added later runs; those wait for it. A :class:`Retry`.
+      ``"stop"``: the same, and no request that was added later runs; those wait for it. They do not run either when it
+      fails, or its condition cannot be evaluated. A :class:`Retry`.
     * ``after``: requests to wait for: one, or several; a :class:`ChainRequest`, its id, or a negative number for a
       distance (-1: the previous one).
 
@@ -95,11 +96,13 @@ class RequestChain(ChainBuilder):
         where = argument(offset, "the offset")
         pins = None if into is None else Pinned(into, writable=True)
         try:
-            room = at_most if pins is None else pinned_memory(pins)[1]
+            room = at_most if at_most is None else check_integer(at_most, "at_most", 0, UNLIMITED)
+            if pins is not None:
+                room = min(pinned_memory(pins)[1], UNLIMITED if room is None else room)
             if length is None and room is None:
                 known = known_value(where)
                 if known is None or not isinstance(remote, RemoteMemory):
-                    raise ValueError("say the length to get, as the offset is not known yet")
+                    raise ValueError("say the length to get: it is not known yet how much there will be")
                 room = max(0, remote.nbytes - known)
             wanted = room if length is None else length
             assert wanted is not None
@@ -177,8 +180,8 @@ class RequestChain(ChainBuilder):
             next_offset: where in a node the offset of the next one is, an unsigned integer of 8 bytes; or a function
                 that makes it of a node, as ``lambda node: node.u32(4) * 64``.
             until: a function that makes the condition of a node at which the walk ends, as
-                ``lambda node: node.u64(0) == key``; without, it ends where the structure ends.
-            limit: how many nodes are read at most.
+                ``lambda node: node.u64(0) == key``; without, it ends where the structure ends, or at the limit.
+            limit: how many nodes are read at most; :attr:`Followed.steps` tells how many were.
             length: bytes of a node; by default as many as ``next_offset`` and ``until`` look at.
             end: the offset that says that there is no next node, nor a first; None: there is no such.
             **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`. A walk that ends without ``until``
@@ -211,7 +214,7 @@ class RequestChain(ChainBuilder):
             fields["end"] = 0 if end is None else check_integer(end, "the end", 0, FULL)
             terms: dict[str, Any] = {"offset": where, "next": following, "until": found}
             draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size, fields=fields, terms=terms)
-            return self._add(draft, request=node, **options)
+            return self._add(draft, node, **options)
         finally:
             self._draft = None
 
@@ -335,6 +338,9 @@ class RequestChain(ChainBuilder):
         for field, value in zip(("operand", "swapped"), values, strict=False):
             terms[field] = argument(value, "the value", low, high)
         self._check_bounds(remote, where, as_integer(bits // 8))
+        known = known_value(where)
+        if isinstance(remote, RemoteMemory) and known is not None:
+            remote._check_aligned(known, bits // 8)
         self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
         return self._add(draft, **options)
@@ -414,22 +420,13 @@ class RequestChain(ChainBuilder):
                 or broke.
         """
         self._check()
-        await trio.lowlevel.checkpoint_if_cancelled()
-        self._starting = True
-        try:
-            for target in self._targets.values():
-                await target.connect()
-        finally:
-            self._starting = False
-        self._check()
-        for target in self._targets.values():
-            if isinstance(target.thing, RemoteMemory) and target.thing._closed:
-                raise ValueError("remote memory that this request chain refers to was closed")
-        keys = [key for target in self._targets.values() if (key := target.bind(self._native.handle)) is not None]
         outcomes = self._native.new_outcomes(self._requests, self._targets.values())
-        for target in self._targets.values():
-            assert target.core is not None
-            target.core.unflushed = True
+        self._native.restart(lib.TU_CHAIN_WAITING)
+        try:
+            keys = await self._bind()
+        except BaseException:
+            self._native.restart(lib.TU_CHAIN_CANCELLED)
+            raise
         verdict = lib.tu_chain_run(self._native.handle)
         operation = pending_operation(
             self._engine,
@@ -441,14 +438,42 @@ class RequestChain(ChainBuilder):
         await completed(operation, self._engine)
         return outcomes
 
+    async def _bind(self) -> list[Key]:
+        """Waits for connections, and tells C about them. The keys are what it uses then."""
+        self._starting = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            for target in self._targets.values():
+                await target.connect()
+        finally:
+            self._starting = False
+        self._check()
+        for target in self._targets.values():
+            if isinstance(target.thing, RemoteMemory) and target.thing._closed:
+                raise ValueError("remote memory that this request chain refers to was closed")
+        keys = [key for target in self._targets.values() if (key := target.bind(self._native.handle)) is not None]
+        for target in self._targets.values():
+            assert target.core is not None
+            target.core.unflushed = True
+        return keys
+
     def _begun(self, run: Run) -> Run:
         self._run = run
         return run
 
     @property
     def outcomes(self) -> Outcomes:
-        """What became of the requests in the last run; None of each that is in flight, or if there was no run."""
-        return self._native.outcomes or self._native.new_outcomes(self._requests, self._targets.values())
+        """What became of the requests in the last run; None of each that is in flight, or if there was no run.
+
+        Of a request that was to run again when the run was cancelled, it is what came of it the last time.
+
+        Raises:
+            trio.ClosedResourceError: the chain was closed, and nobody has the outcomes.
+        """
+        found = self._native.outcomes
+        if found is None and self._native.handle is None:
+            raise trio.ClosedResourceError("this request chain was closed: take its outcomes before")
+        return found or self._native.new_outcomes(self._requests, self._targets.values())
 
     @property
     def nbytes(self) -> int:
@@ -479,27 +504,15 @@ class RequestChain(ChainBuilder):
             self._end()
 
     def _end(self) -> None:
-        pins, self._pins = self._pins, []
-        if self._run is not None and self._run.id in self._engine.in_flight:
-            self._run.keep(pins)
-            self._native.free()
-        else:
-            _free(self._native, pins)
+        running = self._run is not None and self._run.id in self._engine.in_flight
+        self._native.free(self._run if running else None)
 
     def __del__(self) -> None:
         if self._native.handle is not None and self._engine.usable:
-            self._engine.call_soon(partial(_free, self._native, self._pins))
+            self._engine.call_soon(partial(self._native.free, None))
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"
-
-
-def _free(native: NativeChain, pins: list[Pinned]) -> None:
-    if native.handle is not None and lib.tu_chain_busy(native.handle):
-        native.keep(pins)  # of an endpoint that was closed, UCX may still use them
-    else:
-        release(pins)
-    native.free()
 
 
 def new_chain(worker: Worker, capacity: int, ordered: bool) -> RequestChain:

@@ -71,6 +71,11 @@ def _is_rkey(packed: bytes) -> bool:
     return memory_type <= max(MemoryType) and end <= len(packed)
 
 
+def is_host_memory(packed: bytes) -> bool:
+    """Whether the memory of a packed remote key is host memory: that of a device, loads and stores do not reach."""
+    return bool(_RKEY.unpack_from(packed)[1] == MemoryType.HOST)
+
+
 @attrs.frozen(repr=False)
 class MemoryDescriptor:
     """What a peer needs in order to reach a piece of our memory, for :meth:`Endpoint.attach`.

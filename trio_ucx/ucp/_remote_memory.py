@@ -27,7 +27,7 @@ from ._atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from ._buffers import Buffer, Pinned, new_bytes
 from ._context import Feature
 from ._loans import Loan
-from ._memory import Access, MemoryDescriptor
+from ._memory import Access, MemoryDescriptor, is_host_memory
 from ._operations import EndpointCore, Operation, live_handles
 from ._posting import check_reaches, completed, flush, pending_operation, post_flush
 from ._process import NOBODY
@@ -283,7 +283,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
             pointer = ffi.new("uint64_t *")
             key = self._key("load and store", self._core)
-            status = lib.tu_rkey_pointer(key.handle, self._descriptor.address, pointer)
+            status: int = Status.UNREACHABLE
+            if is_host_memory(self._descriptor.rkey):
+                status = lib.tu_rkey_pointer(key.handle, self._descriptor.address, pointer)
             if status != Status.OK:
                 raise UCXError(status, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
@@ -356,6 +358,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """Stores ``value`` if ``expected`` is there; returns what was there before, as :meth:`fetch_add`."""
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 
+    def _check_aligned(self, offset: int, size: int) -> None:
+        if (self._descriptor.address + offset) % size:
+            raise ValueError(f"an atomic of {8 * size} bits needs an address that is a multiple of {size}")
+
     async def _atomic(self, kind: int, value: int, swapped: int | None, offset: int, bits: int, *, fetch: bool) -> int:
         if type(bits) is not int or bits not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
@@ -364,8 +370,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         reply = 0 if swapped is None else _word(swapped, bits)
         offset = check_integer(offset, "offset", 0, 2**62)
         self._check(Access.ATOMIC, "use atomics on", offset, size)
-        if (self._descriptor.address + offset) % size:
-            raise ValueError(f"an atomic of {bits} bits needs an address that is a multiple of {size}")
+        self._check_aligned(offset, size)
         engine = self._core.engine
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
