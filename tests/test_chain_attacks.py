@@ -469,3 +469,27 @@ async def test_cleared_while_a_request_is_described(ground: Ground) -> None:
     with pytest.raises((RuntimeError, ucp.DependencyReferenceError), match="changed|cleared"):
         chain.follow(ground.remote, 64, next_offset=0, until=until, limit=5)
     assert list(chain) == []
+
+
+async def test_memory_at_the_end_of_a_worker() -> None:
+    """What a run uses is let go of when UCX has let go of it: with the worker."""
+    config = {"TLS": "tcp"}
+    async with ucp.open_worker(config=config, features=REMOTE) as owner:
+        buffer, number = bytearray(8), bytearray(8)
+        async with ucp.open_worker(config=config, features=REMOTE) as worker:
+            endpoint = await worker.open_endpoint(owner.address)
+            with owner.context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
+                chain = worker.new_chain()
+                word = chain.get(remote, into=buffer)
+                chain.check(chain.local(number).u64() == 1, on_false=ucp.Retry(2**40, again=word, delay=0.01))
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(run_until_closed, chain)
+                    await trio.sleep(0.05)
+                    worker._engine.close_now()
+        for memory_of_ours in (buffer, number):
+            memory_of_ours.append(1)
+
+
+async def run_until_closed(chain: ucp.RequestChain) -> None:
+    with pytest.raises(trio.ClosedResourceError):
+        await chain.run()

@@ -75,21 +75,13 @@ class Buffers:
         self._pins += pins
         self._locals += locals
 
+    def __bool__(self) -> bool:
+        return bool(self._pins or self._locals)
+
     def release(self) -> None:
         for pins in self._pins:
             pins.release()
         self._pins, self._locals = [], []
-
-
-def keep(engine: Engine, let_go: Callable[[], None]) -> None:
-    """Until the worker ends: UCX may use it until then."""
-    id = engine.next_id()
-
-    def at_end() -> None:
-        engine.at_end.pop(id, None)
-        let_go()
-
-    engine.at_end[id] = at_end
 
 
 class NativeChain:
@@ -112,8 +104,11 @@ class NativeChain:
         """The worker ends, and frees it."""
         if self.handle is not None:
             self._keep_outcomes()
+            if self.buffers and lib.tu_chain_busy(self.handle):
+                self._engine.kept.append(self.buffers.release)
+            else:
+                self.buffers.release()
             self.handle = None
-            self.buffers.release()
             self._engine.at_end.pop(self._id, None)
             live_handles.closed("request chain")
 
@@ -126,9 +121,6 @@ class NativeChain:
         lib.tu_chain_cancel(handle)  # so that its outcomes say so
         if run is not None:
             run.buffers, self.buffers = self.buffers, Buffers()
-        elif lib.tu_chain_busy(handle):
-            keep(engine, self.buffers.release)  # of an endpoint that was closed
-            self.buffers = Buffers()
         self.forget()
         lib.tu_chain_free(handle)
         engine.settle()
@@ -227,7 +219,7 @@ class Run(Operation):
         super().release()
         self._chain = None
         if self._lost:
-            keep(self.engine, self._let_go)
+            self.engine.kept.append(self._let_go)
         else:
             self._let_go()
 

@@ -504,8 +504,9 @@ class RequestChain(ChainBuilder):
             self._end()
 
     def _end(self) -> None:
-        running = self._run is not None and self._run.id in self._engine.in_flight
-        self._native.free(self._run if running else None)
+        run, self._run = self._run, None
+        running = run is not None and run.id in self._engine.in_flight
+        self._native.free(run if running else None)
 
     def __del__(self) -> None:
         if self._native.handle is not None and self._engine.usable:

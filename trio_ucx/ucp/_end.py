@@ -61,6 +61,9 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
             if operation.pins is not None:
                 operation.pins.release()
         engine.in_flight.clear()
+        for let_go in engine.kept:
+            let_go()
+        engine.kept.clear()
         engine.context.released(engine)
         if engine.on_closed is not None:
             engine.on_closed()

@@ -137,6 +137,8 @@ class Engine:
         self.children: dict[int, Callable[[], None]] = {}
         #: To be called when nothing is under way any more, just before the worker is destroyed.
         self.at_end: dict[int, Callable[[], None]] = {}
+        #: The same, after that: lets go of what UCX may use as long as it has the worker.
+        self.kept: list[Callable[[], None]] = []
         self.left_over = 0
         #: Closes that go on after their task was cancelled.
         self.background: set[object] = set()
