@@ -493,3 +493,27 @@ async def test_memory_at_the_end_of_a_worker() -> None:
 async def run_until_closed(chain: ucp.RequestChain) -> None:
     with pytest.raises(trio.ClosedResourceError):
         await chain.run()
+
+
+async def test_outcomes_of_the_run_before(ground: Ground) -> None:
+    """They are copied before the next run, and not changed by it."""
+    chain = ground.worker.new_chain()
+    into = bytearray(3)
+    read = chain.get(ground.remote, 0, 5)
+    added = chain.fetch_add(ground.remote, 1, 8)
+    walk = chain.follow(ground.remote, 16, next_offset=0, limit=2, end=None)
+    beyond = chain.get(ground.remote, added.u64() + 2**40, length=4)
+    never = chain.put(ground.remote, beyond.bytes(), 200)
+    chain.get(ground.remote, into=into)
+    seen = []
+    for number in range(3):
+        ground.write(b"run %d" % number)
+        seen.append(await chain.run())
+    chain.close()
+    for number, outcomes in enumerate(seen):
+        assert value_of(outcomes[read]) == b"run %d" % number
+        assert value_of(outcomes[added]) == number
+        assert value_of(outcomes[walk]).steps == 2
+        assert isinstance(error_of(outcomes[beyond]), ucp.DependencyBoundsError)
+        assert "request 3 failed" in str(error_of(outcomes[never]))
+        assert value_of(outcomes[-1]) == 3

@@ -415,6 +415,8 @@ void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, 
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 int tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
+uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
+                          uint32_t *failed);
 void tu_chain_restart(tu_chain_t *chain, int state);
 size_t tu_chain_memory(const tu_chain_t *chain);
 void tu_chain_timer(tu_worker_t *worker, int fd);

@@ -382,6 +382,29 @@ void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_
     out->result  = node->has_result ? node->result : NULL;
 }
 
+/* The first `count` of these at once, with the results one behind the other in `results`, or, when that is NULL, where they are. Returns
+ * how long they are; `failed` is how many requests UCX has failed. */
+uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
+                          uint32_t *failed)
+{
+    uint64_t size = 0;
+    uint32_t i;
+
+    *failed = 0;
+    for (i = 0; i < count; i++) {
+        tu_chain_report(chain, i, &out[i]);
+        *failed += out[i].state == TU_CHAIN_FAILED;
+        if (out[i].result != NULL && chain->nodes[i]->request.into == NULL) {
+            if (results != NULL) {
+                memcpy(results + size, out[i].result, out[i].length);
+                out[i].result = results + size;
+            }
+            size += out[i].length;
+        }
+    }
+    return size;
+}
+
 /* The timer that is to fire when a delayed request may begin: its descriptor. */
 void tu_chain_timer(tu_worker_t *worker, int fd)
 {

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ._engine import Engine
 
 
+#: How requests stand (``tu_chain_report_t``), by their numbers; None: nobody knows any more.
+Reports = Callable[[int], Any]
+
 #: What the remote key is for that atomics of chains use.
 ATOMICS = "atomics of chains"
 
@@ -82,6 +85,16 @@ class Buffers:
         for pins in self._pins:
             pins.release()
         self._pins, self._locals = [], []
+
+
+@attrs.frozen
+class CopiedReports:
+    reports: Any
+    #: What they refer to.
+    results: Any
+
+    def __call__(self, number: int) -> Any:
+        return self.reports[number]
 
 
 class NativeChain:
@@ -137,14 +150,30 @@ class NativeChain:
     def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
         self._keep_outcomes()
         targets = list(targets)
-        outcomes = Outcomes(requests, lambda request: read_outcome(self.handle, request, targets))
+        outcomes = Outcomes(requests, targets, self.report)
         self._outcomes = weakref.ref(outcomes)
         return outcomes
 
+    def report(self, number: int) -> Any:
+        """How a request stands, as long as nothing changes."""
+        if self.handle is None:
+            return None
+        report = ffi.new("tu_chain_report_t *")
+        lib.tu_chain_report(self.handle, number, report)
+        return report
+
     def _keep_outcomes(self) -> None:
         outcomes = self.outcomes
-        if outcomes is not None:
-            outcomes.keep()
+        if outcomes is not None and not outcomes.kept:
+            outcomes.keep(*self._all_reports(len(outcomes)))
+
+    def _all_reports(self, count: int) -> tuple[Reports, bool]:
+        """A copy of all reports, and whether any request has failed."""
+        reports = ffi.new("tu_chain_report_t[]", count)
+        failed = ffi.new("uint32_t *")
+        results = ffi.new("char[]", lib.tu_chain_reports(self.handle, count, reports, ffi.NULL, failed))
+        lib.tu_chain_reports(self.handle, count, reports, results, failed)
+        return CopiedReports(reports, results), failed[0] > 0
 
 
 @attrs.define(eq=False)
@@ -291,15 +320,13 @@ _WHY_NOT = {
 }
 
 
-def _error(native: Any, request: ChainRequest, report: Any, targets: Sequence[Target]) -> Exception:
+def _error(request: ChainRequest, report: Any, targets: Sequence[Target], find: Reports) -> Exception:
     state, name = report.state, request.name
     if state == lib.TU_CHAIN_FALSE:
         tries = f", {report.retries + 1} times" if report.retries else ""
         return DependencyFalse(f"the condition of {name} was false{tries}")
     if state == lib.TU_CHAIN_NOT_EVALUATED:
-        culprit = ffi.new("tu_chain_report_t *")
-        lib.tu_chain_report(native, report.culprit, culprit)
-        why = _WHY_NOT.get(culprit.state, "failed")
+        why = _WHY_NOT.get(find(report.culprit).state, "failed")
         return DependencyNotEvaluated(f"{name} was not run: request {report.culprit} {why}")
     if state == lib.TU_CHAIN_NO_RESULT:
         return DependencyReferenceError(f"{name} refers to more than the result of request {report.culprit} has")
@@ -311,18 +338,15 @@ def _error(native: Any, request: ChainRequest, report: Any, targets: Sequence[Ta
     return target.error(report.status, f"running {name}")
 
 
-def read_outcome(native: Any, request: ChainRequest, targets: Sequence[Target]) -> Outcome[Any] | None:
-    if native is None:
-        return None  # it was closed
-    report = ffi.new("tu_chain_report_t *")
-    lib.tu_chain_report(native, request.id, report)
-    if report.state in (lib.TU_CHAIN_WAITING, lib.TU_CHAIN_POSTED):
+def _outcome(request: ChainRequest, targets: Sequence[Target], find: Reports) -> Outcome[Any] | None:
+    report = find(request.id)
+    if report is None or report.state in (lib.TU_CHAIN_WAITING, lib.TU_CHAIN_POSTED):
         return None
     if report.state == lib.TU_CHAIN_DONE:
         return Value(_value(request, report))
     if report.state == lib.TU_CHAIN_SKIPPED:
         return Value(SKIPPED)
-    return Error(_error(native, request, report, targets))
+    return Error(_error(request, report, targets, find))
 
 
 class Outcomes(Sequence["Outcome[Any] | None"]):
@@ -335,15 +359,21 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``ucp.SKIPPED``.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], read: Callable[[ChainRequest], Outcome[Any] | None]) -> None:
+    def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], find: Reports) -> None:
         self._requests = list(requests)
-        self._read = read
-        self._kept: list[Outcome[Any] | None] | None = None
+        self._targets = targets
+        self._find = find
+        #: Errors that depend on what is known of the connection, once the reports are no longer the chain's.
+        self._errors: dict[int, BaseException] = {}
+        self.kept = False
 
-    def keep(self) -> None:
-        """Reads all of it, before it goes."""
-        if self._kept is None:
-            self._kept = [self._read(request) for request in self._requests]
+    def keep(self, find: Reports, failed: bool) -> None:
+        """From now on these are the reports: the chain's go."""
+        self._find, self.kept = find, True
+        for number in range(len(self) if failed else 0):
+            outcome = self._get(number)
+            if isinstance(outcome, Error):
+                self._errors[number] = outcome.error
 
     def values(self) -> list[Any]:
         """The values of all.
@@ -359,14 +389,8 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         return [outcome.value for outcome in outcomes if isinstance(outcome, Value)]
 
     def _get(self, number: int) -> Outcome[Any] | None:
-        if self._kept is None:
-            return self._read(self._requests[number])
-        kept = self._kept[number]
-        if isinstance(kept, Value):
-            return Value(kept.value)  # an Outcome can be unwrapped once
-        if isinstance(kept, Error):
-            return Error(kept.error)
-        return None
+        error = self._errors.get(number)
+        return Error(error) if error is not None else _outcome(self._requests[number], self._targets, self._find)
 
     @overload
     def __getitem__(self, index: int | ChainRequest) -> Outcome[Any] | None: ...

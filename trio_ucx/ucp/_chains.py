@@ -504,6 +504,8 @@ class RequestChain(ChainBuilder):
             self._end()
 
     def _end(self) -> None:
+        if self._starting:
+            self._native.restart(lib.TU_CHAIN_CANCELLED)
         run, self._run = self._run, None
         running = run is not None and run.id in self._engine.in_flight
         self._native.free(run if running else None)
