@@ -83,19 +83,31 @@ def list_of(ground: Ground, nodes: int) -> None:
         ground.write(struct.pack("<QQ", following, number), 64 + 16 * number)
 
 
-async def test_again_while_a_walk_goes_on(ground: Ground) -> None:
-    list_of(ground, 200)
+def headed_list(ground: Ground, nodes: int) -> tuple[ucp.RequestChain, ucp.ChainRequest]:
+    """A chain that reads where such a list begins."""
+    list_of(ground, nodes)
     ground.write(struct.pack("<QQ", 0, 64))
     chain = ground.worker.new_chain()
-    head = chain.get(ground.remote, 0, 16)
-    walk = chain.follow(
+    return chain, chain.get(ground.remote, 0, 16)
+
+
+def walk_to(
+    ground: Ground, chain: ucp.RequestChain, head: ucp.ChainRequest, number: ucp.Integer | int, **options: Any
+) -> ucp.ChainRequest:
+    return chain.follow(
         ground.remote,
         head.u64(8),
         next_offset=0,
-        until=lambda node: node.u64(8) == head.u64(8) * 0 + 199,
+        until=lambda node: node.u64(8) == number,
         limit=1000,
         length=16,
+        **options,
     )
+
+
+async def test_again_while_a_walk_goes_on(ground: Ground) -> None:
+    chain, head = headed_list(ground, 200)
+    walk = walk_to(ground, chain, head, head.u64(8) * 0 + 199)
     gate = chain.check(head.u64() == 1, on_false=ucp.Retry(50, again=head, then="skip"))
     last = chain.check(head.u64() == 0, after=[walk, gate])
     with trio.fail_after(SOON):
@@ -106,19 +118,8 @@ async def test_again_while_a_walk_goes_on(ground: Ground) -> None:
 
 
 async def test_a_walk_and_a_check_try_the_same_again(ground: Ground) -> None:
-    list_of(ground, 20)
-    ground.write(struct.pack("<QQ", 0, 64))
-    chain = ground.worker.new_chain()
-    head = chain.get(ground.remote, 0, 16)
-    walk = chain.follow(
-        ground.remote,
-        head.u64(8),
-        next_offset=0,
-        until=lambda node: node.u64(8) == 1000,
-        limit=1000,
-        length=16,
-        on_false=ucp.Retry(20, again=head, then="skip"),
-    )
+    chain, head = headed_list(ground, 20)
+    walk = walk_to(ground, chain, head, 1000, on_false=ucp.Retry(20, again=head, then="skip"))
     gate = chain.check(head.u64() == 1, on_false=ucp.Retry(500, again=head, then="skip"))
     with trio.fail_after(SOON):
         outcomes = await chain.run()

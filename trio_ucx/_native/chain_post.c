@@ -416,6 +416,12 @@ static void follow_arrived(tu_node_t *node)
     }
 }
 
+/* Whether as many atomics are under way as its endpoint may have. */
+static int is_full(const tu_target_t *target)
+{
+    return target->endpoint != NULL && target->endpoint->chain_atomics >= target->atomics;
+}
+
 /* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
 int tu_node_has_no_place(const tu_node_t *node)
 {
@@ -426,9 +432,7 @@ int tu_node_has_no_place(const tu_node_t *node)
         return 0;
     }
     for (i = 0; i < node->request.target_count; i++) { /* whichever it will be */
-        const tu_target_t *target = chain->targets[node->request.targets[i]];
-
-        if (target->endpoint != NULL && target->endpoint->chain_atomics >= target->atomics) {
+        if (is_full(chain->targets[node->request.targets[i]])) {
             return 1;
         }
     }
@@ -441,9 +445,7 @@ int tu_chain_has_no_place(const tu_chain_t *chain)
     uint32_t i;
 
     for (i = 0; i < chain->target_count; i++) {
-        const tu_target_t *target = chain->targets[i];
-
-        if (target->endpoint == NULL || target->endpoint->chain_atomics < target->atomics) {
+        if (!is_full(chain->targets[i])) {
             return 0;
         }
     }
