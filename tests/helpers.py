@@ -13,6 +13,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -146,19 +147,22 @@ async def open_peer(
 
 @asynccontextmanager
 async def open_pair(
-    worker: ucp.Worker, server_worker: ucp.Worker | None = None, *, by_address: bool = False, **options: Any
+    worker: ucp.Worker, server_worker: ucp.Worker | None = None, *, by: str = "tcp", **options: Any
 ) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection]]:
-    """Two ends of one connection in this process: (client, server). Aborts what the test does not close."""
+    """Two ends of one connection in this process: (client, server). Aborts what the test does not close.
+
+    Args:
+        by: the kind of control socket, "tcp" or "unix".
+    """
     async with AsyncExitStack() as stack:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server_worker or worker, **options)
+        where: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+        if by == "unix":
+            where = {"port": f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"}
+        [listener] = await trio_ucx.open_ucx_listeners(**where, worker=server_worker or worker, **options)
         stack.push_async_callback(listener.aclose)
         client = None
         try:
-            if by_address:
-                opening = trio_ucx.connect(listener.worker_address, worker=worker, **options)
-                client = await opening.__aenter__()
-            else:
-                client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker, **options)
+            client = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
             server = await listener.accept()
         except BaseException:
             if client is not None:

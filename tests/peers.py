@@ -8,7 +8,9 @@ import os
 import resource
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import trio
@@ -56,18 +58,21 @@ async def until_told() -> None:
 
 
 async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: bool = False, **options: Any) -> None:
-    """Serves until told to stop; says the socket address and the worker address first."""
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(
-            lambda task_status: trio_ucx.serve_ucx(
-                handler, 0, task_status=task_status, **{"host": "127.0.0.1", **options}
-            )
-        )
-        say([listener.address, bytes(listener.worker_address).hex()])
-        await until_told()
-        if tell_missed:
-            say(listener.worker.statistics().missed_events)
-        nursery.cancel_scope.cancel()
+    """Serves until told to stop; says its addresses first: host and port, and a Unix socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with trio.open_nursery() as nursery:
+
+            async def listen(port: int | str, **where: str) -> trio_ucx.Listener:
+                serving = partial(trio_ucx.serve_ucx, handler, port, **{**where, **options})
+                [listener] = await nursery.start(serving)
+                return listener
+
+            listener = await listen(0, host=options.pop("host", "127.0.0.1"))
+            say([listener.address, (await listen(f"unix:{folder}/socket")).address])
+            await until_told()
+            if tell_missed:
+                say(listener.worker.statistics().missed_events)
+            nursery.cancel_scope.cancel()
 
 
 @role
@@ -390,8 +395,13 @@ async def locking(worker_address: str, descriptor: str, count: int, own: int) ->
 
 @role
 async def deaf() -> None:
-    """Accepts raw connections and never says hello."""
-    await raw_listener()
+    """Accepts control sockets and never says a word."""
+    listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, lambda _: trio.sleep_forever(), [listener])
+        say([listener.socket.getsockname(), None])
+        await until_told()
+        nursery.cancel_scope.cancel()
 
 
 @role

@@ -275,9 +275,9 @@ async def test_close_that_times_out_says_what_was_under_way(transports: str) -> 
 
 
 async def test_connecting_that_times_out_says_what_was_under_way(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as deaf:
-        with pytest.raises(TimeoutError, match="no hello from .*; under way: sending a hello"):
-            await trio_ucx.open_ucx_stream(*deaf.address, worker=worker, connect_timeout=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        with pytest.raises(TimeoutError, match="it did not answer; is it a trio_ucx listener"):
+            await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=0.3)
 
 
 async def test_what_did_not_end_in_a_message() -> None:

@@ -23,8 +23,8 @@ async def send_plan(connection: trio_ucx.Connection) -> None:
 
 async def test_flush_delivers_what_was_posted(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("sink", PLAN, transports=transports) as peer:
-        address, blob = await peer.hear()
-        for target in (tuple(address), ucp.WorkerAddress(bytes.fromhex(blob))):
+        address, path = await peer.hear()
+        for target in (tuple(address), path):
             async with trio_ucx.connect(target, worker=worker) as connection:
                 await send_plan(connection)
             assert await peer.hear() == "complete"
@@ -117,8 +117,8 @@ async def test_peer_that_closed_before_our_data_arrived(worker: ucp.Worker) -> N
 
 
 async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, transports: str) -> None:
-    for by_address in (False, True):
-        async with open_pair(worker, by_address=by_address) as (client, server):
+    for by in ("tcp", "unix"):
+        async with open_pair(worker, by=by) as (client, server):
             for number in range(10):
                 client.send_nowait(bytes(2**20), number)
             with Stopwatch():
@@ -281,9 +281,9 @@ async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:
                         client.abort()  # whoever closes second cannot know whether the first had everything
 
 
-@pytest.mark.parametrize("by_address", [False, True])
-async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker, by_address: bool) -> None:
-    async with open_pair(worker, by_address=by_address) as (client, server):
+@pytest.mark.parametrize("by", ["tcp", "unix"])
+async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker, by: str) -> None:
+    async with open_pair(worker, by=by) as (client, server):
         buffer = bytearray(2**20)
 
         async def send() -> None:
@@ -316,12 +316,12 @@ async def test_aborting_the_endpoint_ends_its_connection(worker: ucp.Worker) -> 
                 await server.receive(5)
 
 
-async def test_given_up_connect_by_worker_address_leaves_no_connection(worker: ucp.Worker) -> None:
+async def test_given_up_connect_leaves_no_connection(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     async with listener:
         for moment in range(20):
             with trio.move_on_after(moment * 0.0001):
-                connection = await trio_ucx.connect(listener.worker_address, worker=worker).__aenter__()
+                connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
                 connection.abort()
         with trio.fail_after(5):
             while listener.statistics().handshaking or worker.statistics().background_closes:

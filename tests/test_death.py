@@ -16,11 +16,11 @@ from trio_ucx import ucp
 SOON = 5.0
 
 
-@pytest.mark.parametrize("by", ["socket_address", "worker_address"])
+@pytest.mark.parametrize("by", ["tcp", "unix"])
 async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, by: str) -> None:
     async with open_peer("sender_then_wait", [[1, 100, 1], [1, 5000, 2]], transports=transports) as peer:
-        address, blob = await peer.hear()
-        target = tuple(address) if by == "socket_address" else ucp.WorkerAddress(bytes.fromhex(blob))
+        address, path = await peer.hear()
+        target = tuple(address) if by == "tcp" else path
         async with trio.open_nursery() as nursery:
             connection = await trio_ucx.connect(target, worker=worker).__aenter__()
             try:
@@ -103,7 +103,7 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
 
 
 @pytest.mark.cut_off
-@pytest.mark.parametrize("by", ["socket_address", "worker_address"])
+@pytest.mark.parametrize("by", ["tcp", "unix"])
 async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> None:
     """At ten moments. Each with a worker of its own: a peer that dies while it writes to the shared-memory queue of a
     worker, which all its peers share, stops that queue for good (docs/guide.md, "What UCX cannot do")."""
@@ -115,8 +115,8 @@ async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> No
             ucp.open_worker(config={"TLS": transports}) as worker,
             open_peer("numbered", 1000, 2**20 if moment % 2 else 50_000, transports=transports) as peer,
         ):
-            address, blob = await peer.hear()
-            target = tuple(address) if by == "socket_address" else ucp.WorkerAddress(bytes.fromhex(blob))
+            address, path = await peer.hear()
+            target = tuple(address) if by == "tcp" else path
             connection = await trio_ucx.connect(target, worker=worker).__aenter__()
             try:
                 number = 0

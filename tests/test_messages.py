@@ -36,12 +36,11 @@ async def test_sizes(worker: ucp.Worker, transports: str) -> None:
                         assert await connection.receive(5) == data
 
 
-async def test_sizes_by_worker_address(worker: ucp.Worker, transports: str) -> None:
+async def test_sizes_by_unix_socket(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("echo", [5], transports=transports) as peer:
-        _, blob = await peer.hear()
-        address = ucp.WorkerAddress(bytes.fromhex(blob))
-        async with trio_ucx.connect(address, worker=worker) as connection:
-            assert connection.remote_address is None
+        _, path = await peer.hear()
+        async with trio_ucx.connect(path, worker=worker) as connection:
+            assert (connection.local_address, connection.remote_address) == (None, path)
             for size in SIZES:
                 data = pattern(size, size)
                 buffer = bytearray(size)

@@ -61,7 +61,7 @@ async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker) -> N
         )
 
 
-async def test_trio_s_checks_by_worker_address(worker: ucp.Worker) -> None:
+async def test_trio_s_checks_by_unix_socket(worker: ucp.Worker) -> None:
     await trio.testing.check_half_closeable_stream(partial(open_connection_pair, worker=worker), None)
 
 

@@ -42,8 +42,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     _link: Link
     _endpoint: Endpoint
-    _local: tuple[str, int] | None
-    _remote: tuple[str, int] | None
     _eof_sent: bool = False
     _sending: ConflictDetector = attrs.field(
         factory=lambda: ConflictDetector("another task is sending on this connection's byte stream")
@@ -55,7 +53,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     @classmethod
     def _wrap(cls, link: Link) -> Connection:
         endpoint = Endpoint._create(link.worker, link.core)
-        connection = cls._create(link, endpoint, endpoint.local_address, endpoint.remote_address)
+        connection = cls._create(link, endpoint)
         name = repr(connection)
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
@@ -73,14 +71,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._link.worker
 
     @property
-    def local_address(self) -> tuple[str, int] | None:
-        """Our ``(host, port)``; None for a connection made by worker address."""
-        return self._local
+    def local_address(self) -> tuple[str, int] | str | None:
+        """Our ``(host, port)`` of the control socket; ``"unix:/path"`` or None for a Unix socket with or without a name."""
+        return self._link.local_address
 
     @property
-    def remote_address(self) -> tuple[str, int] | None:
-        """The peer's ``(host, port)``; None for a connection made by worker address."""
-        return self._remote
+    def remote_address(self) -> tuple[str, int] | str | None:
+        """The same of the peer's end."""
+        return self._link.remote_address
 
     def statistics(self) -> ConnectionStatistics:
         """What it has carried, holds and may send."""

@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
-import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._connection import Connection
-from ._handshake import Connecting, Services
-from ._link import Link
-from ._listener import Listener, Reception
+from ._handshake.client import Connecting, Entry
+from ._handshake.facts import SharedMemory
+from ._handshake.registry import Registry
+from ._handshake.server import Acceptor
+from ._listener import Listener
 from ._session import Options
 from ._shared import shared_worker
-from .ucp import Worker, WorkerAddress
-from .ucp._address import Resolved, SocketAddress, resolve, split_address
-from .ucp._listener import check_port, wrong_family
-from .ucp._opening import EndpointOptions, check_local_address, check_source
+from ._unix import open_unix_listener, unix_path
+from .ucp import Worker
+from .ucp._address import SocketAddress, format_address, split_address
+from .ucp._listener import check_port
 from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 
-#: Where a connection can go.
-Address = SocketAddress | WorkerAddress
+#: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
+Address = SocketAddress
 
 #: A window smaller than this would hold hardly a message.
 MINIMUM_WINDOW = 4096
 DEFAULT_BACKLOG = 1024
 #: Trio's.
 HAPPY_EYEBALLS_DELAY = 0.25
+#: Seconds of silence after which the kernel asks whether the peer's host is still there.
+KEEPALIVE_INTERVAL = 20.0
 
 
 def make_options(close_timeout: float, window: int, max_message_size: int) -> Options:
@@ -44,6 +47,30 @@ def make_options(close_timeout: float, window: int, max_message_size: int) -> Op
         window=check_integer(window, "window", MINIMUM_WINDOW, 2**62),
         max_message_size=check_integer(max_message_size, "max_message_size", 0, 2**62),
     )
+
+
+def make_entry(
+    shared_memory: Literal["auto"] | bool,
+    keepalive_interval: float,
+    authkey: bytes | None,
+    ssl_context: ssl.SSLContext | None,
+    server_hostname: str | None = None,
+) -> Entry:
+    wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
+    if not isinstance(shared_memory, (str, bool)) or shared_memory not in wishes:
+        raise ValueError(f"shared_memory must be 'auto', True or False, not {shared_memory!r}")
+    if authkey is not None:
+        if not isinstance(authkey, (bytes, bytearray)):
+            raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
+        if not authkey:
+            raise ValueError("authkey must not be empty: it is the secret that both sides know")
+        authkey = bytes(authkey)
+    if ssl_context is not None and not isinstance(ssl_context, ssl.SSLContext):
+        raise TypeError(f"ssl_context must be an ssl.SSLContext, not {type(ssl_context).__name__}")
+    if server_hostname is not None and not isinstance(server_hostname, str):
+        raise TypeError(f"server_hostname must be a str, not {type(server_hostname).__name__}")
+    interval = check_timeout(keepalive_interval, "keepalive_interval")
+    return Entry(wishes[shared_memory], interval, authkey, ssl_context, server_hostname)
 
 
 def check_worker(worker: Worker | None) -> Worker | None:
@@ -59,15 +86,15 @@ class _Way:
     """How to get to a listener.
 
     Attributes:
+        target: a host and port, or the path of a Unix socket.
         timeout: seconds for everything.
-        delay: see ``happy_eyeballs_delay``.
-        local: the address of ours to connect from.
     """
 
+    target: tuple[str, int] | str
     worker: Worker | None
     timeout: float
-    delay: float
-    local: Resolved | None
+    delay: float | None
+    local_address: str | None
 
     @classmethod
     def check(
@@ -78,109 +105,60 @@ class _Way:
         happy_eyeballs_delay: float | None,
         local_address: str | None,
     ) -> _Way:
-        if isinstance(address, WorkerAddress) and local_address is not None:
-            raise ValueError("local_address= is for connections to a host and port, not to a worker address")
+        path = unix_path(address)
+        if local_address is not None:
+            if not isinstance(local_address, str):
+                raise TypeError(f"local_address must be a str or None, not {type(local_address).__name__}")
+            if path is not None:
+                raise ValueError("local_address= is for connections to a host and port, not to a Unix socket")
+        if happy_eyeballs_delay is not None:
+            happy_eyeballs_delay = check_timeout(happy_eyeballs_delay, "happy_eyeballs_delay")
         return cls(
+            split_address(address) if path is None else path,
             check_worker(worker),
             check_timeout(connect_timeout, "connect_timeout"),
-            math.inf if happy_eyeballs_delay is None else check_timeout(happy_eyeballs_delay, "happy_eyeballs_delay"),
-            check_local_address(local_address),
+            happy_eyeballs_delay,
+            local_address,
         )
 
+    @property
+    def label(self) -> str:
+        return f"unix:{self.target}" if isinstance(self.target, str) else format_address(self.target)
 
-async def _open(address: Address, way: _Way, options: Options) -> Connection:
-    await trio.lowlevel.checkpoint()
-    if isinstance(address, WorkerAddress):
-        target = way.worker or shared_worker()
-        services, ours = Services.of(target), target.address.ucx
-        connecting = Connecting(services, target._connect_worker(address), options)
-        link = await connecting.run(way.timeout, service=address.service, address=ours)
-        return Connection._wrap(link)
-    return await _open_by_name(*split_address(address), way, options)
+    async def open_socket(self) -> trio.SocketStream:
+        """Connects the control socket, by Trio's means.
 
-
-async def _open_by_name(host: str, port: int, way: _Way, options: Options) -> Connection:
-    """Tries the addresses of a host name, each ``delay`` seconds after the one before, or when that failed."""
-    deadline = trio.current_time() + way.timeout
-    addresses: list[Resolved] | None = None
-    with trio.move_on_at(deadline):
-        addresses = await resolve(host, port)
-    if addresses is None:
-        raise TimeoutError(errno.ETIMEDOUT, f"looking up {host!r} took longer than {way.timeout} seconds")
-    attempts: list[tuple[Worker, Resolved]] = []
-    errors: list[Exception] = []
-    for address in _families_alternating(addresses):
-        if way.local is not None:
-            try:
-                check_source(way.local, address)
-            except OSError as mismatch:
-                errors.append(mismatch)
-                continue
-        target = way.worker or shared_worker(address.family)
-        if address.family == target.context.family:
-            attempts.append((target, address))
-        else:
-            errors.append(wrong_family(address, target._engine))
-    if len(attempts) == 1 and not errors:
-        return Connection._wrap(await _attempt(*attempts[0], way, options, deadline))
-    links = await _race(attempts, way, options, deadline, errors)
-    for link in links[1:]:
-        link.abort()
-    if links:
-        return Connection._wrap(links[0])
-    for error in errors:
-        if not isinstance(error, OSError) or len(errors) == 1:
-            raise error
-    if errors and all(isinstance(error, TimeoutError) for error in errors):
-        raise errors[-1]
-    raise OSError(
-        getattr(errors[0], "errno", None) or errno.EHOSTUNREACH if errors else errno.EHOSTUNREACH,
-        f"all attempts to connect to {host} port {port} failed: " + "; ".join(map(str, errors)),
-    ) from ExceptionGroup("the attempts", errors or [OSError(f"{host} has no address")])
-
-
-def _families_alternating(addresses: list[Resolved]) -> list[Resolved]:
-    """The best address of the other family comes second (RFC 6555, 5.4): what fails is usually a whole family."""
-    others = [address for address in addresses if address.family != addresses[0].family]
-    if not others:
-        return addresses
-    return [addresses[0], others[0], *(address for address in addresses[1:] if address is not others[0])]
-
-
-async def _attempt(target: Worker, address: Resolved, way: _Way, options: Options, deadline: float) -> Link:
-    core = target._connect_socket(address, EndpointOptions(local=way.local))
-    connecting = Connecting(Services.of(target), core, options)
-    return await connecting.run(max(0.0, deadline - trio.current_time()))
-
-
-async def _race(
-    attempts: list[tuple[Worker, Resolved]], way: _Way, options: Options, deadline: float, errors: list[Exception]
-) -> list[Link]:
-    """The connections that came about, the first first; more than one only if they came at the same time."""
-    links: list[Link] = []
-
-    @enable_ki_protection
-    async def run(target: Worker, address: Resolved, failed: trio.Event) -> None:
+        Raises:
+            OSError: with an errno, which Trio leaves to the causes.
+        """
         try:
-            links.append(await _attempt(target, address, way, options, deadline))
-        except Exception as error:
-            errors.append(error)
-            failed.set()
-        else:
-            nursery.cancel_scope.cancel()
+            if isinstance(self.target, str):
+                return await trio.open_unix_socket(self.target)
+            host, port = self.target
+            return await trio.open_tcp_stream(
+                host, port, happy_eyeballs_delay=self.delay, local_address=self.local_address
+            )
+        except OSError as error:
+            raise _with_errno(error, self.label) from error.__cause__
 
-    try:
-        async with trio.open_nursery() as nursery:
-            for target, address in attempts:
-                failed = trio.Event()
-                nursery.start_soon(run, target, address, failed)
-                with trio.move_on_after(way.delay):
-                    await failed.wait()
-    except BaseException:
-        for link in links:
-            link.abort()
-        raise
-    return links
+
+def _with_errno(error: OSError, label: str) -> OSError:
+    """The same error with the errno that its causes agree on, or that of the first one."""
+    if error.errno is not None:
+        error.strerror = f"connecting to {label}: {error.strerror}"
+        return error
+    causes = error.__cause__.exceptions if isinstance(error.__cause__, BaseExceptionGroup) else [error.__cause__]
+    numbers = [cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno is not None]
+    return OSError(numbers[0] if numbers else errno.EHOSTUNREACH, str(error))
+
+
+async def _open(way: _Way, entry: Entry, options: Options) -> Connection:
+    await trio.lowlevel.checkpoint()
+    registry = Registry.of(way.worker or shared_worker())
+    if entry.ssl_context is not None and entry.server_hostname is None and not isinstance(way.target, str):
+        entry = attrs.evolve(entry, server_hostname=way.target[0])
+    connecting = Connecting(registry, way.open_socket, way.label, entry, options, way.timeout)
+    return Connection._wrap(await connecting.run())
 
 
 class _Connect:
@@ -215,37 +193,48 @@ def connect(
     max_message_size: int = 2**30,
     happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
     local_address: str | None = None,
+    shared_memory: Literal["auto"] | bool = "auto",
+    keepalive_interval: float = KEEPALIVE_INTERVAL,
+    authkey: bytes | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that gives a :class:`Connection`.
 
-    Leaving the block normally closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a
-    cancellation closes by force.
+    The two sides meet on a socket (TCP, or a Unix socket), the *control socket*. There they authenticate each other if
+    asked to, and exchange how their UCX workers can be reached; messages then go over UCX. Leaving the block normally
+    closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a cancellation closes by force.
 
     Args:
-        address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)``, or a listener's ``worker_address``.
+        address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
         worker: where the connection shall live; by default the run's shared worker.
-        connect_timeout: seconds for the look-up of the name, the connection and the handshake together.
+        connect_timeout: seconds for the look-up of the name, the control socket, the exchange and the first message
+            over UCX together.
         close_timeout: seconds that closing may take.
         window: bytes that we hold unread at most, before the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
-        happy_eyeballs_delay: when a name has several addresses, seconds after which the next is tried besides; the
-            first that answers is taken. None waits until the one before has failed.
-        local_address: the numeric address of ours to connect from, which the server sees: one that a network
-            interface has. It is for the socket by which the two find each other; on which devices the messages then
-            go UCX chooses, and its option NET_DEVICES restricts.
+        happy_eyeballs_delay, local_address: for the control socket, see ``trio.open_tcp_stream``. Over which devices the
+            messages go UCX chooses, and its option NET_DEVICES restricts.
+        shared_memory: ``"auto"`` uses it where both sides can; True insists on it, False does without.
+        keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A host
+            that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is stopped
+            is not taken for lost. 0 or ``math.inf`` is never. (A process that ends is noticed at once.)
+        authkey: a secret that the listener must have, too: each side proves to the other that it knows it.
+        ssl_context: runs the exchange under TLS, with certificates as the context says. Messages are not encrypted:
+            UCX sends them as they are.
+        server_hostname: whom the listener's certificate must name; by default the host of ``address``.
 
     Cancellation: of entering: no connection is left behind.
 
     Raises:
-        TimeoutError: nobody answered within ``connect_timeout``.
-        OSError: refused, unreachable, an unknown host; ``errno`` says which.
+        TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
+        OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates.
         TypeError, ValueError: a wrong argument.
     """
-    if not isinstance(address, WorkerAddress):
-        address = split_address(address)
     way = _Way.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
+    entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
     options = make_options(close_timeout, window, max_message_size)
-    return _Connect(lambda: _open(address, way, options))
+    return _Connect(lambda: _open(way, entry, options))
 
 
 @enable_ki_protection
@@ -260,19 +249,24 @@ async def open_ucx_stream(
     max_message_size: int = 2**30,
     happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
     local_address: str | None = None,
+    shared_memory: Literal["auto"] | bool = "auto",
+    keepalive_interval: float = KEEPALIVE_INTERVAL,
+    authkey: bytes | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
     Arguments, cancellation and errors are :func:`connect`'s.
     """
-    address = split_address((host, port))
-    way = _Way.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
-    return await _open(address, way, make_options(close_timeout, window, max_message_size))
+    way = _Way.check((host, port), worker, connect_timeout, happy_eyeballs_delay, local_address)
+    entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
+    return await _open(way, entry, make_options(close_timeout, window, max_message_size))
 
 
 @enable_ki_protection
 async def open_ucx_listeners(
-    port: int,
+    port: int | str,
     *,
     host: str | None = None,
     worker: Worker | None = None,
@@ -281,59 +275,98 @@ async def open_ucx_listeners(
     close_timeout: float = 10,
     window: int = 2**20,
     max_message_size: int = 2**30,
+    shared_memory: Literal["auto"] | bool = "auto",
+    keepalive_interval: float = KEEPALIVE_INTERVAL,
+    authkey: bytes | None = None,
+    ssl_context: ssl.SSLContext | None = None,
 ) -> list[Listener]:
-    """Opens a listener for each address of a host.
+    """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
 
     Args:
-        port: 0 chooses a free one.
-        host: a name or address of this machine; None is every IPv4 interface. (UCX uses one address family per worker:
-            for IPv6 say ``"::"``.)
-        worker: where the listener and its connections shall live; by default the run's shared worker.
-        backlog: clients that may be shaking hands or waiting to be accepted; more are turned away. None is 1024.
-        connect_timeout: seconds that a client has for its hello.
-        close_timeout, window, max_message_size: of the connections, see :func:`connect`.
+        port: 0 chooses a free one; ``"unix:/path"`` listens at a Unix socket, and its file's permissions decide who can
+            connect.
+        host: a name or address of this machine; None is every interface, IPv4 and IPv6.
+        worker: where the connections shall live; by default the run's shared worker.
+        backlog: connections that may wait to be accepted; more clients are turned away. None is 1024.
+        connect_timeout: seconds that a client has for the exchange and its first message over UCX.
+        close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
+            :func:`connect`.
+        authkey: a secret that clients must have, too.
+        ssl_context: runs the exchanges under TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
+
+    Cancellation: no listener is left behind.
 
     Raises:
         OSError: the address is in use, or not ours.
         TypeError, ValueError: a wrong argument.
     """
-    port = check_port(port)
+    path = unix_path(port)
+    if path is None:
+        port = check_port(port)  # type: ignore[arg-type]
+    elif host is not None:
+        raise ValueError("host= is for ports, not for Unix sockets")
     check_worker(worker)
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
-    connect_timeout = check_timeout(connect_timeout, "connect_timeout")
+    timeout = check_timeout(connect_timeout, "connect_timeout")
+    entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context)
     options = make_options(close_timeout, window, max_message_size)
     if host is not None and not isinstance(host, str):
         raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
-    if host is None:
-        family = worker.context.family if worker is not None else socket.AF_INET
-        addresses = [Resolved(family, "::" if family == socket.AF_INET6 else "0.0.0.0", port)]
+    if path is not None:
+        sockets = [open_unix_listener(path, min(backlog, MAX_KERNEL_BACKLOG))]
     else:
-        addresses = await resolve(host, port)
+        assert isinstance(port, int)
+        sockets = [(control, _nothing) for control in await open_tcp_listeners(port, host)]
     listeners: list[Listener] = []
-    refused: list[Exception] = []
     try:
-        for address in addresses:
-            target = worker or shared_worker(address.family)
-            if address.family != target.context.family:
-                refused.append(wrong_family(address, target._engine))
-                continue
-            if port == 0 and listeners:
-                address = attrs.evolve(address, port=listeners[0].address[1])
-            listeners.append(Listener._create(Reception(target, address, options, connect_timeout, backlog)))
+        target = worker or shared_worker()
+        for control, on_close in sockets:
+            listeners.append(Listener._create(Acceptor(target, control, entry, options, timeout, backlog, on_close)))
     except BaseException:
         for listener in listeners:
-            listener._reception.close()
+            listener._acceptor.close()
+        for control, on_close in sockets:
+            control.socket.close()
+            on_close()
         raise
-    if not listeners:
-        raise refused[0] if refused else OSError(errno.EADDRNOTAVAIL, f"{host!r} has no address to listen at")
     return listeners
+
+
+def _nothing() -> None:
+    pass
+
+
+#: What the kernel may hold before we accept it. (It has a limit of its own, net.core.somaxconn.)
+MAX_KERNEL_BACKLOG = 0xFFFF
+
+
+async def open_tcp_listeners(port: int, host: str | None) -> list[trio.SocketListener]:
+    """Trio's, with one port for all addresses of the host when ``port`` is 0.
+
+    Raises:
+        OSError: with the address that failed.
+    """
+    attempts = 10
+    while True:
+        attempts -= 1
+        sockets = await trio.open_tcp_listeners(port, host=host)
+        chosen = {control.socket.getsockname()[1] for control in sockets}
+        if port != 0 or len(chosen) == 1:
+            return sockets
+        for control in sockets:
+            control.socket.close()
+        try:
+            return await trio.open_tcp_listeners(chosen.pop(), host=host)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not attempts:
+                raise
 
 
 @enable_ki_protection
 async def serve_ucx(
     handler: Callable[[Connection], Awaitable[object]],
-    port: int,
+    port: int | str,
     *,
     host: str | None = None,
     worker: Worker | None = None,

@@ -40,6 +40,7 @@ from .ucp._status import broken, error_from_status
 from .ucp._tag import post_bytes_send, post_pinned_send
 
 if TYPE_CHECKING:
+    from ._handshake.control import ControlSocket
     from ._wire import Frame
 
 
@@ -50,13 +51,27 @@ LINGER = 1.0
 class Link(Session):
     """One connection, over an endpoint."""
 
-    def __init__(self, worker: Worker, core: EndpointCore, my_id: int, hello: wire.Hello, options: Options) -> None:
-        super().__init__(options, hello.window, hello.threshold, worker.context.rendezvous_threshold or 0)
+    def __init__(
+        self,
+        worker: Worker,
+        core: EndpointCore,
+        my_id: int,
+        peer_id: int,
+        peer_window: int,
+        peer_threshold: int,
+        options: Options,
+    ) -> None:
+        super().__init__(options, peer_window, peer_threshold, worker.context.rendezvous_threshold or 0)
         self.worker = worker
-        self.engine = worker._engine
+        self.engine = core.engine
         self.core = core
         self.my_id = my_id
-        self.peer_id = hello.client_id if hello.kind == wire.OPEN else hello.server_id
+        self.peer_id = peer_id
+        #: Tells that the peer aborted, ended or vanished.
+        self.control_socket: ControlSocket | None = None
+        #: The addresses of the control socket.
+        self.local_address: tuple[str, int] | str | None = None
+        self.remote_address: tuple[str, int] | str | None = None
         self._deadline = math.inf
         self._outbox = Outbox()
         #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
@@ -65,8 +80,8 @@ class Link(Session):
         self._sent_at = 0.0
         self._sent_turn = 0
         self.engine.mail.boxes[my_id] = self
-        if hello.threshold:
-            self.engine.mail.expect_rendezvous(hello.threshold)
+        if peer_threshold:
+            self.engine.mail.expect_rendezvous(peer_threshold)
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
@@ -292,14 +307,33 @@ class Link(Session):
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
 
+    def lost(self) -> None:
+        super().lost()
+        if self.control_socket is not None:
+            self.control_socket.abort()  # messages cannot get through any more: the peer need not wait
+
+    def control_said(self, event: object) -> None:
+        """The peer said something on the control socket: that can only be ABORT."""
+        self.cut_off("aborted the connection")
+
+    def control_lost(self, reason: str) -> None:
+        """The peer's end of the control socket was closed, or its host does not answer."""
+        if self.farewell.peer is Peer.SAID_GOODBYE:
+            reason = "has closed"  # no surprise; this lets go of what it did not take
+        else:
+            reason = f"ended or vanished: {reason}"
+        self.cut_off(reason)
+
     def abort(self) -> None:
-        """Closes by force, at once; the peer is told if that needs no waiting."""
+        """Closes by force, at once; the peer is told on the control socket."""
         # Undisturbed, so that who waits is told that we closed it, whatever the peer has done meanwhile.
         if not self.closed and self.engine.undisturbed(self._abort):
             self.engine.settle()
 
     def _abort(self) -> None:
-        self.control(wire.Abort())
+        self.send_held()
+        if self.control_socket is not None:
+            self.control_socket.abort()
         self.close_now()
 
     def close_now(self) -> None:
@@ -310,6 +344,8 @@ class Link(Session):
         self.engine.children.pop(self.my_id, None)
         self.core.on_close = None
         self.core.close()
+        if self.control_socket is not None:
+            self.control_socket.close()
         self.engine.mail.boxes.pop(self.my_id, None)
         self.let_go()
         live_handles.closed("connection")

@@ -401,8 +401,8 @@ class Session:
                 if self.farewell.peer is Peer.SAID_GOODBYE and not self.closing:
                     # It leaves. UCX would not say so where there is no socket; this lets go of what it did not take.
                     self.cut_off("has closed")
-            case wire.Abort():
-                self.cut_off("aborted the connection")
+            case wire.Hello():
+                raise wire.ProtocolError("a second greeting")
 
     # ---- the end ----
 

@@ -18,11 +18,10 @@ typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
 #define TU_RECORD_MESSAGE 1    /* length, tag, pointer: a Connection's message arrived; pointer is its UCX handle */
 #define TU_RECORD_FAILURE 2    /* id, status: an endpoint failed */
 #define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
-#define TU_RECORD_HELLO 4      /* id, length, pointer: a hello came, from endpoint id (0: unknown) */
-#define TU_RECORD_AM 5         /* id: the queue of active messages is no longer empty */
-#define TU_RECORD_STREAM 6     /* id, length, pointer: an endpoint received a piece of its stream */
-#define TU_RECORD_CUT 7        /* id, status: an endpoint is to be closed for what it sent */
-#define TU_RECORD_RUN 8        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
+#define TU_RECORD_AM 4         /* id: the queue of active messages is no longer empty */
+#define TU_RECORD_STREAM 5     /* id, length, pointer: an endpoint received a piece of its stream */
+#define TU_RECORD_CUT 6        /* id, status: an endpoint is to be closed for what it sent */
+#define TU_RECORD_RUN 7        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
                                   each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
                                   the next turn; or one that could not be received (status) */
 
@@ -165,10 +164,9 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
-int tu_worker_address(tu_worker_t *worker, char *out, size_t *size);
+int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
-int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length);
 int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
 int tu_worker_signal(tu_worker_t *worker);
@@ -196,7 +194,6 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
-int64_t tu_endpoint_send_hello(tu_endpoint_t *endpoint, unsigned am_id, const void *data, size_t length, int reply);
 
 /* listener.c */
 int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,

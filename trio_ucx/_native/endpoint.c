@@ -238,17 +238,3 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     }
     return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
 }
-
-/* Sends a hello as an active message; with reply, the receiver learns which endpoint it came from. */
-int64_t tu_endpoint_send_hello(tu_endpoint_t *endpoint, unsigned am_id, const void *data, size_t length, int reply)
-{
-    tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
-
-    if (verdict != 0) {
-        return verdict;
-    }
-    post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-    post.param.flags         = UCP_AM_SEND_FLAG_EAGER | (reply ? UCP_AM_SEND_FLAG_REPLY : 0);
-    return tu_post_end(&post, ucp_am_send_nbx(endpoint->ep, am_id, NULL, 0, data, length, &post.param));
-}

@@ -6,7 +6,7 @@
  *
  * Room in the ring is reserved when something is posted or opened (one record for each pending operation and each
  * endpoint), so that a callback never has to allocate. Callbacks for which nothing can be reserved (a stranger's
- * connection request or hello) use the slack, and turn the stranger away when there is none.
+ * connection request) use the slack, and turn the stranger away when there is none.
  *
  * A worker and all that hangs on it is used by one thread. Nothing here checks that, Python does.
  */
@@ -90,7 +90,6 @@ struct tu_worker {
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
-    size_t hello_max;
 
     size_t collected;          /* bytes of the messages in the ring, which UCX still has */
     size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */

@@ -141,7 +141,6 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
 void tu_worker_destroy(tu_worker_t *worker)
 {
     tu_endpoint_t *endpoint;
-    size_t i;
 
     ucp_worker_destroy(worker->worker);
     tu_operations_free(worker);
@@ -151,13 +150,6 @@ void tu_worker_destroy(tu_worker_t *worker)
     while ((endpoint = worker->closed) != NULL) {
         worker->closed = endpoint->next;
         free(endpoint);
-    }
-    for (i = 0; i < worker->used; i++) {
-        tu_record_t *record = &worker->ring[(worker->first + i) & (worker->capacity - 1)];
-
-        if (record->kind == TU_RECORD_HELLO) {
-            free((void *)(uintptr_t)record->pointer);
-        }
     }
     free(worker->ring);
     free(worker->scratch);
@@ -174,10 +166,14 @@ int tu_worker_efd(tu_worker_t *worker)
     return worker->efd;
 }
 
-/* Copies the worker's address to out when *size has room for it; *size becomes its length either way. */
-int tu_worker_address(tu_worker_t *worker, char *out, size_t *size)
+/* Copies the worker's address to out when *size has room for it; *size becomes its length either way. With net_only it
+ * names no shared memory. */
+int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size)
 {
-    ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
+    ucp_worker_attr_t attr = {
+        .field_mask    = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS,
+        .address_flags = net_only ? UCP_WORKER_ADDRESS_FLAG_NET_ONLY : 0,
+    };
     ucs_status_t status    = ucp_worker_query(worker->worker, &attr);
 
     if (status != UCS_OK) {
@@ -201,35 +197,6 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
 {
     worker->claimed_bit = tag_bit;
     worker->small       = small;
-}
-
-static ucs_status_t hello_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                                  const ucp_am_recv_param_t *param)
-{
-    tu_worker_t *worker = arg;
-    void *copy;
-
-    (void)header;
-    (void)header_length;
-    if (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) {
-        return UCS_ERR_UNSUPPORTED; /* a hello is small; an error answer refuses the transfer */
-    }
-    if (length > worker->hello_max || !tu_ring_has_slack(worker)) {
-        return UCS_OK; /* nonsense, or a flood: drop it; an honest client tries again after its timeout */
-    }
-    copy = malloc(length + 1);
-    if (copy != NULL) {
-        memcpy(copy, data, length);
-        tu_ring_append(worker, TU_RECORD_HELLO, tu_am_sender(worker, param), UCS_OK, length, 0,
-                       (uint64_t)(uintptr_t)copy);
-    }
-    return UCS_OK;
-}
-
-int tu_worker_accept_hellos(tu_worker_t *worker, unsigned am_id, size_t max_length)
-{
-    worker->hello_max = max_length;
-    return tu_am_handle(worker, am_id, hello_arrived, worker);
 }
 
 /* ---- the Connections' messages ---- */
@@ -256,7 +223,7 @@ static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h me
     ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
 
     if (UCS_PTR_IS_PTR(answer)) {
-        /* A peer that sends a small message by rendezvous, against what it said in its hello: UCX keeps the memory. */
+        /* A peer that sends a small message by rendezvous, against what it said when it connected: UCX keeps the memory. */
         worker->scratch = NULL;
         return UCS_ERR_INVALID_PARAM;
     }

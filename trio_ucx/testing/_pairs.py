@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
 from typing import Any
 
 import trio
 
 from .. import _wire as wire
 from .._connection import Connection
-from .._highlevel import Address, connect, open_ucx_listeners
-from .._listener import Listener
+from .._highlevel import connect, open_ucx_listeners
 from ..ucp import Worker
 
 Pair = tuple[Connection, Connection]
 
 
 async def open_connection_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
-    """Connects two Connections with each other, by worker address: data never touches a socket if shared memory is up.
+    """Connects two Connections with each other, over a Unix socket that only this process can find.
 
     Args:
         worker: where both live; by default the run's shared worker.
@@ -28,17 +27,18 @@ async def open_connection_pair(*, worker: Worker | None = None, **options: Any) 
 
     Cancellation: no connection is left behind.
     """
-    return await _open(lambda listener: listener.worker_address, "127.0.0.1", worker, options)
+    with tempfile.TemporaryDirectory() as folder:
+        return await _open(f"unix:{folder}/socket", None, worker, options)
 
 
 async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Any) -> Pair:
-    """Connects two Connections with each other, by socket address: as a client and a server would.
+    """Connects two Connections with each other over TCP, as a client and a server would.
 
     Args:
         host: the address to listen at, of this machine; the port is a free one.
         worker, options: as for :func:`open_connection_pair`, which also says what is returned.
     """
-    return await _open(lambda listener: listener.address, host, worker, options)
+    return await _open(0, host, worker, options)
 
 
 async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
@@ -57,10 +57,10 @@ async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> 
     return pair
 
 
-async def _open(way: Callable[[Listener], Address], host: str, worker: Worker | None, options: dict[str, Any]) -> Pair:
-    [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
+async def _open(port: int | str, host: str | None, worker: Worker | None, options: dict[str, Any]) -> Pair:
+    [listener] = await open_ucx_listeners(port, host=host, worker=worker, **options)
     async with listener:
-        client = await connect(way(listener), worker=worker, **options).__aenter__()
+        client = await connect(listener.address, worker=worker, **options).__aenter__()
         try:
             return client, await listener.accept()
         except BaseException:

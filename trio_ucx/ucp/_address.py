@@ -16,10 +16,10 @@ from ._process import NOBODY, Process, this_process
 from ._status import read_sized
 from ._util import check_integer
 
-#: After UCX's bytes: magic, the listener that is meant (0: any), the process (host, pid namespace, pid, start time),
-#: checksum of all before. UCX ignores what follows its own bytes, and would crash on damaged ones, so ours are checked.
-_TRAILER = struct.Struct("<4sQ16sQIQI")
-_MAGIC = b"TUWB"
+#: After UCX's bytes: magic, the process (host, pid namespace, pid, start time), checksum of everything before. UCX
+#: ignores what follows its own bytes, and would crash on damaged ones, so the checksum is compared first.
+_TRAILER = struct.Struct("<4s16sQIQI")
+_MAGIC = b"TUWC"
 
 #: A socket address as people write it.
 SocketAddress = str | tuple[str, int]
@@ -39,7 +39,6 @@ class WorkerAddress:
     """
 
     ucx: bytes
-    service: int
     process: Process
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
@@ -48,9 +47,9 @@ class WorkerAddress:
         data = bytes(data)
         body, trailer = data[: -_TRAILER.size], data[-_TRAILER.size :]
         if len(trailer) == _TRAILER.size and body:
-            magic, service, *process, checksum = _TRAILER.unpack(trailer)
+            magic, *process, checksum = _TRAILER.unpack(trailer)
             if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, service, Process(*process))
+                self.__attrs_init__(body, Process(*process))
                 return
         raise ValueError(
             f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
@@ -63,13 +62,13 @@ class WorkerAddress:
         return cls(data)
 
     @classmethod
-    def from_ucx(cls, blob: bytes, *, service: int = 0, process: Process = NOBODY) -> WorkerAddress:
+    def from_ucx(cls, blob: bytes, *, process: Process = NOBODY) -> WorkerAddress:
         """Makes one from the bytes of ``ucp_worker_get_address`` of any UCP program.
 
         UCX does not check them: a damaged blob crashes the process.
         """
         address = cls.__new__(cls)
-        address.__attrs_init__(bytes(blob), service, process)
+        address.__attrs_init__(bytes(blob), process)
         return address
 
     @property
@@ -84,16 +83,20 @@ class WorkerAddress:
 
     def __bytes__(self) -> bytes:
         process = attrs.astuple(self.process)
-        body = self.ucx + _TRAILER.pack(_MAGIC, self.service, *process, 0)[:-4]
+        body = self.ucx + _TRAILER.pack(_MAGIC, *process, 0)[:-4]
         return body + struct.pack("<I", zlib.crc32(body))
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
 
 
-def worker_address(worker: Any) -> WorkerAddress:
-    """The address of a worker of ours, by its native handle."""
-    blob = read_sized(lambda *out: lib.tu_worker_address(worker, *out), "asking for the worker's address")
+def worker_address(worker: Any, *, network_only: bool = False) -> WorkerAddress:
+    """The address of a worker of ours, by its native handle.
+
+    Args:
+        network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
+    """
+    blob = read_sized(lambda *out: lib.tu_worker_address(worker, network_only, *out), "asking for the worker's address")
     return WorkerAddress.from_ucx(blob, process=this_process())
 
 

@@ -208,6 +208,11 @@ class Context(metaclass=OpenedNotConstructed):
         if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
+    @property
+    def shared_memory_handles_errors(self) -> bool:
+        """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
+        return (_effective("MM_ERROR_HANDLING", self.config) or "n").lower() in ("y", "yes", "1", "on")
+
     def reach_hint(self, status: int) -> str:
         """What to do when nothing reaches a peer; "" for other errors."""
         if status not in (Status.UNREACHABLE, Status.NOT_CONNECTED):

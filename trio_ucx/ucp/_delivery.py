@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._native import ffi, lib
+from .._native import lib
 from ._status import UCXError
 
 if TYPE_CHECKING:
@@ -44,12 +44,6 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
         listener = engine.listeners.get(id)
         assert listener is not None, "a listener's requests end before the listener"
         listener(pointer)
-    elif kind == lib.TU_RECORD_HELLO:
-        memory = ffi.cast("void *", pointer)
-        hello = bytes(ffi.buffer(memory, length)) if length else b""
-        lib.free(memory)
-        if engine.on_hello is not None:
-            engine.on_hello(id, hello)
     elif kind == lib.TU_RECORD_AM:
         engine.counters["arrived"] += 1
         announce = engine.am_queues.get(id)

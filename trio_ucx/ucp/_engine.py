@@ -53,6 +53,7 @@ from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
 from ._loans import Loan
 from ._mail import Mail
+from ._numbering import Numbering
 from ._operations import EndpointCore, Operation, live_handles, under_way
 from ._pending import Signal, Waiters
 from ._safety_net import SafetyNet
@@ -130,7 +131,6 @@ class Engine:
         self.overdue: list[Loan] = []
         #: Who waits for a piece of any stream.
         self.stream_watchers = Waiters()
-        self.on_hello: Callable[[int, bytes], None] | None = None
         #: Others to be told of an internal error; called with the exception for who waits.
         self.on_broken: dict[int, Callable[[Exception], None]] = {}
         #: Everything to be closed before the worker: called with no arguments, must not raise.
@@ -170,6 +170,10 @@ class Engine:
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
         self.address = worker_address(self.handle)
+        #: The same without shared memory.
+        self.network_address = worker_address(self.handle, network_only=True)
+        #: The numbers of its endpoints by worker address.
+        self.numbering = Numbering()
         live_handles.opened("worker")
         context.engines.add(self)
         engines.add(self)

@@ -17,6 +17,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._address import Resolved, format_address
 from ._attributes import check_name
+from ._connecting import accept_request
 from ._endpoint import Endpoint, read_sockaddr
 from ._engine import Engine, engines
 from ._opening import EndpointOptions, ErrorMode, check_error_mode
@@ -235,7 +236,9 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         request = self._take()
         self._core.unanswered.discard(request)
-        endpoint = target._accept(request, self.client_address, options)
+        core = accept_request(target._engine, request, self.client_address, options)
+        endpoint = Endpoint._create(target, core, name=options.name)
+        endpoint._remote = self.client_address
         await trio.lowlevel.cancel_shielded_checkpoint()
         return endpoint
 
@@ -300,14 +303,3 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
 def check_port(port: int) -> int:
     return check_integer(port, "the port", 0, 65535)
-
-
-def wrong_family(address: Resolved, engine: Engine) -> OSError:
-    """UCX would corrupt its heap: a context's TCP interfaces are of one address family."""
-    ours = "IPv6" if engine.context.family.name == "AF_INET6" else "IPv4"
-    wanted = "inet,inet6" if ours == "IPv6" else "inet6,inet"
-    return OSError(
-        errno.EAFNOSUPPORT,
-        f"this worker's TCP is {ours}, but {address} is not: open another worker with "
-        f"config={{'TCP_AF_PRIO': '{wanted}'}} (before UCX 1.17 by the environment, UCX_TCP_AF_PRIO)",
-    )

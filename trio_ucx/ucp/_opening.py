@@ -105,3 +105,14 @@ def check_source(local: Resolved, remote: Resolved) -> None:
             errno.EADDRNOTAVAIL,
             f"connecting from local_address={local.ip!r}: no network interface has this address, as UCX demands",
         )
+
+
+def wrong_family(address: Resolved, family: socket.AddressFamily) -> OSError:
+    """UCX would corrupt its heap: a context's TCP interfaces are of one address family."""
+    ours = "IPv6" if family == socket.AF_INET6 else "IPv4"
+    wanted = "inet,inet6" if ours == "IPv6" else "inet6,inet"
+    return OSError(
+        errno.EAFNOSUPPORT,
+        f"this worker's TCP is {ours}, but {address} is not: open another worker with "
+        f"config={{'TCP_AF_PRIO': '{wanted}'}} (before UCX 1.17 by the environment, UCX_TCP_AF_PRIO)",
+    )

@@ -1,4 +1,4 @@
-"""Which process somebody is."""
+"""Process identity: the host, the process and the namespaces that it is in."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _host() -> bytes:
         return bytes(16)
 
 
-def _namespace() -> int:
+def _namespace(kind: str) -> int:
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
 
@@ -49,4 +49,24 @@ def start_time(pid: int) -> int:
 
 
 def this_process() -> Process:
-    return Process(_host(), _namespace(), os.getpid(), start_time(os.getpid()))
+    return Process(_host(), _namespace("pid"), os.getpid(), start_time(os.getpid()))
+
+
+@attrs.frozen
+class Host:
+    """Where a process runs, as far as that decides which transports reach it.
+
+    Attributes:
+        process: which one it is.
+        user: its effective user id.
+        ipc_namespace, network_namespace: the inode numbers of ``/proc/self/ns/*``; 0 if not known.
+    """
+
+    process: Process
+    user: int
+    ipc_namespace: int
+    network_namespace: int
+
+
+def this_host() -> Host:
+    return Host(this_process(), os.geteuid(), _namespace("ipc"), _namespace("net"))

@@ -25,6 +25,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from ._buffers import Buffer, Pinned, new_bytes
+from ._connecting import connect_companion
 from ._context import Feature
 from ._loans import Loan
 from ._memory import Access, MemoryDescriptor, is_host_memory
@@ -409,14 +410,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """The endpoint without error handling beside ours."""
         core = self._core
         if core.companion is None:
-            core.companion = self._endpoint.worker._connect_companion(self._worker_address())
+            core.companion = connect_companion(self._core.engine, self._worker_address())
         return core.companion
 
     def _chain_companion(self) -> EndpointCore:
         """The same for the atomics of request chains, of which C decides how many are under way."""
         core = self._core
         if core.chain_companion is None:
-            core.chain_companion = self._endpoint.worker._connect_companion(self._worker_address())
+            core.chain_companion = connect_companion(self._core.engine, self._worker_address())
         return core.chain_companion
 
     def _worker_address(self) -> WorkerAddress:

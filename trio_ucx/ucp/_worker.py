@@ -10,24 +10,23 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .._native import ffi, lib
+from .._native import lib
 from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import Resolved, SocketAddress, WorkerAddress, format_address, resolve, split_address
+from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
 from ._buffers import Buffer, Pinned
 from ._chains import RequestChain, new_chain
+from ._connecting import connect_socket, connect_worker
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
 from ._endpoint import Endpoint
 from ._engine import Engine
-from ._listener import ListenerCore, RawListener, check_port, wrong_family
+from ._listener import ListenerCore, RawListener, check_port
 from ._opening import EndpointOptions, ErrorMode
-from ._operations import EndpointCore
-from ._peers import watch_process
 from ._posting import check_reaches, completed, pending_operation, post_flush
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
-from ._status import Status, UCXError, os_error_from_status
+from ._status import Status, UCXError
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
 from ._waiting import check_spin, check_yield_interval
@@ -44,8 +43,8 @@ class Worker(metaclass=OpenedNotConstructed):
     _context: Context
     _engine: Engine
     _owns_context: bool
-    #: The upper layer's state of this worker (handshakes); None until it has Connections.
-    _services: Any = None
+    #: What its Connections have in common, which the layer above makes; None until it has any.
+    _connections: Any = None
 
     @classmethod
     def _open(
@@ -150,7 +149,7 @@ class Worker(metaclass=OpenedNotConstructed):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
             await trio.lowlevel.checkpoint()
-            core = self._connect_worker(address, options)
+            core = connect_worker(self._engine, address, options)
         else:
             host, port = split_address(address)
             await trio.lowlevel.checkpoint()
@@ -158,70 +157,9 @@ class Worker(metaclass=OpenedNotConstructed):
             self._engine.check()
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
-                raise wrong_family(resolved[0], self._engine)
-            core = self._connect_socket(usable[0], options)
+                raise opening.wrong_family(resolved[0], self._context.family)
+            core = connect_socket(self._engine, usable[0], options)
         return Endpoint._create(self, core, name=name)
-
-    def _connect_worker(self, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
-        native, how = ffi.from_buffer("char[]", address.ucx), options.native(None)
-        core = self._make_endpoint(
-            repr(address),
-            options,
-            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, how, out),
-        )
-        core.peer = address.process
-        core.peer_address = address
-        watch_process(core, address.process)
-        return core
-
-    def _connect_companion(self, address: WorkerAddress) -> EndpointCore:
-        """An endpoint that another one watches for."""
-        self._engine.has_companions = True
-        native, how = ffi.from_buffer("char[]", address.ucx), opening.WITHOUT_ERROR_HANDLING.native(None)
-        return self._make_endpoint(
-            f"{address!r}, for atomics",
-            opening.WITHOUT_ERROR_HANDLING,
-            lambda id, out: lib.tu_endpoint_to_worker(self._engine.handle, id, native, how, out),
-        )
-
-    def _connect_socket(self, address: Resolved, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
-        if address.family != self._context.family:
-            raise wrong_family(address, self._engine)
-        if options.local is not None:
-            opening.check_source(options.local, address)
-        remote, local = opening.native_address(address), opening.native_address(options.local)
-        how = options.native(self._engine.client_id)
-        return self._make_endpoint(
-            str(address),
-            options,
-            lambda id, out: lib.tu_endpoint_connect(self._engine.handle, id, remote, local, how, out),
-        )
-
-    def _accept_core(self, request: int, client: tuple[str, int], options: EndpointOptions) -> EndpointCore:
-        how = options.native(None)
-        return self._make_endpoint(
-            format_address(client),
-            options,
-            lambda id, out: lib.tu_endpoint_from_request(self._engine.handle, id, request, how, out),
-        )
-
-    def _accept(self, request: int, client: tuple[str, int], options: EndpointOptions) -> Endpoint:
-        endpoint = Endpoint._create(self, self._accept_core(request, client, options), name=options.name)
-        endpoint._remote = client
-        return endpoint
-
-    def _make_endpoint(self, label: str, options: EndpointOptions, create: Any) -> EndpointCore:
-        engine = self._engine
-        engine.check()
-        id = engine.next_id()
-        out = ffi.new("tu_endpoint_t **")
-        status = create(id, out)
-        if status != Status.OK:
-            raise os_error_from_status(status, f"connecting to {label}", self._context.reach_hint(status))
-        core = EndpointCore(engine, id, out[0], label)
-        core.forcible = options.error_mode is not ErrorMode.NONE
-        engine.settle()
-        return core
 
     @enable_ki_protection
     async def open_listener(self, host: str | None, port: int) -> RawListener:
@@ -245,7 +183,7 @@ class Worker(metaclass=OpenedNotConstructed):
         self._engine.check()
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
-            raise wrong_family(resolved[0], self._engine)
+            raise opening.wrong_family(resolved[0], self._context.family)
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
 
     # ---- tag messages ----

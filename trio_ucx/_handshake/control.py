@@ -1,0 +1,186 @@
+"""Control sockets after the exchange: they tell that a peer aborted, ended or vanished.
+
+The kernel says so on every transport, at once: it closes the sockets of a process that ends, and probes the peer's host.
+All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Callable
+
+import trio
+
+from .._wire import ProtocolError
+from ..ucp._engine import Engine
+from ..ucp._operations import live_handles
+from .exchange import Event, Exchange
+from .streams import TLS
+
+_CHUNK = 4096
+_EVENTS = 64
+
+
+class ControlSocket:
+    """One connection's control socket.
+
+    Args:
+        on_event: takes what the peer says.
+        on_lost: takes why the peer cannot be heard any more. Called once, with the last event or without any.
+    """
+
+    def __init__(
+        self,
+        sockets: ControlSockets,
+        bare: socket.socket,
+        tls: TLS | None,
+        exchange: Exchange,
+        on_event: Callable[[Event], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.exchange = exchange
+        self.on_event = on_event
+        self.on_lost = on_lost
+        self._sockets = sockets
+        self._socket: socket.socket | None = bare
+        self._tls = tls
+        sockets.add(bare.fileno(), self)
+        live_handles.opened("control socket")
+
+    def start(self) -> None:
+        """Takes what came with the last bytes that the task read."""
+        data = b""
+        if self._tls is not None:
+            try:
+                data = self._tls.decrypt(b"")
+            except ssl.SSLError as error:
+                self._lose(f"its control connection broke: {error}")
+                return
+        self._take(data)
+
+    def readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(_reason(error))
+            return
+        if not data:
+            self._lose("its control connection ended")
+            return
+        if self._tls is not None:
+            try:
+                data = self._tls.decrypt(data)
+            except ssl.SSLError as error:
+                self._lose(f"its control connection ended: {error}")
+                return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        self.exchange.receive_data(data)
+        try:
+            while self._socket is not None and (event := self.exchange.next_event()) is not None:
+                self.on_event(event)
+        except ProtocolError as error:
+            self.flush()
+            self._lose(f"it was cut off: {error}")
+
+    def _lose(self, reason: str) -> None:
+        self.close()
+        self.on_lost(reason)
+
+    def flush(self) -> None:
+        """Sends what the exchange has to say. So little is sent on this socket that there is always room."""
+        data = self.exchange.data_to_send()
+        if self._socket is None or not data:
+            return
+        try:
+            self._socket.send(data if self._tls is None else self._tls.encrypt(data))
+        except (OSError, ssl.SSLError):
+            pass  # the peer has gone, which it is told by other means
+
+    def abort(self) -> None:
+        """Tells the peer that we close by force, and closes."""
+        if self._socket is not None:
+            self.exchange.abort()
+            self.flush()
+            self.close()
+
+    def refuse(self, reason: str) -> None:
+        """Tells the peer why there will be no connection, and closes."""
+        if self._socket is not None:
+            self.exchange.refuse(reason)
+            self.flush()
+            self.close()
+
+    def close(self) -> None:
+        bare, self._socket = self._socket, None
+        if bare is not None:
+            self._sockets.remove(bare.fileno())
+            bare.close()
+            live_handles.closed("control socket")
+
+    @property
+    def closed(self) -> bool:
+        return self._socket is None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "its host did not answer any more"
+    return f"its control connection broke: {error.strerror or error}"
+
+
+class ControlSockets:
+    """The control sockets of one worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._epoll: select.epoll | None = select.epoll()
+        self._sockets: dict[int, ControlSocket] = {}
+        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx control sockets (efd {engine.efd})")
+
+    def add(self, descriptor: int, control: ControlSocket) -> None:
+        assert self._epoll is not None
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._sockets[descriptor] = control
+
+    def remove(self, descriptor: int) -> None:
+        self._sockets.pop(descriptor, None)
+        if self._epoll is not None:
+            self._epoll.unregister(descriptor)
+
+    async def _run(self) -> None:
+        try:
+            while self._epoll is not None:
+                await trio.lowlevel.wait_readable(self._epoll.fileno())
+                self._engine.guard(self._look)
+        except trio.ClosedResourceError:
+            pass
+
+    def _look(self) -> None:
+        if self._epoll is None or not self._engine.usable:
+            return
+        ready = self._epoll.poll(0, _EVENTS)
+        # What the peers had sent over UCX before comes first.
+        self._engine.settle()
+        for descriptor, _ in ready:
+            control = self._sockets.get(descriptor)
+            if control is not None:
+                control.readable()
+
+    def close(self) -> None:
+        """The worker is closed, and so are all connections."""
+        for control in list(self._sockets.values()):
+            control.close()
+        epoll, self._epoll = self._epoll, None
+        if epoll is not None:
+            try:
+                trio.lowlevel.notify_closing(epoll.fileno())
+            except RuntimeError:
+                pass  # the run is over
+            epoll.close()

@@ -1,0 +1,459 @@
+"""The exchange on the control socket. A pure state machine for each side: bytes in, events and bytes out.
+
+::
+
+    client                                         server
+    PREAMBLE magic, version, flags, nonce    ->
+                                             <-    PREAMBLE, and with an authkey PROOF
+    OPEN     the client's facts              ->
+                                             <-    WELCOME  the server's facts, and a number or what limits it
+    [DECLINE the number cannot be used       ->
+                                             <-    ASSIGN   another one]
+    TAKE     the number of the endpoints     ->
+             [                               <-    DECLINE  the number cannot be used]
+
+Without an authkey the client does not wait for the server's PREAMBLE. After TAKE each side makes its endpoint, and the
+peers greet each other over UCX (``registry.py``). Either side may send REFUSE, with a reason, until then, and ABORT
+afterwards. ``docs/wire.md`` has the layout.
+
+Authentication. Both sides know the ``authkey``. Each frame after the preambles ends with HMAC-SHA256, keyed with the
+authkey, over the sender's role and every byte of the exchange so far, in both directions. Both preambles carry a fresh
+nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils the next code. With an authkey the
+two sides take turns, so both see the bytes in the same order. The server proves first: a client says nothing about
+itself to a server that does not know the key, nor the server to such a client. REFUSE carries no code, because it may have
+to say that the keys differ.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+
+import attrs
+
+from .._wire import MAGIC, VERSION, ProtocolError
+from ..ucp._numbering import LIMIT, MAX_PLAIN, Numbers
+from .facts import Facts
+
+#: Magic, version, flags, nonce. The same in every version, as REFUSE is, so that a peer of another one can be refused.
+_PREAMBLE = struct.Struct("<8sHH32s")
+#: The length of what follows, and the kind, which is counted.
+_HEAD = struct.Struct("<IB")
+_NUMBER = struct.Struct("<I")
+#: The next number, whether there are raw endpoints, how many of them are without error handling; then their numbers.
+_NUMBERS = struct.Struct("<IBH")
+_NO_NUMBER = 0xFFFFFFFF
+_CODE = hashlib.sha256().digest_size
+
+#: No frame is longer. (Worker addresses take some kilobytes on machines with many RDMA ports.)
+MAX_FRAME = 1 << 17
+#: After how many declined numbers the two give up.
+MAX_DECLINED = 64
+#: The flag of a preamble: its sender has an authkey.
+WITH_AUTHKEY = 1
+
+
+class Kind(enum.IntEnum):
+    REFUSE = 1
+    PROOF = 2
+    OPEN = 3
+    WELCOME = 4
+    DECLINE = 5
+    ASSIGN = 6
+    TAKE = 7
+    ABORT = 8
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+class State(enum.Enum):
+    """Which frame may come next."""
+
+    PREAMBLE = enum.auto()  # the peer's preamble
+    PROOF = enum.auto()
+    OPEN = enum.auto()
+    WELCOME = enum.auto()
+    NUMBER = enum.auto()  # the number of the endpoints is open
+    GREETING = enum.auto()  # the endpoints are made; the peers greet each other over UCX
+    OPENED = enum.auto()  # they have done so
+    ENDED = enum.auto()  # refused, aborted or broken
+
+
+#: The table: by side and state, what may come.
+EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
+    (True, State.PROOF): frozenset({Kind.REFUSE, Kind.PROOF}),
+    (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
+    (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
+    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ABORT}),
+    (True, State.OPENED): frozenset({Kind.ABORT}),
+    (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
+    (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE}),
+    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.ABORT}),
+    (False, State.OPENED): frozenset({Kind.ABORT}),
+}
+
+
+@attrs.frozen
+class Opened:
+    """OPEN came. Answer by :meth:`Exchange.welcome` or :meth:`Exchange.refuse`."""
+
+    facts: Facts
+
+
+@attrs.frozen
+class Welcomed:
+    """WELCOME came. Answer by :meth:`Exchange.take`, :meth:`Exchange.decline` or :meth:`Exchange.refuse`.
+
+    Attributes:
+        number: the endpoints' number, if the server chose it.
+        numbers: what limits the client's choice, if the server leaves it to the client.
+    """
+
+    facts: Facts
+    number: int | None
+    numbers: Numbers
+
+
+@attrs.frozen
+class Assigned:
+    """ASSIGN came: another number."""
+
+    number: int
+
+
+@attrs.frozen
+class Taken:
+    """TAKE came: the client has made its endpoint."""
+
+    number: int
+
+
+@attrs.frozen
+class Declined:
+    """DECLINE came: the peer cannot use the number."""
+
+    numbers: Numbers
+
+
+@attrs.frozen
+class Refused:
+    """REFUSE came."""
+
+    reason: str
+
+
+@attrs.frozen
+class Aborted:
+    """ABORT came."""
+
+
+Event = Opened | Welcomed | Assigned | Taken | Declined | Refused | Aborted
+
+
+class Stranger(ProtocolError):
+    """The first bytes are not those of a trio_ucx peer.
+
+    Attributes:
+        begin: what came.
+    """
+
+    def __init__(self, begin: bytes) -> None:
+        super().__init__(f"this is no trio_ucx peer: it began with {begin[:24]!r}")
+        self.begin = begin
+
+
+class Refusal(ProtocolError):
+    """The peer must be refused; :meth:`Exchange.refuse` tells it the reason."""
+
+
+class Exchange:
+    """One side of the exchange.
+
+    Args:
+        is_client: which side.
+        software: the releases of trio_ucx and UCX, for error messages.
+        authkey: the secret that both sides must know, or None.
+    """
+
+    def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:
+        self.is_client = is_client
+        self.state = State.PREAMBLE
+        #: What the peer says it is, once it has said so.
+        self.peer_software = ""
+        self._software = software
+        self._authkey = authkey
+        self._buffer = bytearray()
+        self._out = bytearray()
+        self._transcript = hashlib.sha256()
+        self._declined = 0
+        self._offered: Facts | None = None
+        if is_client:
+            self._send_preamble()
+
+    # ---- sending ----
+
+    def data_to_send(self) -> bytes:
+        """What is to be sent to the peer now; it counts as sent."""
+        data = bytes(self._out)
+        self._out.clear()
+        return data
+
+    def _send_preamble(self) -> None:
+        flags = WITH_AUTHKEY if self._authkey is not None else 0
+        preamble = _PREAMBLE.pack(MAGIC, VERSION, flags, secrets.token_bytes(32))
+        self._out += preamble
+        self._transcript.update(preamble)
+
+    def _send(self, kind: Kind, body: bytes = b"") -> None:
+        coded = self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT)
+        frame = _HEAD.pack(1 + len(body) + (_CODE if coded else 0), kind) + body
+        self._transcript.update(frame)
+        if coded:
+            code = self._code(self.is_client)
+            self._transcript.update(code)
+            frame += code
+        self._out += frame
+
+    def _code(self, from_client: bool) -> bytes:
+        assert self._authkey is not None
+        role = b"trio_ucx client " if from_client else b"trio_ucx server "
+        return hmac.digest(self._authkey, role + self._transcript.digest(), "sha256")
+
+    def open(self, facts: Facts) -> None:
+        """For the client: says who we are, as soon as the server may know."""
+        assert self.is_client
+        self._offered = facts
+        if self._authkey is None:
+            self._send(Kind.OPEN, facts.encode())
+
+    def welcome(self, facts: Facts, number: int | None, numbers: Numbers) -> None:
+        """For the server: answers OPEN.
+
+        Args:
+            number: the endpoints' number; None leaves the choice to the client.
+            numbers: what limits the client's choice.
+        """
+        chosen = _NO_NUMBER if number is None else number
+        self._send(Kind.WELCOME, _NUMBER.pack(chosen) + _pack(numbers) + facts.encode())
+        self.state = State.NUMBER
+
+    def take(self, number: int) -> None:
+        """For the client: this is the endpoints' number."""
+        self._send(Kind.TAKE, _NUMBER.pack(number))
+        self.state = State.GREETING
+
+    def taken(self) -> None:
+        """For the server: it has made its endpoint with the number of TAKE."""
+        self.state = State.GREETING
+
+    def decline(self, numbers: Numbers) -> None:
+        """The number cannot be used; ``numbers`` says which can."""
+        self._count_declined()
+        self._send(Kind.DECLINE, _pack(numbers))
+
+    def assign(self, number: int) -> None:
+        """For the server: another number."""
+        self._send(Kind.ASSIGN, _NUMBER.pack(number))
+
+    def refuse(self, reason: str) -> None:
+        """Says why there will be no connection, and ends."""
+        if self.state in (State.ENDED, State.OPENED):
+            return
+        if not self.is_client and self.state is State.PREAMBLE:
+            self._send_preamble()
+        self._send(Kind.REFUSE, reason.encode()[:1000])
+        self.state = State.ENDED
+
+    def greeted(self) -> None:
+        """The peers have greeted each other over UCX: the connection is open."""
+        self.state = State.OPENED
+
+    def abort(self) -> None:
+        """Says that we close by force."""
+        if self.state in (State.GREETING, State.OPENED):
+            self._send(Kind.ABORT)
+        self.state = State.ENDED
+
+    def _count_declined(self) -> None:
+        self._declined += 1
+        if self._declined > MAX_DECLINED:
+            raise Refusal("the peers could not agree on a number for their endpoints")
+
+    # ---- receiving ----
+
+    def receive_data(self, data: bytes) -> None:
+        """Takes bytes from the peer; :meth:`next_event` says what they mean."""
+        self._buffer += data
+
+    def next_event(self) -> Event | None:
+        """What the peer said next; None when more bytes are needed. Answer each event before asking for the next.
+
+        Raises:
+            ProtocolError: the peer does not keep to the protocol, or must be refused. The exchange has ended.
+        """
+        try:
+            while self.state is not State.ENDED:
+                if self.state is State.PREAMBLE:
+                    if not self._receive_preamble():
+                        return None
+                    continue
+                frame = self._next_frame()
+                if frame is None:
+                    return None
+                event = self._receive_frame(*frame)
+                if event is not None:
+                    return event
+        except ProtocolError as error:
+            if isinstance(error, Refusal):
+                self.refuse(str(error))
+            self.state = State.ENDED
+            raise
+        return None
+
+    def _receive_preamble(self) -> bool:
+        begin = bytes(self._buffer[: len(MAGIC)])
+        if begin != MAGIC[: len(begin)]:
+            raise Stranger(bytes(self._buffer))
+        if len(self._buffer) < _PREAMBLE.size:
+            return False
+        preamble = bytes(self._buffer[: _PREAMBLE.size])
+        del self._buffer[: _PREAMBLE.size]
+        _, version, flags, _ = _PREAMBLE.unpack(preamble)
+        self._transcript.update(preamble)
+        if not self.is_client:
+            self._send_preamble()
+        self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
+        if version != VERSION:
+            raise Refusal(self._wrong_version(version))
+        self._compare_authkeys(bool(flags & WITH_AUTHKEY))
+        if not self.is_client:
+            if self._authkey is not None:
+                self._send(Kind.PROOF)
+        elif self._authkey is None:
+            self.state = State.WELCOME
+        return True
+
+    def _wrong_version(self, version: int) -> str:
+        if self.is_client:
+            frame = self._next_frame(any_kind=True)  # the server says more
+            if frame is not None and frame[0] is Kind.REFUSE:
+                return _text(frame[1])
+        return f"the peer speaks wire version {version}, and this side speaks {VERSION} ({self._software})"
+
+    def _compare_authkeys(self, has_authkey: bool) -> None:
+        if self._authkey is not None and not has_authkey:
+            raise Refusal(
+                f"this {self._side} wants an authkey, and its peer has none: both sides need the same authkey="
+            )
+        if self._authkey is None and has_authkey:
+            raise Refusal(
+                f"this {self._side} has no authkey, and its peer wants one: both sides need the same authkey="
+            )
+
+    @property
+    def _side(self) -> str:
+        return "client" if self.is_client else "listener"
+
+    def _next_frame(self, *, any_kind: bool = False) -> tuple[Kind, bytes] | None:
+        """The next frame, its kind and its body, whose code was verified."""
+        if len(self._buffer) < _HEAD.size:
+            return None
+        length, number = _HEAD.unpack_from(self._buffer)
+        if not 1 <= length <= MAX_FRAME:
+            raise ProtocolError(f"a frame of {length} bytes; {MAX_FRAME} are allowed")
+        expected = EXPECTED.get((self.is_client, self.state), frozenset())
+        if not any_kind and number not in expected:
+            raise ProtocolError(f"a frame of kind {number} is out of place in the state {self.state.name}")
+        end = _HEAD.size - 1 + length
+        if len(self._buffer) < end:
+            return None
+        kind = _KINDS.get(number, Kind.ABORT)
+        frame = bytes(self._buffer[:end])
+        del self._buffer[:end]
+        if self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT):
+            frame, code = frame[:-_CODE], frame[-_CODE:]
+            self._transcript.update(frame)
+            if len(frame) < _HEAD.size or not hmac.compare_digest(self._code(not self.is_client), code):
+                raise Refusal("the authkeys of the two sides differ, or somebody has changed what they said")
+            self._transcript.update(code)
+        else:
+            self._transcript.update(frame)
+        return kind, frame[_HEAD.size :]
+
+    def _receive_frame(self, kind: Kind, body: bytes) -> Event | None:
+        match kind:
+            case Kind.REFUSE:
+                self.state = State.ENDED
+                return Refused(_text(body))
+            case Kind.ABORT:
+                self.state = State.ENDED
+                return Aborted()
+            case Kind.PROOF:
+                _expect_empty(body)
+                self.state = State.WELCOME
+                assert self._offered is not None
+                self._send(Kind.OPEN, self._offered.encode())
+                return None
+            case Kind.OPEN:
+                self.state = State.NUMBER
+                return Opened(self._facts(body))
+            case Kind.WELCOME:
+                self.state = State.NUMBER
+                if len(body) < _NUMBER.size:
+                    raise ProtocolError("a malformed WELCOME")
+                [number] = _NUMBER.unpack_from(body)
+                numbers, facts = _unpack(body[_NUMBER.size :])
+                return Welcomed(self._facts(facts), None if number == _NO_NUMBER else number, numbers)
+            case Kind.ASSIGN:
+                return Assigned(_unpack_number(body))
+            case Kind.TAKE:
+                return Taken(_unpack_number(body))
+            case Kind.DECLINE:
+                self._count_declined()
+                numbers, rest = _unpack(body)
+                _expect_empty(rest)
+                return Declined(numbers)
+
+    def _facts(self, body: bytes) -> Facts:
+        facts = Facts.decode(body)
+        self.peer_software = facts.software
+        return facts
+
+
+def _text(body: bytes) -> str:
+    """A reason that the peer gives: printable, and not long."""
+    text = body[:1000].decode(errors="replace")
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _pack(numbers: Numbers) -> bytes:
+    count = len(numbers.plain)
+    return _NUMBERS.pack(numbers.next, numbers.has_raw, count) + struct.pack(f"<{count}H", *numbers.plain)
+
+
+def _unpack(body: bytes) -> tuple[Numbers, bytes]:
+    """Numbers, and what follows them."""
+    if len(body) < _NUMBERS.size:
+        raise ProtocolError("a malformed frame about the endpoints' number")
+    following, has_raw, count = _NUMBERS.unpack_from(body)
+    end = _NUMBERS.size + 2 * count
+    if len(body) < end or following > LIMIT or count > MAX_PLAIN:
+        raise ProtocolError("a malformed frame about the endpoints' number")
+    plain = struct.unpack_from(f"<{count}H", body, _NUMBERS.size)
+    return Numbers(following, bool(has_raw), plain), body[end:]
+
+
+def _unpack_number(body: bytes) -> int:
+    if len(body) != _NUMBER.size:
+        raise ProtocolError("a malformed frame about the endpoints' number")
+    [number] = _NUMBER.unpack(body)
+    return int(number)
+
+
+def _expect_empty(body: bytes) -> None:
+    if body:
+        raise ProtocolError("a frame that is longer than its kind allows")

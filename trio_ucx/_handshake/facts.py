@@ -1,0 +1,240 @@
+"""What each side says about itself in the exchange, and what follows for the transports. Without I/O."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+
+import attrs
+
+from .._wire import ProtocolError, is_connection_id
+from ..ucp._address_format import ParsedAddress, parse_worker_address
+from ..ucp._process import Host, Process
+
+#: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether
+#: the peer is on this machine, process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths
+#: of the two addresses and of the software; then these, and the checksum of everything.
+_FACTS = struct.Struct("<IQQBBB16sQIQIQQIIH")
+_CHECKSUM = struct.Struct("<I")
+
+#: No worker address is longer.
+MAX_ADDRESS = 48_000
+MAX_WINDOW = 2**62
+#: Linux's limit.
+_MAX_PID = 2**22
+#: Transports that are shared memory, by UCX's names.
+SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
+
+
+class SharedMemory(enum.IntEnum):
+    """Whether a side wants shared memory."""
+
+    AUTO = 0
+    NEVER = 1
+    ALWAYS = 2
+
+
+@attrs.frozen
+class Facts:
+    """What one side says about itself.
+
+    Attributes:
+        connection_id: under which it wants to be written to.
+        window: bytes that it is ready to hold unread.
+        threshold: from how many bytes on its messages stay with it until they are received; 0 for none.
+        shared_memory: what it wants.
+        error_handling: whether its shared memory can be used together with error handling (UCX's MM_ERROR_HANDLING).
+        sees_local: whether the control socket leads to this machine. A peer elsewhere can claim to be here.
+        host: where it runs.
+        address: its worker's address, with all transports.
+        network_address: the same without shared memory; empty if nothing else is left.
+        software: its releases of trio_ucx and UCX, for error messages.
+    """
+
+    connection_id: int
+    window: int
+    threshold: int
+    shared_memory: SharedMemory
+    error_handling: bool
+    sees_local: bool
+    host: Host
+    address: bytes
+    network_address: bytes
+    software: str
+
+    def encode(self) -> bytes:
+        host, software = self.host, self.software.encode()
+        body = (
+            _FACTS.pack(
+                self.connection_id,
+                self.window,
+                self.threshold,
+                self.shared_memory,
+                self.error_handling,
+                self.sees_local,
+                *attrs.astuple(host.process),
+                host.user,
+                host.ipc_namespace,
+                host.network_namespace,
+                len(self.address),
+                len(self.network_address),
+                len(software),
+            )
+            + self.address
+            + self.network_address
+            + software
+        )
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Facts:
+        """Reads what :meth:`encode` wrote.
+
+        Raises:
+            ProtocolError: it is damaged, or a field is out of range.
+        """
+        body = data[: -_CHECKSUM.size]
+        if len(body) < _FACTS.size:
+            raise ProtocolError("the peer says too little about itself")
+        [checksum] = _CHECKSUM.unpack(data[-_CHECKSUM.size :])
+        if checksum != zlib.crc32(body):
+            raise ProtocolError("what the peer says about itself was damaged on the way")
+        (
+            connection_id,
+            window,
+            threshold,
+            wish,
+            error_handling,
+            sees_local,
+            boot_id,
+            pid_namespace,
+            pid,
+            start,
+            user,
+            ipc_namespace,
+            network_namespace,
+            address_length,
+            network_length,
+            software_length,
+        ) = _FACTS.unpack_from(body)
+        if len(body) != _FACTS.size + address_length + network_length + software_length:
+            raise ProtocolError("what the peer says about itself is not as long as it says")
+        if max(address_length, network_length) > MAX_ADDRESS:
+            raise ProtocolError(f"a worker address of more than {MAX_ADDRESS} bytes")
+        if not is_connection_id(connection_id):
+            raise ProtocolError(f"connection id {connection_id:#x}, whose top bit is not set")
+        if not 1 <= window <= MAX_WINDOW:
+            raise ProtocolError(f"a window of {window} bytes")
+        if threshold > MAX_WINDOW:
+            raise ProtocolError(f"a rendezvous threshold of {threshold} bytes")
+        if wish not in _WISHES or error_handling > 1 or sees_local > 1 or pid > _MAX_PID:
+            raise ProtocolError("a fact about the peer that is out of range")
+        split = _FACTS.size + address_length
+        address, network_address = body[_FACTS.size : split], body[split : split + network_length]
+        software = body[split + network_length :].decode(errors="replace")
+        return cls(
+            connection_id=connection_id,
+            window=window,
+            threshold=threshold,
+            shared_memory=SharedMemory(wish),
+            error_handling=bool(error_handling),
+            sees_local=bool(sees_local),
+            host=Host(Process(boot_id, pid_namespace, pid, start), user, ipc_namespace, network_namespace),
+            address=address,
+            network_address=network_address,
+            software="".join(char if char.isprintable() else "?" for char in software[:200]),
+        )
+
+
+_WISHES = frozenset(wish.value for wish in SharedMemory)
+
+
+@attrs.frozen
+class Reach:
+    """How a worker can be reached: its facts, and what its addresses say."""
+
+    facts: Facts
+    uid: int
+    has_shared_memory: bool
+    has_network: bool
+    #: Where its TCP transport listens.
+    tcp_addresses: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Reach:
+        """Checks the addresses, before UCX sees them: it would end the process for a damaged one.
+
+        Raises:
+            ProtocolError: UCX could not take them.
+        """
+        try:
+            address = parse_worker_address(facts.address)
+            network = parse_worker_address(facts.network_address) if facts.network_address else None
+        except ValueError as error:
+            raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
+        if network is not None and network.uuid != address.uuid:
+            raise ProtocolError("the peer's two worker addresses are of different workers")
+        return cls(facts, address.uuid, _names_shared_memory(address), network is not None, address.tcp_addresses)
+
+
+def _names_shared_memory(address: ParsedAddress) -> bool:
+    return any(transport.name in SHARED_MEMORY for device in address.devices for transport in device.transports)
+
+
+def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
+    """Why the two cannot use shared memory, in words for the user; None if they can.
+
+    UCX itself looks at less. It maps segments by their IPC namespace, copies by process id, and wakes a sleeping peer by
+    an abstract Unix socket, which ends at the network namespace; it allows access to the same user only.
+    """
+    here, there = ours.facts.host, theirs.facts.host
+    differences = [
+        what
+        for what, mine, other in (
+            ("hosts", here.process.host, there.process.host),
+            ("IPC namespaces", here.ipc_namespace, there.ipc_namespace),
+            ("PID namespaces", here.process.namespace, there.process.namespace),
+            ("network namespaces", here.network_namespace, there.network_namespace),
+            ("users", here.user, there.user),
+        )
+        if mine != other
+    ]
+    if differences:
+        return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
+    if not (ours.facts.sees_local and theirs.facts.sees_local):
+        return "the control socket leads over another machine"
+    if not (ours.facts.error_handling and theirs.facts.error_handling):
+        return "one side has the UCX option MM_ERROR_HANDLING=n"
+    if not (ours.has_shared_memory and theirs.has_shared_memory):
+        return "one side's UCX has no shared memory (its option TLS, or UCX_TLS)"
+    return None
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
+    """Whether the two use shared memory. Both sides come to the same answer.
+
+    Raises:
+        ProtocolError: one side insists on it, and it is not possible.
+    """
+    wishes = {ours.facts.shared_memory, theirs.facts.shared_memory}
+    if SharedMemory.NEVER in wishes:
+        if SharedMemory.ALWAYS in wishes:
+            raise ProtocolError("one side wants shared_memory=True, and the other shared_memory=False")
+        obstacle: str | None = "shared_memory=False"
+    else:
+        obstacle = obstacle_to_shared_memory(ours, theirs)
+        if obstacle is not None and SharedMemory.ALWAYS in wishes:
+            raise ProtocolError(f"shared_memory=True, but {obstacle}")
+    if obstacle is None:
+        return True
+    if not (ours.has_network and theirs.has_network):
+        raise ProtocolError(
+            f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "
+            "option TLS (UCX_TLS), as in 'tcp,sm,self'"
+        )
+    return False

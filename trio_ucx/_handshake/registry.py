@@ -1,0 +1,306 @@
+"""A worker's Connections while they come about: ids, control sockets, endpoints, and the greeting over UCX.
+
+A worker gets its :class:`Registry` when it is first used for Connections. When the exchange on the control socket has
+settled what the endpoint is to be, an :class:`Introduction` makes it and sends HELLO, a control frame, over UCX. The peer
+does the same. A connection is open on each side when the other's HELLO has arrived: so messages get through in both
+directions. That is decided in the engine's delivery, so nothing that follows HELLO can arrive before its connection exists.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from outcome import Error, Outcome, Value
+
+from .. import _wire as wire
+from .._link import Link
+from .._native import ucx
+from .._session import Options
+from .._version import __version__
+from ..ucp import Feature, Worker, WorkerAddress
+from ..ucp._address import format_address
+from ..ucp._address_format import parse_worker_address
+from ..ucp._connecting import connect_paired
+from ..ucp._engine import Engine
+from ..ucp._numbering import Numbers, PeerNumbers
+from ..ucp._operations import EndpointCore, Operation
+from ..ucp._pending import Signal
+from ..ucp._process import this_host
+from ..ucp._status import os_error_from_status
+from ..ucp._tag import post_bytes_send
+from .control import ControlSocket, ControlSockets
+from .exchange import Aborted, Declined, Event, Refused
+from .facts import Facts, Reach, SharedMemory, use_shared_memory
+
+#: Host and port, the path of a Unix socket, or None where that has no name.
+Address = tuple[str, int] | str | None
+
+SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
+
+
+class Registry:
+    """What the Connections of one worker have in common."""
+
+    def __init__(self, worker: Worker) -> None:
+        if not worker.context.features & Feature.TAG:
+            raise ValueError(
+                f"Connections need a worker whose context has the feature TAG; this one has {worker.context.features!r}"
+            )
+        self.worker = worker
+        self.engine: Engine = worker._engine
+        self._network_address = _network_address(self.engine)
+        self.control = ControlSockets(self.engine)
+        self.engine.at_end[self.engine.next_id()] = self.control.close
+        self.engine.mail.claim()
+
+    @classmethod
+    def of(cls, worker: Worker) -> Registry:
+        if worker._connections is None:
+            worker._connections = cls(worker)
+        registry: Registry = worker._connections
+        return registry
+
+    def facts(self, connection_id: int, options: Options, shared_memory: SharedMemory, sees_local: bool) -> Facts:
+        """What this side says about itself."""
+        engine = self.engine
+        return Facts(
+            connection_id=connection_id,
+            window=options.window,
+            threshold=engine.context.rendezvous_threshold or 0,
+            shared_memory=shared_memory,
+            error_handling=engine.context.shared_memory_handles_errors,
+            sees_local=sees_local,
+            host=this_host(),
+            address=engine.address.ucx,
+            network_address=self._network_address,
+            software=SOFTWARE,
+        )
+
+
+def _network_address(engine: Engine) -> bytes:
+    """The worker's address without shared memory; empty if it has no other transport."""
+    blob = engine.network_address.ucx
+    try:
+        parse_worker_address(blob)
+    except ValueError:
+        return b""
+    return blob
+
+
+class Introduction:
+    """One side of a connection that comes about: from its id to its link.
+
+    Args:
+        label: what to call the peer in messages.
+    """
+
+    def __init__(self, registry: Registry, options: Options, label: str) -> None:
+        self.registry = registry
+        self.options = options
+        self.label = label
+        engine = registry.engine
+        self.id = wire.new_connection_id()
+        while self.id in engine.mail.boxes:
+            self.id = wire.new_connection_id()
+        engine.mail.boxes[self.id] = self
+        #: The Link, once the peers have greeted each other.
+        self.answer = Signal()
+        self.control: ControlSocket | None = None
+        self._core: EndpointCore | None = None
+        self._ours: Facts | None = None
+        self._theirs: Reach | None = None
+        self._greeted = False
+        self._shared_memory = False
+        #: The number of our endpoint, once it has been made; and what was chosen for it.
+        self.number: int | None = None
+        self._chosen: int | None = None
+        #: The addresses of the control socket.
+        self.local: Address = None
+        self.remote: Address = None
+
+    # ---- the exchange ----
+
+    def say(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
+        """What we say about ourselves."""
+        self._ours = self.registry.facts(self.id, self.options, shared_memory, sees_local)
+        return self._ours
+
+    def heard(self, facts: Facts) -> None:
+        """What the peer says about itself.
+
+        Raises:
+            ProtocolError: it is nonsense, or makes a connection impossible.
+        """
+        assert self._ours is not None
+        self._theirs = Reach.of(facts)
+        self._shared_memory = use_shared_memory(Reach.of(self._ours), self._theirs)
+
+    @property
+    def theirs(self) -> Reach:
+        assert self._theirs is not None
+        return self._theirs
+
+    @property
+    def numbers(self) -> PeerNumbers:
+        return self.registry.engine.numbering.of(self.theirs.uid)
+
+    @property
+    def leads(self) -> bool | None:
+        """Whether this side chooses the endpoints' number; None if it does not matter."""
+        ours = self.registry.engine.address.uid
+        return None if ours == self.theirs.uid else ours > self.theirs.uid
+
+    def choose(self, theirs: Numbers | None) -> int:
+        """Chooses the number of the endpoints; a new one, if that was declined."""
+        self._give_back()
+        self._chosen = 0 if self.leads is None else self.numbers.choose(theirs)
+        return self._chosen
+
+    def _give_back(self) -> None:
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and self.leads is not None:
+            self.numbers.give_back(chosen)
+
+    def make_endpoint(self, number: int) -> bool:
+        """Makes our endpoint. Whether that number could be used.
+
+        Raises:
+            OSError, UCXError: UCX cannot reach the peer.
+        """
+        facts = self.theirs.facts
+        blob = facts.address if self._shared_memory else facts.network_address
+        address = WorkerAddress.from_ucx(blob, process=facts.host.process)
+        core = connect_paired(self.registry.engine, address, self.theirs.uid, number, self.label)
+        if core is None:
+            return False
+        self._core = core
+        self.number = number
+        self._chosen = None
+        core.on_failure = self._endpoint_failed
+        return True
+
+    def greet(self) -> None:
+        """Sends HELLO over UCX. The link may exist when this returns."""
+        core = self._core
+        assert core is not None
+        # First of all: the peer may answer our HELLO with messages before this function returns.
+        self._open_if_greeted()
+        try:
+            post_bytes_send(
+                core, wire.encode_frame(wire.Hello()), (self.theirs.facts.connection_id << 32) | wire.CONTROL
+            )
+        except Exception as error:
+            self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            return
+        core.engine.settle()
+
+    def under_way(self) -> list[Operation]:
+        """What has not ended at our endpoint, for the message of a timeout."""
+        return [] if self._core is None else self._core.under_way()
+
+    def drop_endpoint(self) -> None:
+        """The peer cannot use its number."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.on_failure = None
+            core.close()
+
+    # ---- the mailbox, until the link has it ----
+
+    def message_came(self, lane: int, handle: int, length: int) -> None:
+        self.registry.engine.mail.discard(handle)
+        self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
+
+    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+        hello = wire.encode_frame(wire.Hello())
+        if lane != wire.CONTROL or length != len(hello) or data[:length] != hello or self._greeted:
+            self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something else than its greeting"))
+            return
+        self._greeted = True
+        link = self._open_if_greeted()
+        if link is not None and count > 1:
+            link.run_came(lane, count - 1, length, data[length:])
+
+    def _open_if_greeted(self) -> Link | None:
+        """Both have sent their HELLO: the connection is open."""
+        core, control = self._core, self.control
+        if not self._greeted or core is None or control is None or control.closed or self.answer.outcome is not None:
+            return None
+        control.exchange.greeted()
+        facts = self.theirs.facts
+        link = Link(
+            self.registry.worker, core, self.id, facts.connection_id, facts.window, facts.threshold, self.options
+        )
+        link.control_socket = control
+        link.local_address, link.remote_address = self.local, self.remote
+        control.on_event, control.on_lost = link.control_said, link.control_lost
+        self._finish(Value(link))
+        return link
+
+    # ---- failures ----
+
+    def peer_said(self, event: Event) -> None:
+        """On the control socket, after the exchange."""
+        match event:
+            case Refused(reason=reason):
+                self.fail(self._refused(reason))
+            case Aborted():
+                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
+            case Declined():
+                self.fail(ConnectionError(errno.EPROTO, f"{self.label} declined what it had chosen"))
+
+    def _refused(self, reason: str) -> OSError:
+        return ConnectionRefusedError(errno.ECONNREFUSED, f"{self.label} refused the connection: {reason}")
+
+    def peer_lost(self, reason: str) -> None:
+        self.fail(ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}"))
+
+    def _endpoint_failed(self) -> None:
+        assert self._core is not None and self._core.error is not None
+        hint = f" ({self.tried})"
+        error = os_error_from_status(self._core.error.status, f"connecting to {self.label} over UCX", hint)
+        self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+
+    @property
+    def tried(self) -> str:
+        """Where UCX connects to, in words."""
+        if self._theirs is None:
+            return "its addresses are not known yet"
+        if self._shared_memory:
+            return "over shared memory, or " + self._tcp
+        return self._tcp
+
+    @property
+    def _tcp(self) -> str:
+        addresses = ", ".join(format_address(address) for address in self.theirs.tcp_addresses)
+        return f"its UCX listens at {addresses or 'no TCP address'}"
+
+    def fail(self, error: Exception) -> None:
+        """There will be no connection. Failed or opened already: no effect."""
+        if self.answer.outcome is None:
+            self._finish(Error(error))
+            self._let_go("")
+
+    def close(self, reason: str = "") -> None:
+        """The task that waited has gone: gives everything up, the link, too.
+
+        Args:
+            reason: what to tell the peer.
+        """
+        if isinstance(self.answer.outcome, Value):
+            self.answer.outcome.value.abort()
+        elif self.answer.outcome is None:
+            self.answer.finish(Error(ConnectionError("given up")))
+            self._let_go(reason)
+
+    def _finish(self, result: Outcome[Link]) -> None:
+        self.answer.finish(result)
+
+    def _let_go(self, reason: str) -> None:
+        engine = self.registry.engine
+        if engine.mail.boxes.get(self.id) is self:
+            del engine.mail.boxes[self.id]
+        self._give_back()
+        if self.control is not None:
+            self.control.refuse(reason) if reason else self.control.abort()
+        self.drop_endpoint()

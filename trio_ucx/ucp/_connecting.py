@@ -1,0 +1,107 @@
+"""Making endpoints: to a socket address, to a worker address, from a connection request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._native import ffi, lib
+from . import _opening as opening
+from ._address import Resolved, WorkerAddress, format_address
+from ._engine import Engine
+from ._opening import EndpointOptions, ErrorMode, wrong_family
+from ._operations import EndpointCore
+from ._peers import watch_process
+from ._status import Status, os_error_from_status
+
+
+def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
+    if address.family != engine.context.family:
+        raise wrong_family(address, engine.context.family)
+    if options.local is not None:
+        opening.check_source(options.local, address)
+    remote, local = opening.native_address(address), opening.native_address(options.local)
+    how = options.native(engine.client_id)
+    return _make(
+        engine,
+        str(address),
+        options,
+        lambda id, out: lib.tu_endpoint_connect(engine.handle, id, remote, local, how, out),
+    )
+
+
+def accept_request(engine: Engine, request: int, client: tuple[str, int], options: EndpointOptions) -> EndpointCore:
+    how = options.native(None)
+    return _make(
+        engine,
+        format_address(client),
+        options,
+        lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, out),
+    )
+
+
+def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
+    """A raw endpoint, which notices by itself that its peer's process died."""
+    core = _make_to_worker(engine, address, options, repr(address), raw=True)
+    core.peer = address.process
+    core.peer_address = address
+    watch_process(core, address.process)
+    return core
+
+
+def connect_companion(engine: Engine, address: WorkerAddress) -> EndpointCore:
+    """An endpoint that another one watches for."""
+    engine.has_companions = True
+    return _make_to_worker(engine, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics", raw=True)
+
+
+def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
+    """The endpoint with this number to a worker, which belongs to the worker's endpoint with the same number.
+
+    Args:
+        uid: of that worker.
+
+    Returns:
+        None when the number cannot be used: see :meth:`PeerNumbers.make`.
+    """
+
+    def make(error_handling: bool) -> EndpointCore:
+        options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
+        return _make_to_worker(engine, address, options, repr(address), raw=False)
+
+    if uid == engine.address.uid:  # UCX connects such an endpoint with itself
+        core: EndpointCore | None = make(True)
+    else:
+        core = engine.numbering.of(uid).make(number, make)
+    if core is not None:
+        core.label = label
+        core.peer = address.process
+        core.peer_address = address
+    return core
+
+
+def _make_to_worker(
+    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
+) -> EndpointCore:
+    native, how = ffi.from_buffer("char[]", address.ucx), options.native(None)
+
+    def create(id: int, out: Any) -> int:
+        status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
+        if status != Status.NO_MEMORY:  # UCX counts failed attempts, too
+            error_handling = options.error_mode is not ErrorMode.NONE
+            engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
+        return status
+
+    return _make(engine, label, options, create)
+
+
+def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> EndpointCore:
+    engine.check()
+    id = engine.next_id()
+    out = ffi.new("tu_endpoint_t **")
+    status = create(id, out)
+    if status != Status.OK:
+        raise os_error_from_status(status, f"connecting to {label}", engine.context.reach_hint(status))
+    core = EndpointCore(engine, id, out[0], label)
+    core.forcible = options.error_mode is not ErrorMode.NONE
+    engine.settle()
+    return core

@@ -1,0 +1,148 @@
+"""Which endpoints by worker address belong together: they are numbered here as UCX numbers them.
+
+UCX pairs the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it, and
+a large message is answered by the endpoint that is paired with its sender's. So the two ends of a Connection must have
+the same number. One of the two workers, the one with the greater uid, chooses it, and each makes its endpoint with just
+that number: if others come first, because their Connections are still being opened, it makes those meanwhile, too, and
+keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is.
+
+A filler must handle errors as its pair does, or UCX destroys
+the pair; so the sides also say which of their endpoints are without error handling.
+
+UCX's numbers have 16 bits. When they are used up between two workers, the server goes on with another worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import attrs
+
+from ._operations import EndpointCore
+
+#: Numbers that can be used between two workers. At 2**16 - 1 UCX refuses.
+LIMIT = 65_000
+#: Fillers that one Connection may need. More are needed only by a peer that lies.
+MAX_FILLERS = 4096
+#: Endpoints without error handling that a side tells the other about.
+MAX_PLAIN = 1000
+#: Seconds after which nobody asks for a filler any more. (Whoever does gets another number.)
+FILLER_AGE = 15.0
+
+
+@attrs.frozen
+class Numbers:
+    """How far one side is.
+
+    Attributes:
+        next: the number of the next endpoint that it makes.
+        has_raw: whether it has made raw endpoints, whose numbers the other side does not know about.
+        plain: the numbers of those that are without error handling; the newest ones, if there are very many.
+    """
+
+    next: int
+    has_raw: bool = False
+    plain: tuple[int, ...] = ()
+
+
+class PeerNumbers:
+    """The numbers of the endpoints to one peer worker."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._has_raw = False
+        self._peer_has_raw = False
+        #: The numbers of endpoints without error handling, here and at the peer.
+        self._plain: list[int] = []
+        self._peer_plain: frozenset[int] = frozenset()
+        #: The lowest number that was not given out, and those below it that came back unused.
+        self._promised = 0
+        self._returned: set[int] = set()
+        self._fillers: dict[int, tuple[EndpointCore, float]] = {}
+
+    def made(self, *, raw: bool, error_handling: bool) -> None:
+        """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
+        if not error_handling:
+            self._plain = [*self._plain[1 - MAX_PLAIN :], self._next]
+        self._next += 1
+        self._has_raw = self._has_raw or raw
+
+    def numbers(self) -> Numbers:
+        return Numbers(self._next, self._has_raw, tuple(self._plain))
+
+    def heard(self, theirs: Numbers) -> None:
+        """The other side said how far it is."""
+        self._peer_has_raw = self._peer_has_raw or theirs.has_raw
+        self._peer_plain = frozenset(theirs.plain)
+
+    @property
+    def used_up(self) -> bool:
+        return max(self._next, self._promised) >= LIMIT
+
+    def choose(self, theirs: Numbers | None) -> int:
+        """A number for a new Connection. :meth:`give_back` it if it was never used.
+
+        Args:
+            theirs: how far the other side is, if that is known.
+        """
+        lowest = self._next
+        if theirs is not None:
+            self.heard(theirs)
+            lowest = max(lowest, theirs.next)
+        self._returned = {number for number in self._returned if number >= lowest}
+        if self._returned:
+            number = min(self._returned)
+            self._returned.remove(number)
+            return number
+        number = max(lowest, self._promised)
+        self._promised = number + 1
+        return number
+
+    def give_back(self, number: int) -> None:
+        """A number was chosen, and neither side has made an endpoint with it, as far as is known."""
+        if number >= self._next:
+            self._returned.add(number)
+
+    def make(self, number: int, make: Callable[[bool], EndpointCore]) -> EndpointCore | None:
+        """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
+
+        Args:
+            make: makes an endpoint to this peer, with error handling or without, and calls :meth:`made`.
+
+        Raises:
+            OSError, UCXError: what ``make`` raises.
+        """
+        self._close_old_fillers()
+        filler = self._fillers.pop(number, None)
+        if filler is not None:
+            core, _ = filler
+            return core if core.handle is not None and core.forcible else None
+        if number < self._next or number - self._next > MAX_FILLERS or number >= LIMIT:
+            return None
+        while self._next < number:
+            following = self._next
+            self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
+        return make(True)
+
+    def _close_old_fillers(self) -> None:
+        oldest = time.monotonic() - FILLER_AGE
+        for number, (core, made_at) in list(self._fillers.items()):
+            # A filler may be the pair of a raw endpoint of the peer's, whose messages it answers: that one stays.
+            if core.handle is None or (made_at < oldest and not self._peer_has_raw):
+                del self._fillers[number]
+                core.close()
+
+
+class Numbering:
+    """The numbers of one worker, for each peer worker by its uid."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, PeerNumbers] = {}
+
+    def of(self, uid: int) -> PeerNumbers:
+        """Those for one peer worker. (They are kept as long as UCX keeps its own, until the worker is closed.)"""
+        numbers = self._peers.get(uid)
+        if numbers is None:
+            numbers = self._peers[uid] = PeerNumbers()
+        return numbers
