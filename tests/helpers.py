@@ -155,10 +155,10 @@ async def open_pair(
         by: the kind of control socket, "tcp" or "unix".
     """
     async with AsyncExitStack() as stack:
-        where: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+        host = "127.0.0.1"
         if by == "unix":
-            where = {"port": f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"}
-        [listener] = await trio_ucx.open_ucx_listeners(**where, worker=server_worker or worker, **options)
+            host = f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+        [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=server_worker or worker, **options)
         stack.push_async_callback(listener.aclose)
         client = None
         try:

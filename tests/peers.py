@@ -62,13 +62,13 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: b
     with tempfile.TemporaryDirectory() as folder:
         async with trio.open_nursery() as nursery:
 
-            async def listen(port: int | str, **where: str) -> trio_ucx.Listener:
-                serving = partial(trio_ucx.serve_ucx, handler, port, **{**where, **options})
+            async def listen(host: str) -> trio_ucx.Listener:
+                serving = partial(trio_ucx.serve_ucx, handler, 0, **{**options, "host": host})
                 [listener] = await nursery.start(serving)
                 return listener
 
-            listener = await listen(0, host=options.pop("host", "127.0.0.1"))
-            say([listener.address, (await listen(f"unix:{folder}/socket")).address])
+            listener = await listen(options.get("host", "127.0.0.1"))
+            say([listener.address, (await listen(f"unix:{folder}/socket")).address[0]])
             await until_told()
             if tell_missed:
                 say(listener.worker.statistics().missed_events)

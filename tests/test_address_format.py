@@ -19,6 +19,7 @@ import trio
 
 from trio_ucx import ucp
 from trio_ucx.ucp._address_format import (
+    PADDING,
     Device,
     ParsedAddress,
     Transport,
@@ -644,7 +645,7 @@ async def main(transports: str) -> None:
         async def attempt(blob: bytes) -> None:
             async with limit:
                 try:
-                    endpoint = await client.open_endpoint(ucp.WorkerAddress.from_ucx(blob))
+                    endpoint = await client.open_endpoint(ucp.WorkerAddress.from_ucx(blob + PADDING))
                 except OSError:
                     return
                 try:

@@ -71,12 +71,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._link.worker
 
     @property
-    def local_address(self) -> tuple[str, int] | str | None:
-        """Our ``(host, port)`` of the control socket; ``"unix:/path"`` or None for a Unix socket with or without a name."""
+    def local_address(self) -> tuple[str, int] | None:
+        """Our ``(host, port)`` of the control socket; at a Unix socket ``("unix:/path", 0)``, None without a name."""
         return self._link.local_address
 
     @property
-    def remote_address(self) -> tuple[str, int] | str | None:
+    def remote_address(self) -> tuple[str, int] | None:
         """The same of the peer's end."""
         return self._link.remote_address
 

@@ -213,12 +213,12 @@ def connect(
         close_timeout: seconds that closing may take.
         window: bytes that we hold unread at most, before the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
-        happy_eyeballs_delay, local_address: for the control socket, see ``trio.open_tcp_stream``. Over which devices the
-            messages go UCX chooses, and its option NET_DEVICES restricts.
+        happy_eyeballs_delay, local_address: for the control socket, see ``trio.open_tcp_stream``. UCX chooses the
+            devices that the messages go over; its option NET_DEVICES restricts them.
         shared_memory: ``"auto"`` uses it where both sides can; True insists on it, False does without.
-        keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A host
-            that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is stopped
-            is not taken for lost. 0 or ``math.inf`` is never. (A process that ends is noticed at once.)
+        keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A
+            host that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is
+            stopped is not taken for lost. 0 or ``math.inf`` is never. (A process that ends is noticed at once.)
         authkey: a secret that the listener must have, too: each side proves to the other that it knows it.
         ssl_context: runs the exchange under TLS, with certificates as the context says. Messages are not encrypted:
             UCX sends them as they are.
@@ -266,7 +266,7 @@ async def open_ucx_stream(
 
 @enable_ki_protection
 async def open_ucx_listeners(
-    port: int | str,
+    port: int,
     *,
     host: str | None = None,
     worker: Worker | None = None,
@@ -283,9 +283,9 @@ async def open_ucx_listeners(
     """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
 
     Args:
-        port: 0 chooses a free one; ``"unix:/path"`` listens at a Unix socket, and its file's permissions decide who can
-            connect.
-        host: a name or address of this machine; None is every interface, IPv4 and IPv6.
+        port: 0 chooses a free one.
+        host: a name or address of this machine; None is every interface, IPv4 and IPv6. ``"unix:/path"``, with port 0,
+            is a Unix socket; its file's permissions decide who can connect.
         worker: where the connections shall live; by default the run's shared worker.
         backlog: connections that may wait to be accepted; more clients are turned away. None is 1024.
         connect_timeout: seconds that a client has for the exchange and its first message over UCX.
@@ -300,11 +300,8 @@ async def open_ucx_listeners(
         OSError: the address is in use, or not ours.
         TypeError, ValueError: a wrong argument.
     """
-    path = unix_path(port)
-    if path is None:
-        port = check_port(port)  # type: ignore[arg-type]
-    elif host is not None:
-        raise ValueError("host= is for ports, not for Unix sockets")
+    port = check_port(port)
+    path = unix_path((host, port))
     check_worker(worker)
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
@@ -316,7 +313,6 @@ async def open_ucx_listeners(
     if path is not None:
         sockets = [open_unix_listener(path, min(backlog, MAX_KERNEL_BACKLOG))]
     else:
-        assert isinstance(port, int)
         sockets = [(control, _nothing) for control in await open_tcp_listeners(port, host)]
     listeners: list[Listener] = []
     try:
@@ -366,7 +362,7 @@ async def open_tcp_listeners(port: int, host: str | None) -> list[trio.SocketLis
 @enable_ki_protection
 async def serve_ucx(
     handler: Callable[[Connection], Awaitable[object]],
-    port: int | str,
+    port: int,
     *,
     host: str | None = None,
     worker: Worker | None = None,

@@ -70,8 +70,8 @@ class Link(Session):
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None
         #: The addresses of the control socket.
-        self.local_address: tuple[str, int] | str | None = None
-        self.remote_address: tuple[str, int] | str | None = None
+        self.local_address: tuple[str, int] | None = None
+        self.remote_address: tuple[str, int] | None = None
         self._deadline = math.inf
         self._outbox = Outbox()
         #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
@@ -318,11 +318,8 @@ class Link(Session):
 
     def control_lost(self, reason: str) -> None:
         """The peer's end of the control socket was closed, or its host does not answer."""
-        if self.farewell.peer is Peer.SAID_GOODBYE:
-            reason = "has closed"  # no surprise; this lets go of what it did not take
-        else:
-            reason = f"ended or vanished: {reason}"
-        self.cut_off(reason)
+        expected = self.farewell.peer is Peer.SAID_GOODBYE  # then this lets go of what it did not take
+        self.cut_off("has closed" if expected else f"ended or vanished: {reason}")
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""

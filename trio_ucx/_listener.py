@@ -36,8 +36,8 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
     _acceptor: Acceptor
 
     @property
-    def address(self) -> tuple[str, int] | str:
-        """What :func:`connect` takes: the ``(host, port)`` that it is bound to, or ``"unix:/path"``."""
+    def address(self) -> tuple[str, int]:
+        """The ``(host, port)`` that it is bound to, for :func:`connect`; ``("unix:/path", 0)`` at a Unix socket."""
         address = self._acceptor.address
         assert address is not None, "a listening socket has a name"
         return address

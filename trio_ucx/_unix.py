@@ -14,14 +14,19 @@ PREFIX = "unix:"
 
 
 def unix_path(address: object) -> str | None:
-    """The path of ``"unix:/path"``; None for addresses of other kinds.
+    """The path of ``"unix:/path"`` or ``("unix:/path", 0)``; None for addresses of other kinds.
 
     Raises:
-        ValueError: there is no path, or it contains a null character.
+        ValueError: there is no path, or it contains a null character; there is a port.
     """
+    port: object = 0
+    if isinstance(address, (tuple, list)) and len(address) == 2:
+        address, port = address
     if not isinstance(address, str) or not address.startswith(PREFIX):
         return None
     path = address[len(PREFIX) :]
+    if port != 0:
+        raise ValueError(f"a Unix socket has no port: {port!r}")
     if not path or "\0" in path:
         raise ValueError(f"{address!r} is no address: write 'unix:/path/of/the/socket'")
     return path

@@ -1,7 +1,7 @@
 """The wire format between two trio_ucx peers over UCX: tags and control frames. Pure; described in ``docs/wire.md``.
 
-A connection begins with an exchange on the control socket (``_handshake/exchange.py``), in which each side chooses the id
-under which *it* wants to be written to. From then on everything over UCX is a tag message with the tag
+A connection begins with an exchange on the control socket (``_handshake/exchange.py``), in which each side chooses the
+id under which *it* wants to be written to. From then on everything over UCX is a tag message with the tag
 ``id << 32 | lane``. Lanes below 2**31 are the user's tags; of those above, three are in use:
 
     CONTROL   small frames: the greeting, credits, the close handshake

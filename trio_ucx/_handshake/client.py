@@ -100,7 +100,8 @@ class Connecting:
             raise
         introduction = self._introduction
         self.stage = f"messages did not get through over UCX ({introduction.tried}); is there a firewall between?"
-        return await self.registry.engine.waiting.wait(introduction.answer)
+        link: Link = await self.registry.engine.waiting.wait(introduction.answer)
+        return link
 
     async def _exchange(self, stream: ControlStream) -> None:
         entry, introduction = self.entry, self._introduction
@@ -221,4 +222,4 @@ def peer_address(control: trio.socket.SocketType) -> Address:
 def _address(name: object) -> Address:
     if isinstance(name, tuple):
         return name[0], name[1]
-    return f"unix:{name}" if isinstance(name, str) and name else None
+    return (f"unix:{name}", 0) if isinstance(name, str) and name else None

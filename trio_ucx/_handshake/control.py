@@ -1,7 +1,7 @@
 """Control sockets after the exchange: they tell that a peer aborted, ended or vanished.
 
-The kernel says so on every transport, at once: it closes the sockets of a process that ends, and probes the peer's host.
-All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
+The kernel says so on every transport, at once: it closes the sockets of a process that ends, and probes the peer's
+host. All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
 """
 
 from __future__ import annotations

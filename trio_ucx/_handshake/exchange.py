@@ -18,10 +18,10 @@ afterwards. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles ends with HMAC-SHA256, keyed with the
 authkey, over the sender's role and every byte of the exchange so far, in both directions. Both preambles carry a fresh
-nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils the next code. With an authkey the
-two sides take turns, so both see the bytes in the same order. The server proves first: a client says nothing about
-itself to a server that does not know the key, nor the server to such a client. REFUSE carries no code, because it may have
-to say that the keys differ.
+nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils the next code. With an
+authkey the two sides take turns, so both see the bytes in the same order. The server proves first: a client says
+nothing about itself to a server that does not know the key, nor the server to such a client. REFUSE carries no code,
+because it may have to say that the keys differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import struct
 import attrs
 
 from .._wire import MAGIC, VERSION, ProtocolError
-from ..ucp._numbering import LIMIT, MAX_PLAIN, Numbers
+from ..ucp._numbering import MAX_PLAIN, Numbers
 from .facts import Facts
 
 #: Magic, version, flags, nonce. The same in every version, as REFUSE is, so that a peer of another one can be refused.
@@ -46,6 +46,8 @@ _NUMBER = struct.Struct("<I")
 #: The next number, whether there are raw endpoints, how many of them are without error handling; then their numbers.
 _NUMBERS = struct.Struct("<IBH")
 _NO_NUMBER = 0xFFFFFFFF
+#: UCX's numbers have 16 bits.
+_MAX_NUMBER = 0xFFFF
 _CODE = hashlib.sha256().digest_size
 
 #: No frame is longer. (Worker addresses take some kilobytes on machines with many RDMA ports.)
@@ -441,7 +443,7 @@ def _unpack(body: bytes) -> tuple[Numbers, bytes]:
         raise ProtocolError("a malformed frame about the endpoints' number")
     following, has_raw, count = _NUMBERS.unpack_from(body)
     end = _NUMBERS.size + 2 * count
-    if len(body) < end or following > LIMIT or count > MAX_PLAIN:
+    if len(body) < end or following > _MAX_NUMBER or count > MAX_PLAIN:
         raise ProtocolError("a malformed frame about the endpoints' number")
     plain = struct.unpack_from(f"<{count}H", body, _NUMBERS.size)
     return Numbers(following, bool(has_raw), plain), body[end:]

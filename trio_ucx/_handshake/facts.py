@@ -12,9 +12,9 @@ from .._wire import ProtocolError, is_connection_id
 from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._process import Host, Process
 
-#: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether
-#: the peer is on this machine, process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths
-#: of the two addresses and of the software; then these, and the checksum of everything.
+#: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether the peer is on this machine,
+#: process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths of the two addresses and
+#: of the software; then these, and the checksum of everything.
 _FACTS = struct.Struct("<IQQBBB16sQIQIQQIIH")
 _CHECKSUM = struct.Struct("<I")
 
@@ -185,8 +185,8 @@ def _names_shared_memory(address: ParsedAddress) -> bool:
 def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     """Why the two cannot use shared memory, in words for the user; None if they can.
 
-    UCX itself looks at less. It maps segments by their IPC namespace, copies by process id, and wakes a sleeping peer by
-    an abstract Unix socket, which ends at the network namespace; it allows access to the same user only.
+    UCX itself looks at less. It maps segments by their IPC namespace, copies by process id, and wakes a sleeping peer
+    by an abstract Unix socket, which ends at the network namespace; it allows access to the same user only.
     """
     here, there = ours.facts.host, theirs.facts.host
     differences = [

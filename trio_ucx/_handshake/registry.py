@@ -1,9 +1,9 @@
 """A worker's Connections while they come about: ids, control sockets, endpoints, and the greeting over UCX.
 
 A worker gets its :class:`Registry` when it is first used for Connections. When the exchange on the control socket has
-settled what the endpoint is to be, an :class:`Introduction` makes it and sends HELLO, a control frame, over UCX. The peer
+settled the endpoint's number, an :class:`Introduction` makes it and sends HELLO, a control frame, over UCX. The peer
 does the same. A connection is open on each side when the other's HELLO has arrived: so messages get through in both
-directions. That is decided in the engine's delivery, so nothing that follows HELLO can arrive before its connection exists.
+directions. The engine's delivery decides that, so nothing that follows HELLO arrives before its connection exists.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from .._link import Link
 from .._native import ucx
 from .._session import Options
 from .._version import __version__
+from .._wire import ProtocolError
 from ..ucp import Feature, Worker, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
 from ..ucp._engine import Engine
-from ..ucp._numbering import Numbers, PeerNumbers
+from ..ucp._numbering import Numbers, PeerNumbers, UsedUp
 from ..ucp._operations import EndpointCore, Operation
 from ..ucp._pending import Signal
 from ..ucp._process import this_host
@@ -32,8 +33,8 @@ from .control import ControlSocket, ControlSockets
 from .exchange import Aborted, Declined, Event, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 
-#: Host and port, the path of a Unix socket, or None where that has no name.
-Address = tuple[str, int] | str | None
+#: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
+Address = tuple[str, int] | None
 
 SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
 
@@ -52,6 +53,13 @@ class Registry:
         self.control = ControlSockets(self.engine)
         self.engine.at_end[self.engine.next_id()] = self.control.close
         self.engine.mail.claim()
+
+    def toward(self, uid: int) -> Registry:
+        """The registry whose worker still has numbers for endpoints to a peer worker: this one, or a successor's."""
+        for worker in (self.worker, *self.worker._successors.values()):
+            if not worker._engine.numbering.of(uid).used_up:
+                return Registry.of(worker)
+        return Registry.of(self.worker._open_successor())
 
     @classmethod
     def of(cls, worker: Worker) -> Registry:
@@ -95,14 +103,9 @@ class Introduction:
     """
 
     def __init__(self, registry: Registry, options: Options, label: str) -> None:
-        self.registry = registry
         self.options = options
         self.label = label
-        engine = registry.engine
-        self.id = wire.new_connection_id()
-        while self.id in engine.mail.boxes:
-            self.id = wire.new_connection_id()
-        engine.mail.boxes[self.id] = self
+        self._enter(registry)
         #: The Link, once the peers have greeted each other.
         self.answer = Signal()
         self.control: ControlSocket | None = None
@@ -118,7 +121,26 @@ class Introduction:
         self.local: Address = None
         self.remote: Address = None
 
+    def _enter(self, registry: Registry) -> None:
+        self.registry = registry
+        boxes = registry.engine.mail.boxes
+        self.id = wire.new_connection_id()
+        while self.id in boxes:
+            self.id = wire.new_connection_id()
+        boxes[self.id] = self
+
     # ---- the exchange ----
+
+    def find_numbers(self, facts: Facts) -> None:
+        """For the server, before it says anything about itself: goes to a worker that still has numbers for this peer.
+
+        Raises:
+            ProtocolError: what the peer says about itself is nonsense.
+        """
+        registry = self.registry.toward(Reach.of(facts).uid)
+        if registry is not self.registry:
+            del self.registry.engine.mail.boxes[self.id]
+            self._enter(registry)
 
     def say(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
         """What we say about ourselves."""
@@ -151,9 +173,18 @@ class Introduction:
         return None if ours == self.theirs.uid else ours > self.theirs.uid
 
     def choose(self, theirs: Numbers | None) -> int:
-        """Chooses the number of the endpoints; a new one, if that was declined."""
+        """Chooses the number of the endpoints; a new one, if that was declined.
+
+        Raises:
+            ProtocolError: none is left.
+        """
         self._give_back()
-        self._chosen = 0 if self.leads is None else self.numbers.choose(theirs)
+        try:
+            self._chosen = 0 if self.leads is None else self.numbers.choose(theirs)
+        except UsedUp:
+            raise ProtocolError(
+                "UCX has used up its numbers for endpoints between these two workers: connect from another worker"
+            ) from None
         return self._chosen
 
     def _give_back(self) -> None:

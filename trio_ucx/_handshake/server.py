@@ -29,7 +29,7 @@ logger = logging.getLogger("trio_ucx")
 
 #: Exchanges that go on at the same time at one listener. When there are more, the oldest silent one ends.
 MAX_EXCHANGES = 256
-#: What a connection needs, with one TCP lane for each of several network devices, and what the program may need besides.
+#: What a connection needs, with one TCP lane for each of several network devices; what the program may need besides.
 DESCRIPTORS_EACH = 7
 SPARE_DESCRIPTORS = 16
 #: Seconds to wait when accept() fails for want of a resource, as trio.serve_listeners does.
@@ -238,7 +238,7 @@ class Acceptor:
                     pass
             raise
         introduction.control = control = ControlSocket(
-            self.registry.control,
+            introduction.registry.control,
             stream.detach(),
             stream.tls,
             exchange,
@@ -258,6 +258,7 @@ class Acceptor:
         match event:
             case Opened(facts=facts):
                 self._check_room()
+                introduction.find_numbers(facts)
                 ours = introduction.say(self._entry.shared_memory, leads_to_this_machine(client.stream.socket))
                 introduction.heard(facts)
                 number = None if introduction.leads is False else introduction.choose(None)
@@ -281,7 +282,7 @@ class Acceptor:
     def _check_room(self) -> None:
         """Refuses a client that there is no room for.
 
-        UCX must never run out of descriptors: at the first accept() that fails for that, its TCP stops listening for good.
+        UCX must never run out of descriptors: its TCP stops listening at the first accept() that fails.
 
         Raises:
             ProtocolError: with the reason for the client.
@@ -341,4 +342,4 @@ class Acceptor:
 
 def _label(control: trio.socket.SocketType) -> str:
     address = peer_address(control)
-    return format_address(address) if isinstance(address, tuple) else address or "a local process"
+    return "a local process" if address is None else format_address(address)

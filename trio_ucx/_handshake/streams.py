@@ -148,9 +148,9 @@ def _as_os_error(error: trio.BrokenResourceError) -> OSError:
 def keep_alive(control: trio.socket.SocketType, interval: float) -> None:
     """Lets the kernel notice a peer that vanished, on the side that calls this.
 
-    An idle connection is probed after ``interval`` seconds and given up when the peer's kernel has not answered for twice
-    as long as that; so is one on which something sent was not acknowledged. A peer's kernel answers for a process that
-    is stopped or busy.
+    An idle connection is probed after ``interval`` seconds and given up when the peer's kernel has not answered for
+    twice as long as that; so is one on which something sent was not acknowledged. A peer's kernel answers for a process
+    that is stopped or busy.
 
     Args:
         interval: seconds, at least 1 to be of use; ``math.inf`` or 0 is never.

@@ -28,7 +28,7 @@ async def open_connection_pair(*, worker: Worker | None = None, **options: Any) 
     Cancellation: no connection is left behind.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return await _open(f"unix:{folder}/socket", None, worker, options)
+        return await _open(f"unix:{folder}/socket", worker, options)
 
 
 async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Any) -> Pair:
@@ -38,7 +38,7 @@ async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | N
         host: the address to listen at, of this machine; the port is a free one.
         worker, options: as for :func:`open_connection_pair`, which also says what is returned.
     """
-    return await _open(0, host, worker, options)
+    return await _open(host, worker, options)
 
 
 async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
@@ -57,8 +57,8 @@ async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> 
     return pair
 
 
-async def _open(port: int | str, host: str | None, worker: Worker | None, options: dict[str, Any]) -> Pair:
-    [listener] = await open_ucx_listeners(port, host=host, worker=worker, **options)
+async def _open(host: str, worker: Worker | None, options: dict[str, Any]) -> Pair:
+    [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
     async with listener:
         client = await connect(listener.address, worker=worker, **options).__aenter__()
         try:

@@ -115,6 +115,8 @@ class Resolved:
 
 def format_address(address: tuple[str, int]) -> str:
     host, port = address
+    if host.startswith("unix:"):
+        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -26,6 +26,9 @@ endpoints, never in a worker address.
 The address of a worker in unified mode (``UCX_UNIFIED_MODE=y``) has another layout, and nothing in it says so. It is
 refused because its fields make no sense in this layout.
 
+UCX reads a few structures whose size is not the same in all releases and configurations, and so may read past the end
+even of a correct address. `PADDING` behind the address keeps that within bounds.
+
 The parser sees nothing but the bytes. It cannot know whether a shared memory segment belongs to the worker that the
 address claims, whether an IP address and port do, or whether the uuid does. See `parse_worker_address`.
 """
@@ -37,6 +40,11 @@ import struct
 from collections.abc import Callable
 
 import attrs
+
+#: To be appended to an address before UCX gets it. UCX ignores what follows the last device. But UCX until 1.21 reads 8
+#: bytes of a namespace where 1.22 writes 4, and every UCX copies as many bytes after a posix segment as its own
+#: UCX_POSIX_DIR has.
+PADDING = bytes(4096)
 
 # Limits of UCX (src/ucp/core/ucp_types.h). Its arrays have these sizes.
 _MAX_RESOURCES = 128

@@ -46,6 +46,10 @@ class Numbers:
     plain: tuple[int, ...] = ()
 
 
+class UsedUp(Exception):
+    """UCX has no number left for an endpoint between two workers."""
+
+
 class PeerNumbers:
     """The numbers of the endpoints to one peer worker."""
 
@@ -85,6 +89,9 @@ class PeerNumbers:
 
         Args:
             theirs: how far the other side is, if that is known.
+
+        Raises:
+            UsedUp: none is left.
         """
         lowest = self._next
         if theirs is not None:
@@ -96,6 +103,8 @@ class PeerNumbers:
             self._returned.remove(number)
             return number
         number = max(lowest, self._promised)
+        if number >= LIMIT:
+            raise UsedUp
         self._promised = number + 1
         return number
 

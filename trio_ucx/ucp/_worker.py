@@ -45,6 +45,9 @@ class Worker(metaclass=OpenedNotConstructed):
     _owns_context: bool
     #: What its Connections have in common, which the layer above makes; None until it has any.
     _connections: Any = None
+    #: Workers that take its new Connections when UCX's numbers for endpoints to some peer are used up.
+    _successors: dict[int, Worker] = attrs.field(factory=dict)
+    _waiting_options: dict[str, float] = attrs.field(factory=dict)
 
     @classmethod
     def _open(
@@ -79,10 +82,24 @@ class Worker(metaclass=OpenedNotConstructed):
                 context._close()
             raise
         worker = cls._create(context, engine, owned)
+        worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.on_closed = context._close
         engine.start()
         return worker
+
+    def _open_successor(self) -> Worker:
+        """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
+        children = self._engine.children
+        for id, earlier in list(self._successors.items()):
+            if not earlier._engine.endpoints:
+                del self._successors[id], children[id]
+                earlier._engine.close_now()
+        successor = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
+        id = self._engine.next_id()
+        self._successors[id] = successor
+        children[id] = successor._engine.close_now
+        return successor
 
     @property
     def context(self) -> Context:
@@ -409,6 +426,8 @@ class Worker(metaclass=OpenedNotConstructed):
         return new_chain(self, capacity, ordered)
 
     async def _aclose(self) -> None:
+        for successor in list(self._successors.values()):
+            await successor._engine.close_after_background()
         await self._engine.close_after_background()
 
     def __repr__(self) -> str:
