@@ -354,7 +354,7 @@ def refused(blob: bytes, match: str) -> None:
 
 def test_header() -> None:
     blob = sample("1.22.0 tcp,sm,self")
-    refused(b"", "the header has 1 bytes, but only 0 are left")
+    refused(b"", "the header needs 1 bytes, and 0 are left")
     refused(bytes.fromhex(EMPTY), "names no device")
     refused(bytes([blob[0] | 2]) + blob[1:], "version 3")
     refused(bytes([0x00]) + blob[1:], "no worker uuid")
@@ -376,7 +376,7 @@ def test_devices() -> None:
     refused(header + b"\x86\x80", "a device has no transports")
     for middle in b"\x86\x00", b"\x96\x80", b"\x86\xa0\x00", b"\x86\x81\x00", b"\xff\x80":
         refused(header + device_and_release[:-2] + middle + device_and_release, "release at the end")
-    refused(header + device_and_release[:-2] + b"\x86", "the release has 2 bytes, but only 1 are left")
+    refused(header + device_and_release[:-2] + b"\x86", "the release needs 2 bytes, and 1 are left")
     # Version 2 extends only what does not fit.
     start = pack(address(TCP, version=2))[:10]
     refused(start + b"\x7f\x01", "extended by a byte that it does not need")

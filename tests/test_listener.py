@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
+import os
+import resource
 import socket
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, free_port, open_peer, open_raw_pair, pattern, until
+from helpers import PROMPT, Stopwatch, free_port, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -65,53 +70,123 @@ def test_functions_take_what_trio_s_take() -> None:
     assert missing(trio_ucx.open_ucx_stream, trio.open_tcp_stream) == []
 
 
-@pytest.mark.parametrize("delay", [0.1, None])
+@contextlib.contextmanager
+def listens_but_takes_nobody(host: str, port: int) -> Iterator[None]:
+    """Connecting to this address takes for ever: its queue of one connection is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(0)
+        stack.enter_context(socket.create_connection((host, port), timeout=5))
+        probe = stack.enter_context(socket.socket())
+        probe.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            probe.connect((host, port))
+        yield
+
+
+async def test_address_that_refuses_does_not_hold_up_the_next(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
+    """Not even when no second attempt is made at the same time."""
+    names["host"] = ["127.0.0.2", "127.0.0.1"]
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    port = listener.address[1]
+    async with listener:
+        with Stopwatch():
+            client = await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=None)
+        assert client.remote_address == ("127.0.0.1", port)
+        async with client, await listener.accept() as server:
+            await client.send_all(b"hello")
+            assert await server.receive_some() == b"hello"
+
+
 async def test_address_that_does_not_answer_does_not_hold_up_the_next(
-    worker: ucp.Worker, names: dict[str, list[str]], delay: float | None
+    worker: ucp.Worker, names: dict[str, list[str]]
 ) -> None:
-    port = free_port()
-    async with await worker.open_listener("127.0.0.2", port) as deaf:
-        names["host"] = ["127.0.0.2", "127.0.0.1"]
-        [listener] = await trio_ucx.open_ucx_listeners(port, host="127.0.0.1", worker=worker)
-        async with listener, trio.open_nursery() as nursery:
-
-            async def keep_silent() -> None:
-                async for request in deaf:
-                    (await request.accept()).abort() if delay is None else endpoints.append(await request.accept())
-
-            endpoints: list[ucp.Endpoint] = []
-            nursery.start_soon(keep_silent)
-            with Stopwatch(5):  # connect_timeout is longer
-                client = await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=delay)
-            assert client.remote_address == ("127.0.0.1", port)
-            async with client, await listener.accept() as server:
-                await client.send_all(b"hello")
-                assert await server.receive_some() == b"hello"
-            nursery.cancel_scope.cancel()
-        for endpoint in endpoints:
-            endpoint.abort()
+    names["host"] = ["127.0.0.2", "127.0.0.1"]
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    port = listener.address[1]
+    async with listener:
+        with listens_but_takes_nobody("127.0.0.2", port):
+            with Stopwatch(0.1 + PROMPT):
+                client = await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.1)
+            async with client, await listener.accept():
+                assert client.remote_address == ("127.0.0.1", port)
+            with Stopwatch(0.4 + PROMPT), pytest.raises(TimeoutError) as caught:  # one attempt at a time
+                await trio_ucx.open_ucx_stream(
+                    "host", port, worker=worker, happy_eyeballs_delay=None, connect_timeout=0.4
+                )
+            assert caught.value.errno == errno.ETIMEDOUT
+            assert f"host:{port}" in str(caught.value)
 
 
 async def test_all_addresses_fail(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     names["host"] = ["127.0.0.1", "127.0.0.2", "::1"]
     port = free_port()
-    with pytest.raises(OSError, match="all attempts to connect to host") as caught:
+    with pytest.raises(ConnectionRefusedError, match="all attempts to connect to host") as caught:
         await trio_ucx.open_ucx_stream("host", port, worker=worker, connect_timeout=3)
+    assert caught.value.errno == errno.ECONNREFUSED
     assert isinstance(caught.value.__cause__, ExceptionGroup)
     assert len(caught.value.__cause__.exceptions) == 3
 
 
 async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
-    async with open_raw_pair(worker):
-        names["host"] = ["127.0.0.1", "127.0.0.2"]
-        async with await worker.open_listener("127.0.0.1", 0) as deaf:
-            with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
-                await trio_ucx.open_ucx_stream("host", deaf.address[1], worker=worker, happy_eyeballs_delay=0.05)
-            assert scope.cancelled_caught
+    names["host"] = ["127.0.0.1", "127.0.0.2"]
+    port = free_port()
+    with listens_but_takes_nobody("127.0.0.1", port), listens_but_takes_nobody("127.0.0.2", port):
+        before = len(os.listdir("/proc/self/fd"))
+        with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
+            await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
+        assert scope.cancelled_caught
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_either_family(worker: ucp.Worker, host: str) -> None:
+    """One worker serves both."""
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
+    assert listener.address[0] == host and listener.address[1] > 0
+    async with listener, trio_ucx.connect(listener.address, worker=worker) as client:
+        assert client.remote_address == listener.address
+        async with await listener.accept() as server:
+            assert server.local_address == listener.address
+            assert server.remote_address == client.local_address
+            for size in (0, 1, 1000, 2**20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(client.send, pattern(size, size))
+                    assert await server.receive() == pattern(size, size)
+    async with trio.open_nursery() as nursery:  # as a string, too
+        [listener] = await nursery.start(
+            partial(trio_ucx.serve_ucx, answer_once, 0, host=host, worker=worker)  # type: ignore[arg-type]
+        )
+        async with trio_ucx.connect(trio_ucx.format_address(listener.address), worker=worker) as client:
+            await client.send(b"well?")
+            assert await client.receive() == b"well?"
+        nursery.cancel_scope.cancel()
+
+
+async def answer_once(connection: trio_ucx.Connection) -> None:
+    await connection.send(await connection.receive())
+
+
+async def test_every_interface(worker: ucp.Worker) -> None:
+    """Without a host there is a listener for each family, at one port, with the same worker."""
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio_ucx.serve_ucx, answer_once, 0, worker=worker))
+        assert sorted(listener.address[0] for listener in listeners) == ["0.0.0.0", "::"]
+        assert listeners[0].address[1] == listeners[1].address[1] != 0
+        port = listeners[0].address[1]
+        for host in ("127.0.0.1", "127.0.0.3", "::1", "localhost"):
+            async with trio_ucx.connect((host, port), worker=worker) as client:
+                await client.send(host.encode())
+                assert await client.receive() == host.encode()
+        assert [listener.worker for listener in listeners] == [worker, worker]
+        assert sum(listener.statistics().accepted for listener in listeners) == 4
+        nursery.cancel_scope.cancel()
 
 
 async def test_both_families_of_a_name(names: dict[str, list[str]]) -> None:
-    """With the run's shared workers, of which there is one for each family."""
+    """With the run's shared worker."""
     names["both"] = ["127.0.0.1", "::1"]
     listeners = await trio_ucx.open_ucx_listeners(0, host="both")
     assert [listener.address[0] for listener in listeners] == ["127.0.0.1", "::1"]
@@ -141,25 +216,62 @@ async def test_server_gets_its_port_back(worker: ucp.Worker) -> None:
 
 
 async def test_errno(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    """...and the message says what it was about."""
+    open_listeners = partial(trio_ucx.open_ucx_listeners, worker=worker)
+    [listener] = await open_listeners(0, host="127.0.0.1")
     async with listener:
-        with pytest.raises(OSError) as caught:
-            await trio_ucx.open_ucx_listeners(listener.address[1], host="127.0.0.1", worker=worker)
+        port = listener.address[1]
+        with pytest.raises(OSError, match=rf"listening at 127\.0\.0\.1:{port}: Address already in use") as caught:
+            await open_listeners(port, host="127.0.0.1")
+        assert caught.value.errno == errno.EADDRINUSE
+        with pytest.raises(OSError, match=f"listening at port {port}") as caught:
+            await open_listeners(port)
         assert caught.value.errno == errno.EADDRINUSE
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(OSError) as caught:
-            await trio_ucx.open_ucx_listeners(taken.getsockname()[1], host="127.0.0.1", worker=worker)
+            await open_listeners(taken.getsockname()[1], host="127.0.0.1")
         assert caught.value.errno == errno.EADDRINUSE
-    with pytest.raises(OSError) as caught:
-        await trio_ucx.open_ucx_listeners(0, host="198.51.100.1", worker=worker)
+    with pytest.raises(OSError, match="198.51.100.1") as caught:
+        await open_listeners(0, host="198.51.100.1")
     assert caught.value.errno == errno.EADDRNOTAVAIL
-    with pytest.raises(ConnectionRefusedError) as refused:
-        await trio_ucx.open_ucx_stream("127.0.0.1", free_port(), worker=worker)
-    assert refused.value.errno == errno.ECONNREFUSED
-    with pytest.raises(socket.gaierror, match="nobody"):
+    for host, label in (("127.0.0.1", "127.0.0.1"), ("::1", r"\[::1\]")):
+        port = free_port()
+        with pytest.raises(ConnectionRefusedError, match=f"{label}:{port}") as refused:
+            await trio_ucx.open_ucx_stream(host, port, worker=worker)
+        assert refused.value.errno == errno.ECONNREFUSED
+    with pytest.raises(socket.gaierror, match="nobody") as unknown:
         await trio_ucx.open_ucx_stream("nobody", 1, worker=worker)
-    with pytest.raises(socket.gaierror, match="nobody"):
-        await trio_ucx.open_ucx_listeners(0, host="nobody", worker=worker)
+    assert unknown.value.errno == socket.EAI_NONAME
+    with pytest.raises(socket.gaierror, match="nobody") as unknown:
+        await open_listeners(0, host="nobody")
+    assert unknown.value.errno == socket.EAI_NONAME
+
+
+async def test_errno_of_unix_sockets(worker: ucp.Worker, tmp_path: Path) -> None:
+    host = f"unix:{tmp_path}/socket"
+    with pytest.raises(FileNotFoundError, match="socket") as caught:
+        await trio_ucx.connect(host, worker=worker).__aenter__()
+    assert caught.value.errno == errno.ENOENT
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
+    assert listener.address == (host, 0)
+    async with listener:
+        with pytest.raises(OSError, match="socket") as taken:
+            await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
+        assert taken.value.errno == errno.EADDRINUSE
+        async with trio_ucx.connect(host, worker=worker), await listener.accept() as server:
+            assert server.local_address == (host, 0)
+    assert not (tmp_path / "socket").exists()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as dead:
+        dead.bind(f"{tmp_path}/socket")
+    with pytest.raises(ConnectionRefusedError) as refused:
+        await trio_ucx.connect(host, worker=worker).__aenter__()
+    assert refused.value.errno == errno.ECONNREFUSED
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)  # in the place of a dead one
+    async with listener, trio_ucx.connect(host, worker=worker), await listener.accept():
+        pass
+    with pytest.raises(OSError, match="Permission|directory|too long") as caught_other:
+        await trio_ucx.open_ucx_listeners(0, host=f"unix:{tmp_path}/{'x' * 200}", worker=worker)
+    assert caught_other.value.errno
 
 
 async def test_server_goes_on_after_clients_that_fail(transports: str, worker: ucp.Worker) -> None:
@@ -190,9 +302,12 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
         async with trio.open_nursery() as clients:
             for number in range(12):
                 clients.start_soon(killed, number * 0.005)
-        raw = await worker.open_endpoint(listener.address)
-        await raw.tag_send(b"nonsense", 2**63)
-        raw.abort()
+        for nonsense in (b"", b"nonsense", b"GET / HTTP/1.1\r\n\r\n", b"trio_ucx", bytes(100_000)):
+            async with await trio.open_tcp_stream(*listener.address) as raw:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await raw.send_all(nonsense)
+        async with await trio.open_tcp_stream(*listener.address):  # says nothing, until its time is over
+            await until(lambda: listener.statistics().handshaking)
         async with trio_ucx.connect(listener.address, worker=worker) as client:
             with trio.fail_after(20):
                 await client.send(pattern(1000))
@@ -202,23 +317,94 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
 
 
 async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Worker, transports: str) -> None:
-    """...and takes others as soon as it has some again, which UCX by itself would not."""
+    """...and takes others as soon as it has some again: of clients that aborted it keeps none."""
     async with open_peer("tight", 50, transports=transports) as peer:
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
-        before = 0
-        for _ in range(2):
+
+        def used() -> int:
+            return len(list(descriptors.iterdir()))
+
+        async with trio_ucx.connect(address, worker=worker) as client:  # UCX opens one more for the first
+            await client.send(b"x")
+            assert await client.receive() == b"x"
+        await trio.sleep(0.1)
+        before = idle = used()
+        for _ in range(3):
             opened = []
-            with pytest.raises(ConnectionRefusedError):
+            with pytest.raises(ConnectionRefusedError, match="file descriptors") as caught:
                 while len(opened) < 50:
                     opened.append(await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=3))
+            assert caught.value.errno == errno.ECONNREFUSED
             assert len(opened) >= 4
             for client in opened:
                 await client.send(b"still there?")
                 with trio.fail_after(3):
                     assert await client.receive() == b"still there?"
-            before = before or len(list(descriptors.iterdir()))
+            assert used() > idle + len(opened)  # a control socket each, at least
             for client in opened:
                 client.abort()
-            most = before - 3 * 5  # for more than are opened below; a client's now and then stay open in UCX
-            await until(lambda: len(list(descriptors.iterdir())) <= most)  # noqa: B023
+            await until(lambda: used() <= before)
+
+
+async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worker, transports: str) -> None:
+    """Sockets that say nothing take all that there are."""
+    async with open_peer("tight", 20, transports=transports) as peer:
+        address, _ = await peer.hear()
+        descriptors = Path(f"/proc/{peer.process.pid}/fd")
+        limit = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)[0]
+        for _ in range(2):
+            with contextlib.ExitStack() as stack:
+                for _ in range(40):
+                    stack.enter_context(socket.create_connection(tuple(address), timeout=5))
+                await until(lambda: len(list(descriptors.iterdir())) >= limit)
+                await trio.sleep(0.3)  # accept() fails, and is tried again
+            await until(lambda: len(list(descriptors.iterdir())) < limit - 18)
+            with trio.fail_after(5):
+                resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit + 40, 20_000))
+                async with trio_ucx.connect(address, worker=worker) as client:
+                    await client.send(b"well?")
+                    assert await client.receive() == b"well?"
+                resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, 20_000))
+            await trio.sleep(0.1)
+            await until(lambda: len(list(descriptors.iterdir())) < limit - 18)
+
+
+async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a moment are logged and got over; any other closes the listener, and who accepts is told."""
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    accept = listener._acceptor._listener.accept
+    errors = [OSError(errno.EMFILE, "files"), OSError(errno.ENFILE, "files"), OSError(errno.ENOBUFS, "memory")]
+
+    async def failing() -> trio.SocketStream:
+        stream = await accept()
+        if errors:
+            stream.socket.close()
+            raise errors.pop(0)
+        return stream
+
+    listener._acceptor._listener.accept = failing  # type: ignore[method-assign]
+    async with listener:
+        # Its own accept() had begun with the first of these, and takes it.
+        async with trio_ucx.connect(listener.address, worker=worker), await listener.accept():
+            pass
+        while errors:
+            with pytest.raises(OSError):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=2)
+        async with trio_ucx.connect(listener.address, worker=worker), await listener.accept():
+            pass
+        logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(logged) == 3 and all("trying again" in line for line in logged), logged
+        errors.append(OSError(errno.EPERM, "forbidden"))
+        async with trio.open_nursery() as nursery:
+
+            async def expect_closed() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await listener.accept()
+
+            nursery.start_soon(expect_closed)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(OSError):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=2)
+        with pytest.raises(trio.ClosedResourceError):
+            await listener.accept()

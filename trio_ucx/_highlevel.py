@@ -346,17 +346,26 @@ async def open_tcp_listeners(port: int, host: str | None) -> list[trio.SocketLis
     attempts = 10
     while True:
         attempts -= 1
-        sockets = await trio.open_tcp_listeners(port, host=host)
+        sockets = await _listen(port, host)
         chosen = {control.socket.getsockname()[1] for control in sockets}
         if port != 0 or len(chosen) == 1:
             return sockets
         for control in sockets:
             control.socket.close()
         try:
-            return await trio.open_tcp_listeners(chosen.pop(), host=host)
+            return await _listen(chosen.pop(), host)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or not attempts:
                 raise
+
+
+async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
+    try:
+        return await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        where = f"port {port}" if host is None else format_address((host, port))
+        error.strerror = f"listening at {where}: {error.strerror or error}"
+        raise
 
 
 @enable_ki_protection

@@ -229,9 +229,13 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
     Every address of a worker of UCX 1.13 to 1.22 on a little-endian host is accepted, unless the worker is in unified
     mode or the address names no device. Whatever is accepted has the right structure, lengths and value ranges.
 
-    It can still lie. Over shared memory (sysv, posix, xpmem) a wrong segment id makes UCX write to a segment of another
-    program, or ends the process with SIGBUS or SIGSEGV where that segment is too small. Trust such an address only as
-    far as its sender may use this host.
+    An accepted address can still lie. Over shared memory (sysv, posix, xpmem) a wrong segment id makes UCX write to a
+    segment of another program, or ends the process with SIGBUS or SIGSEGV where that segment is too small. Trust such
+    an address only as far as its sender may use this host.
+
+    An accepted address also costs something: a worker has 255 endpoint configurations in its life (64 in UCX 1.13), and
+    each new combination of memory domains, system devices, segment sizes and release can take one. Limit how many
+    different addresses one untrusted peer may send.
 
     Args:
         blob: the address; nothing may precede or follow it.
@@ -287,7 +291,7 @@ class _Reader:
 
     def take(self, length: int, what: str) -> bytes:
         if length > self.left:
-            raise self.error(f"{what} has {length} bytes, but only {self.left} are left")
+            raise self.error(f"{what} needs {length} bytes, and {self.left} are left")
         start, self._at = self._at, self._at + length
         return self._blob[start : self._at]
 
@@ -388,7 +392,9 @@ def _describe(name: str | None, checksum: int) -> str:
 def _check_attributes(reader: _Reader, version: int, who: str) -> None:
     """Checks the performance numbers. UCX computes scores of them, and asserts that equal ones are equal."""
     if version == 1:
-        overhead, bandwidth, latency, capabilities = _ATTRIBUTES_1.unpack(reader.take(_ATTRIBUTES_1.size, "attributes"))
+        overhead, bandwidth, latency, capabilities = _ATTRIBUTES_1.unpack(
+            reader.take(_ATTRIBUTES_1.size, "a list of capabilities")
+        )
         for value, what in (overhead, "an overhead"), (latency, "a latency"):
             # Written so that NaN is refused.
             if not (value == 0 or _MIN_SECONDS <= value <= _MAX_SECONDS):
@@ -398,7 +404,7 @@ def _check_attributes(reader: _Reader, version: int, who: str) -> None:
         unknown = capabilities & ~_CAPABILITIES_1
     else:
         overhead, bandwidth, latency, _, segment, capabilities = _ATTRIBUTES_2.unpack(
-            reader.take(_ATTRIBUTES_2.size, "attributes")
+            reader.take(_ATTRIBUTES_2.size, "a list of capabilities")
         )
         for value, what in (overhead, "an overhead"), (latency, "a latency"), (bandwidth, "a bandwidth"):
             exponent = value & 0x0F
@@ -409,7 +415,7 @@ def _check_attributes(reader: _Reader, version: int, who: str) -> None:
             raise reader.error(f"{who} claims a segment size of {segment * _SEGMENT_UNIT} bytes")
         unknown = capabilities & ~_CAPABILITIES_2
     if unknown:
-        raise reader.error(f"transport {who} has unknown capabilities {unknown:#x}")
+        raise reader.error(f"{who} has unknown capabilities {unknown:#x}")
 
 
 def _check_device(device: Device, legacy: bool) -> Device:

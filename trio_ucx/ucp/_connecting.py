@@ -7,6 +7,7 @@ from typing import Any
 from .._native import ffi, lib
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address
+from ._address_format import PADDING
 from ._engine import Engine
 from ._opening import EndpointOptions, ErrorMode, wrong_family
 from ._operations import EndpointCore
@@ -82,7 +83,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
 def _make_to_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
-    native, how = ffi.from_buffer("char[]", address.ucx), options.native(None)
+    native, how = ffi.from_buffer("char[]", address.ucx + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:
         status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)

@@ -268,7 +268,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         released it unread.
 
         Args:
-            id: 0 to 65535. Where Connections are in use, they have 127.
+            id: 0 to 65535.
             data: a contiguous buffer, or a list of them, which arrives as one.
             header: goes with the message, and is there before its data. At most :attr:`Worker.max_am_header` bytes.
             reply: let the receiver know which endpoint it came by (``UCP_AM_SEND_FLAG_REPLY``).
