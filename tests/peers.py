@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import resource
 import struct
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,9 +119,9 @@ async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
 @role
 async def waiting(host: str, keepalive: float) -> None:
     """A client whose server says nothing: says how it ends, and after how many seconds from when it was told."""
-    async with ucp.open_worker(keepalive_interval=keepalive) as worker:
+    async with ucp.open_worker() as worker:
         port = await ask()
-        connection = await trio_ucx.open_ucx_stream(host, port, worker=worker)
+        connection = await trio_ucx.open_ucx_stream(host, port, worker=worker, keepalive_interval=keepalive)
         say("connected")
         await ask()
         start = trio.current_time()
@@ -544,6 +548,246 @@ async def knock(address: list[Any]) -> None:
                 await connection.send(bytes(100_000))
                 await connection.receive()
             (await worker.open_endpoint(tuple(address))).abort()
+
+
+def transports_of(connection: trio_ucx.Connection) -> list[str]:
+    return sorted({transport.name for transport in connection.endpoint.transports})
+
+
+@role
+async def host(hosts: list[str], options: dict[str, Any]) -> None:
+    """Sends every message back. Says its addresses; once told to end, the transports of its connections, and its log."""
+    log: list[str] = []
+    transports: list[list[str]] = []
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        transports.append(transports_of(connection))
+        try:
+            async for message in connection.messages():
+                await connection.send(message)
+        except trio.BrokenResourceError as error:
+            log.append(repr(error))
+
+    keep_log(log)
+    async with trio.open_nursery() as nursery:
+        addresses = []
+        for name in hosts:
+            [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host=name, **options))
+            addresses.append(listener.address)
+        say(addresses)
+        await until_told()
+        nursery.cancel_scope.cancel()
+    say([transports, log])
+
+
+def keep_log(log: list[str]) -> None:
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append(record.getMessage())
+
+    logger = logging.getLogger("trio_ucx")
+    logger.addHandler(Keeping())
+    logger.setLevel(logging.INFO)
+
+
+@role
+async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
+    """Told an address, connects there; messages of these sizes must come back. Says its transports and addresses.
+
+    Or the error: class, errno, text, and the seconds until then.
+    """
+    address = await ask()
+    start = trio.current_time()
+    try:
+        async with trio_ucx.connect(address if isinstance(address, str) else tuple(address), **options) as connection:
+            for size in sizes:
+                data = pattern(size, size)
+                for _ in range(3):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(connection.send, data)
+                        with trio.fail_after(10):
+                            if await connection.receive() != data:
+                                raise AssertionError("wrong data")
+            said = ["connected", transports_of(connection), connection.local_address, connection.remote_address]
+        say(said)
+    except OSError as error:
+        say([type(error).__name__, error.errno, str(error), trio.current_time() - start])
+
+
+@role
+async def forwarder(host: str) -> None:
+    """Forwards TCP connections to a target that it is told. Says its address; in the end, how many bytes passed."""
+    target = await ask()
+    passed = 0
+
+    async def pump(source: trio.SocketStream, sink: trio.SocketStream) -> None:
+        nonlocal passed
+        async for chunk in source:
+            passed += len(chunk)
+            await sink.send_all(chunk)
+        await sink.send_eof()
+
+    async def forward(client: trio.SocketStream) -> None:
+        try:
+            async with await trio.open_tcp_stream(*target) as server, trio.open_nursery() as nursery:
+                nursery.start_soon(pump, client, server)
+                nursery.start_soon(pump, server, client)
+        except* (trio.BrokenResourceError, OSError):
+            pass
+
+    async with trio.open_nursery() as nursery:
+        serving = partial(trio.serve_tcp, forward, 0, host=host)
+        [listener] = await nursery.start(serving)
+        say(listener.socket.getsockname())
+        await until_told()
+        nursery.cancel_scope.cancel()
+    say(passed)
+
+
+BIG = 2**24
+
+
+async def load(connection: trio_ucx.Connection, kind: str, task_status: trio.TaskStatus[None]) -> None:
+    """What goes on at a connection when its peer is lost; as long as it lasts. Tag 2 is used for it.
+
+    ``full``: as much is sent as the window allows. ``offered``: the same, and a large message that nobody receives.
+    ``sending``, ``receiving``: large messages, one after the other. ``busy``: many of 1 MiB in both directions.
+    ``echo``: messages with tag 3 are sent back.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            if kind in ("full", "offered"):
+                if kind == "offered":
+                    nursery.start_soon(connection.send, bytes(BIG), 2)
+                    await trio.sleep(0.01)
+                with contextlib.suppress(trio.WouldBlock):
+                    while True:
+                        connection.send_nowait(bytes(4000), 2)
+            elif kind == "echo":
+
+                async def echo() -> None:
+                    async for message in connection.messages(3):
+                        await connection.send(message, 3)
+
+                nursery.start_soon(echo)
+            elif kind in ("sending", "busy", "receiving"):
+
+                async def send(size: int) -> None:
+                    while True:
+                        await connection.send(bytes(size), 2)
+                        if kind == "busy":
+                            await trio.sleep(0.01)
+
+                async def receive() -> None:
+                    buffer = bytearray(BIG)
+                    while True:
+                        await connection.receive_into(buffer, 2)
+
+                if kind != "receiving":
+                    nursery.start_soon(send, BIG if kind == "sending" else 2**20)
+                if kind != "sending":
+                    nursery.start_soon(receive)
+                await trio.sleep(0.05)
+            else:
+                assert kind == "idle"
+            task_status.started()
+    except* (trio.BrokenResourceError, trio.ClosedResourceError):
+        pass
+
+
+class Leaving(Exception):
+    pass
+
+
+@role
+async def loser() -> None:
+    """Told how, opens a connection, puts it under load, says so, and ends it when it is told to; and so on.
+
+    Told ``[host, target, options, load, way]``. ``host`` is where to listen at, and is answered by the address;
+    ``target`` is where to connect to, if there is no host.
+    """
+    while True:
+        try:
+            host, target, options, kind, way = await ask()
+        except EOFError:
+            return
+        with warnings.catch_warnings(), contextlib.suppress(Leaving):
+            warnings.simplefilter("ignore" if way == "worker" else "error", ResourceWarning)
+            async with ucp.open_worker() as worker, trio.open_nursery() as nursery:
+                if host:
+                    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
+                    say(listener.address)
+                    connection = await listener.accept()
+                    await listener.aclose()
+                else:
+                    connection = await trio_ucx.open_ucx_stream(*target, worker=worker, **options)
+                await nursery.start(load, connection, kind)
+                say("ready")
+                await until_told()
+                if way == "exit":
+                    os._exit(0)
+                elif way == "exception":
+                    nursery.cancel_scope.shield = True
+                    try:
+                        async with connection:
+                            raise Leaving
+                    except Leaving:
+                        nursery.cancel_scope.cancel()
+                elif way == "abort":
+                    connection.abort()
+                else:
+                    assert way == "worker"
+                    nursery.cancel_scope.cancel()
+        say("ended")
+
+
+@role
+async def watcher(host: str | None, cases: list[list[Any]]) -> None:
+    """One side of several connections, each ``[load, keepalive_interval]``; listens for them, or is told where to connect.
+
+    Says its addresses, if it listens; then "ready". In the end, of each connection: None, or the error and the moment.
+    """
+    lost: list[Any] = [None] * len(cases)
+    ready = 0
+
+    async def watch(number: int, connection: trio_ucx.Connection) -> None:
+        nonlocal ready
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(load, connection, cases[number][0])
+                ready += 1
+                if ready == len(cases):
+                    say("ready")
+                try:
+                    await connection.receive(1)
+                except trio.BrokenResourceError as error:
+                    lost[number] = [str(error), time.monotonic()]
+                await trio.sleep_forever()
+        finally:
+            connection.abort()
+
+    async def one(number: int, address: list[Any] | None, task_status: trio.TaskStatus[Any]) -> None:
+        options = {"keepalive_interval": cases[number][1]}
+        async with ucp.open_worker() as worker:
+            if address is None:
+                [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
+                async with listener:
+                    task_status.started(listener.address)
+                    connection = await listener.accept()
+            else:
+                connection = await trio_ucx.open_ucx_stream(*address, worker=worker, **options)
+                task_status.started()
+            await watch(number, connection)
+
+    async with trio.open_nursery() as nursery:
+        if host is None:
+            for number, address in enumerate(await ask()):
+                await nursery.start(one, number, address)
+        else:
+            say([await nursery.start(one, number, None) for number in range(len(cases))])
+        await until_told()
+        nursery.cancel_scope.cancel()
+    say(lost)
 
 
 def interrupted() -> None:

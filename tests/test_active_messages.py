@@ -196,23 +196,8 @@ async def test_ids(worker: ucp.Worker) -> None:
             assert (await exchange(client, queue, b"again")).length == 5
 
 
-@pytest.mark.parametrize("first", ["connection", "active messages"])
-async def test_127_is_the_id_of_connections(worker: ucp.Worker, first: str) -> None:
-    if first == "connection":
-        async with open_pair(worker):
-            with pytest.raises(ValueError, match="id 127"):
-                worker.open_active_messages(127)
-    else:
-        with worker.open_active_messages(127):
-            with pytest.raises(ValueError, match="127"):
-                await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with open_pair(worker) as (client, server):
-            await client.send(b"works")
-            assert await server.receive() == b"works"
-
-
-async def test_connections_and_active_messages_side_by_side(worker: ucp.Worker) -> None:
-    async with open_pair(worker) as (client, server):
+async def test_connections_and_active_messages_side_by_side(worker: ucp.Worker, transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(other, worker) as (client, server):
         with worker.open_active_messages(1) as queue, trio.fail_after(20):
             for number in range(20):
                 await client.send(bytes([number]))

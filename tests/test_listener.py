@@ -21,6 +21,7 @@ from helpers import PROMPT, Stopwatch, free_port, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._address import format_address
 
 
 @attrs.frozen
@@ -78,11 +79,9 @@ def listens_but_takes_nobody(host: str, port: int) -> Iterator[None]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(0)
-        stack.enter_context(socket.create_connection((host, port), timeout=5))
-        probe = stack.enter_context(socket.socket())
-        probe.settimeout(0.05)
-        with pytest.raises(TimeoutError):
-            probe.connect((host, port))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                stack.enter_context(socket.create_connection((host, port), timeout=0.05))
         yield
 
 
@@ -134,11 +133,13 @@ async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str
     names["host"] = ["127.0.0.1", "127.0.0.2"]
     port = free_port()
     with listens_but_takes_nobody("127.0.0.1", port), listens_but_takes_nobody("127.0.0.2", port):
-        before = len(os.listdir("/proc/self/fd"))
-        with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
-            await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
-        assert scope.cancelled_caught
-        assert len(os.listdir("/proc/self/fd")) == before
+        used = []
+        for _ in range(3):  # the first one opens what the worker needs for any
+            with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
+                await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
+            assert scope.cancelled_caught
+            used.append(len(os.listdir("/proc/self/fd")))
+        assert used[0] == used[1] == used[2]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -159,7 +160,7 @@ async def test_either_family(worker: ucp.Worker, host: str) -> None:
         [listener] = await nursery.start(
             partial(trio_ucx.serve_ucx, answer_once, 0, host=host, worker=worker)  # type: ignore[arg-type]
         )
-        async with trio_ucx.connect(trio_ucx.format_address(listener.address), worker=worker) as client:
+        async with trio_ucx.connect(format_address(listener.address), worker=worker) as client:
             await client.send(b"well?")
             assert await client.receive() == b"well?"
         nursery.cancel_scope.cancel()
@@ -341,7 +342,7 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
                 await client.send(b"still there?")
                 with trio.fail_after(3):
                     assert await client.receive() == b"still there?"
-            assert used() > idle + len(opened)  # a control socket each, at least
+            assert used() >= idle + len(opened)  # a control socket each, at least
             for client in opened:
                 client.abort()
             await until(lambda: used() <= before)
@@ -353,13 +354,14 @@ async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worke
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
         limit = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)[0]
+        idle = len(list(descriptors.iterdir()))
         for _ in range(2):
             with contextlib.ExitStack() as stack:
                 for _ in range(40):
                     stack.enter_context(socket.create_connection(tuple(address), timeout=5))
                 await until(lambda: len(list(descriptors.iterdir())) >= limit)
                 await trio.sleep(0.3)  # accept() fails, and is tried again
-            await until(lambda: len(list(descriptors.iterdir())) < limit - 18)
+            await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
             with trio.fail_after(5):
                 resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit + 40, 20_000))
                 async with trio_ucx.connect(address, worker=worker) as client:
@@ -367,7 +369,7 @@ async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worke
                     assert await client.receive() == b"well?"
                 resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, 20_000))
             await trio.sleep(0.1)
-            await until(lambda: len(list(descriptors.iterdir())) < limit - 18)
+            await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
 
 
 async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
@@ -385,9 +387,6 @@ async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFix
 
     listener._acceptor._listener.accept = failing  # type: ignore[method-assign]
     async with listener:
-        # Its own accept() had begun with the first of these, and takes it.
-        async with trio_ucx.connect(listener.address, worker=worker), await listener.accept():
-            pass
         while errors:
             with pytest.raises(OSError):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=2)

@@ -63,6 +63,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     @property
     def endpoint(self) -> Endpoint:
         """Its UCP endpoint, to ask about transports; closing it breaks the connection."""
+        self._link.core.exposed = True
         return self._endpoint
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import ssl
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -135,21 +136,25 @@ class _Way:
             if isinstance(self.target, str):
                 return await trio.open_unix_socket(self.target)
             host, port = self.target
-            return await trio.open_tcp_stream(
-                host, port, happy_eyeballs_delay=self.delay, local_address=self.local_address
-            )
+            # Trio's documentation says that None is one attempt at a time, but its code takes it for the default.
+            delay = math.inf if self.delay is None else self.delay
+            return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=self.local_address)
         except OSError as error:
-            raise _with_errno(error, self.label) from error.__cause__
+            if error.errno is not None:
+                error.strerror = f"connecting to {self.label}: {error.strerror}"
+                raise
+            raise _with_errno(error) from error.__cause__
 
 
-def _with_errno(error: OSError, label: str) -> OSError:
-    """The same error with the errno that its causes agree on, or that of the first one."""
-    if error.errno is not None:
-        error.strerror = f"connecting to {label}: {error.strerror}"
-        return error
-    causes = error.__cause__.exceptions if isinstance(error.__cause__, BaseExceptionGroup) else [error.__cause__]
-    numbers = [cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno is not None]
-    return OSError(numbers[0] if numbers else errno.EHOSTUNREACH, str(error))
+def _with_errno(error: OSError) -> OSError:
+    """What Trio raises when all attempts failed, with the errno of the first one, and the words of each."""
+    cause = error.__cause__
+    causes = [each for each in (cause.exceptions if isinstance(cause, BaseExceptionGroup) else [cause]) if each]
+    numbers = [each.errno for each in causes if isinstance(each, OSError) and each.errno is not None]
+    # Trio gives no number where local_address= is of another family than every address of the host.
+    number = numbers[0] if numbers else errno.EAFNOSUPPORT
+    words = "; ".join(dict.fromkeys(map(str, causes)))
+    return OSError(number, f"{error}: {words}")
 
 
 async def _open(way: _Way, entry: Entry, options: Options) -> Connection:

@@ -72,6 +72,8 @@ class Link(Session):
         #: The addresses of the control socket.
         self.local_address: tuple[str, int] | None = None
         self.remote_address: tuple[str, int] | None = None
+        #: Takes the endpoint of a connection that was closed gracefully.
+        self.keep_endpoint: Callable[[EndpointCore], None] | None = None
         self._deadline = math.inf
         self._outbox = Outbox()
         #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
@@ -312,14 +314,31 @@ class Link(Session):
         if self.control_socket is not None:
             self.control_socket.abort()  # messages cannot get through any more: the peer need not wait
 
+    def peer_left(self) -> None:
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed")
+        if self._pass_endpoint_on(error):
+            self.lost()
+        else:
+            self.core.fail(error)
+
+    def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
+        """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""
+        if not self.core.reusable or self.keep_endpoint is None:
+            return False
+        self.keep_endpoint(self.core.pass_on(error))
+        self.engine.watch_events()  # which also closes it when no other connection comes
+        return True
+
     def control_said(self, event: object) -> None:
         """The peer said something on the control socket: that can only be ABORT."""
         self.cut_off("aborted the connection")
 
     def control_lost(self, reason: str) -> None:
         """The peer's end of the control socket was closed, or its host does not answer."""
-        expected = self.farewell.peer is Peer.SAID_GOODBYE  # then this lets go of what it did not take
-        self.cut_off("has closed" if expected else f"ended or vanished: {reason}")
+        if self.farewell.peer is Peer.SAID_GOODBYE:
+            self.peer_left()
+        else:
+            self.cut_off(f"ended or vanished: {reason}")
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
@@ -340,7 +359,9 @@ class Link(Session):
         self.closing = self.closed = True
         self.engine.children.pop(self.my_id, None)
         self.core.on_close = None
-        self.core.close()
+        graceful = self.farewell.acknowledged or self.farewell.peer is Peer.SAID_GOODBYE
+        if not (graceful and not self.undelivered and self._pass_endpoint_on()):
+            self.core.close()
         if self.control_socket is not None:
             self.control_socket.close()
         self.engine.mail.boxes.pop(self.my_id, None)

@@ -82,6 +82,8 @@ class Session:
         #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
         self.told = False
         self.orphans: set[Message] = set()
+        #: Numbers of endpoints that the peer had made and could not keep; what it sent by them may still come.
+        self.late_greetings: set[int] = set()
         #: The last pieces of the byte stream, as far as they stay here until the peer asks for them.
         self._stream_tail: list[Sending] = []
         self._sending_ready = False
@@ -138,6 +140,10 @@ class Session:
     def cut_off(self, reason: str) -> None:
         """The peer cannot be talked to any more."""
         raise NotImplementedError
+
+    def peer_left(self) -> None:
+        """The peer has closed, and has our acknowledgement: lets go of what it did not take."""
+        self.cut_off("has closed")
 
     # ---- sending ----
 
@@ -399,10 +405,11 @@ class Session:
                 self.farewell.peer_done()
                 self.changed()
                 if self.farewell.peer is Peer.SAID_GOODBYE and not self.closing:
-                    # It leaves. UCX would not say so where there is no socket; this lets go of what it did not take.
-                    self.cut_off("has closed")
-            case wire.Hello():
-                raise wire.ProtocolError("a second greeting")
+                    self.peer_left()
+            case wire.Hello(number=number):
+                if number not in self.late_greetings:
+                    raise wire.ProtocolError("a second greeting")
+                self.late_greetings.remove(number)
 
     # ---- the end ----
 

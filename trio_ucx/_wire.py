@@ -108,10 +108,11 @@ class Done:
 
 @attrs.frozen
 class Hello:
-    """The first frame of each side: its endpoint has been made, and messages get through."""
+    """The first frame of each side: its endpoint with this number has been made, and messages get through."""
 
+    number: int
     kind: ClassVar[int] = 8
-    format: ClassVar[str] = "<B"
+    format: ClassVar[str] = "<BI"
 
 
 Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Done | Hello

@@ -12,6 +12,7 @@ import trio
 from .._link import Link
 from .._session import Options
 from .._wire import ProtocolError
+from ..ucp import UCXError
 from ..ucp._operations import under_way
 from .control import ControlSocket
 from .exchange import Assigned, Declined, Event, Exchange, Refused, Stranger, Welcomed
@@ -135,6 +136,10 @@ class Connecting:
             exchange.refuse(str(error))
             await self._send_last_words(stream, exchange)
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"cannot connect to {self.label}: {reason}") from error
+        except OSError as error:  # UCX cannot reach the server, or the socket broke, and then nobody hears this
+            exchange.refuse(error.strerror or str(error))
+            await self._send_last_words(stream, exchange)
+            raise
         introduction.control = control = ControlSocket(
             self.registry.control,
             stream.detach(),
@@ -178,11 +183,14 @@ class Connecting:
         introduction = self._introduction
         if introduction.leads is False:
             raise ProtocolError("the server leaves to us what it has to choose")
-        while True:
-            number = introduction.choose(event.numbers)
-            if introduction.make_endpoint(number):
-                exchange.take(number)
-                return True
+        number = introduction.choose(event.numbers)
+        if not introduction.make_endpoint(number):
+            raise ProtocolError(
+                f"the server is at number {event.numbers.next} with its endpoints to this worker, which is too far "
+                "ahead: connect from another worker"
+            )
+        exchange.take(number)
+        return True
 
     def _try(self, exchange: Exchange, number: int) -> bool:
         introduction = self._introduction
@@ -195,18 +203,24 @@ class Connecting:
     def _said_later(self, exchange: Exchange, event: Event) -> None:
         """What the server says while we wait for its greeting."""
         introduction = self._introduction
-        if not isinstance(event, Declined) or introduction.leads is False:
-            introduction.peer_said(event)
-            return
-        introduction.drop_endpoint()
         try:
-            self._choose(exchange, event)
-        except (OSError, ProtocolError) as error:
+            match event:
+                case Declined() if introduction.leads is not False:
+                    introduction.keep_as_filler()
+                    settled = self._choose(exchange, event)
+                case Assigned(number=number) if introduction.leads is not True:
+                    introduction.keep_as_filler()
+                    settled = self._try(exchange, number)
+                case _:
+                    introduction.peer_said(event)
+                    return
+        except (OSError, UCXError, ProtocolError) as error:
             introduction.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
             return
         assert introduction.control is not None
         introduction.control.flush()
-        introduction.greet()
+        if settled:
+            introduction.greet()
 
 
 def own_address(control: trio.socket.SocketType) -> Address:

@@ -10,7 +10,8 @@
     [DECLINE the number cannot be used       ->
                                              <-    ASSIGN   another one]
     TAKE     the number of the endpoints     ->
-             [                               <-    DECLINE  the number cannot be used]
+             [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
+                                                   number; then the client goes on as before TAKE]
 
 Without an authkey the client does not wait for the server's PREAMBLE. After TAKE each side makes its endpoint, and the
 peers greet each other over UCX (``registry.py``). Either side may send REFUSE, with a reason, until then, and ABORT
@@ -69,9 +70,6 @@ class Kind(enum.IntEnum):
     ABORT = 8
 
 
-_KINDS = {kind.value: kind for kind in Kind}
-
-
 class State(enum.Enum):
     """Which frame may come next."""
 
@@ -90,7 +88,7 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.PROOF): frozenset({Kind.REFUSE, Kind.PROOF}),
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
     (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
-    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ABORT}),
+    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
     (True, State.OPENED): frozenset({Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
     (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE}),
@@ -261,6 +259,11 @@ class Exchange:
         """For the server: another number."""
         self._send(Kind.ASSIGN, _NUMBER.pack(number))
 
+    def reassign(self, number: int) -> None:
+        """For the server: the number that was taken cannot be used any more, but this one."""
+        self._count_declined()
+        self.assign(number)
+
     def refuse(self, reason: str) -> None:
         """Says why there will be no connection, and ends."""
         if self.state in (State.ENDED, State.OPENED):
@@ -340,11 +343,17 @@ class Exchange:
         return True
 
     def _wrong_version(self, version: int) -> str:
-        if self.is_client:
-            frame = self._next_frame(any_kind=True)  # the server says more
-            if frame is not None and frame[0] is Kind.REFUSE:
-                return _text(frame[1])
-        return f"the peer speaks wire version {version}, and this side speaks {VERSION} ({self._software})"
+        if self.is_client and len(self._buffer) >= _HEAD.size:
+            # The server may say more. Only REFUSE is the same in every version.
+            length, kind = _HEAD.unpack_from(self._buffer)
+            end = _HEAD.size - 1 + length
+            if kind == Kind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
+                return _text(bytes(self._buffer[_HEAD.size : end]))
+        peer = "listener" if self.is_client else "client"
+        return (
+            f"the {peer} speaks wire version {version}, and this {self._side} speaks {VERSION} ({self._software}): "
+            "both sides need the same release of trio_ucx"
+        )
 
     def _compare_authkeys(self, has_authkey: bool) -> None:
         if self._authkey is not None and not has_authkey:
@@ -360,7 +369,7 @@ class Exchange:
     def _side(self) -> str:
         return "client" if self.is_client else "listener"
 
-    def _next_frame(self, *, any_kind: bool = False) -> tuple[Kind, bytes] | None:
+    def _next_frame(self) -> tuple[Kind, bytes] | None:
         """The next frame, its kind and its body, whose code was verified."""
         if len(self._buffer) < _HEAD.size:
             return None
@@ -368,12 +377,12 @@ class Exchange:
         if not 1 <= length <= MAX_FRAME:
             raise ProtocolError(f"a frame of {length} bytes; {MAX_FRAME} are allowed")
         expected = EXPECTED.get((self.is_client, self.state), frozenset())
-        if not any_kind and number not in expected:
+        if number not in expected:
             raise ProtocolError(f"a frame of kind {number} is out of place in the state {self.state.name}")
         end = _HEAD.size - 1 + length
         if len(self._buffer) < end:
             return None
-        kind = _KINDS.get(number, Kind.ABORT)
+        kind = Kind(number)
         frame = bytes(self._buffer[:end])
         del self._buffer[:end]
         if self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from functools import lru_cache
 
 import attrs
 
@@ -13,9 +14,9 @@ from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._process import Host, Process
 
 #: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether the peer is on this machine,
-#: process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths of the two addresses and
+#: release of UCX (two numbers), process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths of the two addresses and
 #: of the software; then these, and the checksum of everything.
-_FACTS = struct.Struct("<IQQBBB16sQIQIQQIIH")
+_FACTS = struct.Struct("<IQQBBBBB16sQIQIQQIIH")
 _CHECKSUM = struct.Struct("<I")
 
 #: No worker address is longer.
@@ -25,6 +26,11 @@ MAX_WINDOW = 2**62
 _MAX_PID = 2**22
 #: Transports that are shared memory, by UCX's names.
 SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
+
+
+#: From this release of UCX on, addresses of shared memory and of TCP's loopback device name namespaces in four bytes,
+#: not eight. Older and newer releases take each other's for addresses in other namespaces.
+_NEW_NAMESPACES = (1, 22)
 
 
 class SharedMemory(enum.IntEnum):
@@ -50,6 +56,7 @@ class Facts:
         address: its worker's address, with all transports.
         network_address: the same without shared memory; empty if nothing else is left.
         software: its releases of trio_ucx and UCX, for error messages.
+        ucx: its release of UCX, the first two numbers.
     """
 
     connection_id: int
@@ -62,6 +69,7 @@ class Facts:
     address: bytes
     network_address: bytes
     software: str
+    ucx: tuple[int, int] = (0, 0)
 
     def encode(self) -> bytes:
         host, software = self.host, self.software.encode()
@@ -73,6 +81,7 @@ class Facts:
                 self.shared_memory,
                 self.error_handling,
                 self.sees_local,
+                *self.ucx,
                 *attrs.astuple(host.process),
                 host.user,
                 host.ipc_namespace,
@@ -107,6 +116,8 @@ class Facts:
             wish,
             error_handling,
             sees_local,
+            major,
+            minor,
             boot_id,
             pid_namespace,
             pid,
@@ -144,6 +155,7 @@ class Facts:
             address=address,
             network_address=network_address,
             software="".join(char if char.isprintable() else "?" for char in software[:200]),
+            ucx=(major, minor),
         )
 
 
@@ -169,13 +181,17 @@ class Reach:
             ProtocolError: UCX could not take them.
         """
         try:
-            address = parse_worker_address(facts.address)
-            network = parse_worker_address(facts.network_address) if facts.network_address else None
+            address = _parsed(facts.address)
+            network = _parsed(facts.network_address) if facts.network_address else None
         except ValueError as error:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
         if network is not None and network.uuid != address.uuid:
             raise ProtocolError("the peer's two worker addresses are of different workers")
         return cls(facts, address.uuid, _names_shared_memory(address), network is not None, address.tcp_addresses)
+
+
+#: Our own address, and those of peers that connect again and again.
+_parsed = lru_cache(maxsize=64)(parse_worker_address)
 
 
 def _names_shared_memory(address: ParsedAddress) -> bool:
@@ -204,6 +220,8 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
         return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
     if not (ours.facts.sees_local and theirs.facts.sees_local):
         return "the control socket leads over another machine"
+    if (ours.facts.ucx < _NEW_NAMESPACES) != (theirs.facts.ucx < _NEW_NAMESPACES):
+        return "UCX 1.22 describes shared memory in another way than older releases, and one side has an older one"
     if not (ours.facts.error_handling and theirs.facts.error_handling):
         return "one side has the UCX option MM_ERROR_HANDLING=n"
     if not (ours.has_shared_memory and theirs.has_shared_memory):

@@ -9,6 +9,7 @@ directions. The engine's delivery decides that, so nothing that follows HELLO ar
 from __future__ import annotations
 
 import errno
+import os
 
 from outcome import Error, Outcome, Value
 
@@ -30,7 +31,7 @@ from ..ucp._process import this_host
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control import ControlSocket, ControlSockets
-from .exchange import Aborted, Declined, Event, Refused
+from .exchange import MAX_DECLINED, Aborted, Assigned, Declined, Event, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
@@ -82,6 +83,7 @@ class Registry:
             address=engine.address.ucx,
             network_address=self._network_address,
             software=SOFTWARE,
+            ucx=(ucx.version[0], ucx.version[1]),
         )
 
 
@@ -93,6 +95,15 @@ def _network_address(engine: Engine) -> bytes:
     except ValueError:
         return b""
     return blob
+
+
+def _greeting(frame: bytes) -> int | None:
+    """The number of a HELLO; None if it is something else."""
+    try:
+        hello = wire.decode_frame(frame)
+    except ProtocolError:
+        return None
+    return hello.number if isinstance(hello, wire.Hello) else None
 
 
 class Introduction:
@@ -112,11 +123,13 @@ class Introduction:
         self._core: EndpointCore | None = None
         self._ours: Facts | None = None
         self._theirs: Reach | None = None
-        self._greeted = False
+        #: The numbers in the HELLOs that have come, and those which are of no use: their TAKE was declined.
+        self._greetings: set[int] = set()
+        self.late_greetings: set[int] = set()
         self._shared_memory = False
         #: The number of our endpoint, once it has been made; and what was chosen for it.
         self.number: int | None = None
-        self._chosen: int | None = None
+        self.chosen: int | None = None
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
@@ -172,6 +185,12 @@ class Introduction:
         ours = self.registry.engine.address.uid
         return None if ours == self.theirs.uid else ours > self.theirs.uid
 
+    @property
+    def _blob(self) -> bytes:
+        """The address of the peer's that its endpoint is made by."""
+        facts = self.theirs.facts
+        return facts.address if self._shared_memory else facts.network_address
+
     def choose(self, theirs: Numbers | None) -> int:
         """Chooses the number of the endpoints; a new one, if that was declined.
 
@@ -180,15 +199,15 @@ class Introduction:
         """
         self._give_back()
         try:
-            self._chosen = 0 if self.leads is None else self.numbers.choose(theirs)
+            self.chosen = 0 if self.leads is None else self.numbers.choose(theirs, self._blob)
         except UsedUp:
             raise ProtocolError(
                 "UCX has used up its numbers for endpoints between these two workers: connect from another worker"
             ) from None
-        return self._chosen
+        return self.chosen
 
     def _give_back(self) -> None:
-        chosen, self._chosen = self._chosen, None
+        chosen, self.chosen = self.chosen, None
         if chosen is not None and self.leads is not None:
             self.numbers.give_back(chosen)
 
@@ -198,27 +217,29 @@ class Introduction:
         Raises:
             OSError, UCXError: UCX cannot reach the peer.
         """
-        facts = self.theirs.facts
-        blob = facts.address if self._shared_memory else facts.network_address
-        address = WorkerAddress.from_ucx(blob, process=facts.host.process)
-        core = connect_paired(self.registry.engine, address, self.theirs.uid, number, self.label)
+        address = WorkerAddress.from_ucx(self._blob, process=self.theirs.facts.host.process)
+        try:
+            core = connect_paired(self.registry.engine, address, self.theirs.uid, number, self.label)
+        except OSError as error:  # it names the worker address only
+            reason = os.strerror(error.errno or errno.EHOSTUNREACH)
+            raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.tried})") from error
         if core is None:
             return False
         self._core = core
         self.number = number
-        self._chosen = None
+        self.chosen = None
         core.on_failure = self._endpoint_failed
         return True
 
     def greet(self) -> None:
         """Sends HELLO over UCX. The link may exist when this returns."""
         core = self._core
-        assert core is not None
+        assert core is not None and self.number is not None
         # First of all: the peer may answer our HELLO with messages before this function returns.
         self._open_if_greeted()
         try:
             post_bytes_send(
-                core, wire.encode_frame(wire.Hello()), (self.theirs.facts.connection_id << 32) | wire.CONTROL
+                core, wire.encode_frame(wire.Hello(self.number)), (self.theirs.facts.connection_id << 32) | wire.CONTROL
             )
         except Exception as error:
             self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
@@ -229,8 +250,15 @@ class Introduction:
         """What has not ended at our endpoint, for the message of a timeout."""
         return [] if self._core is None else self._core.under_way()
 
+    def keep_as_filler(self) -> None:
+        """The peer cannot use the number of our endpoint: a raw endpoint of its may have it, which needs ours."""
+        core, self._core = self._core, None
+        number, self.number = self.number, None
+        if core is not None and number is not None:
+            core.on_failure = None
+            self.numbers.keep_as_filler(number, core)
+
     def drop_endpoint(self) -> None:
-        """The peer cannot use its number."""
         core, self._core = self._core, None
         if core is not None:
             core.on_failure = None
@@ -243,27 +271,41 @@ class Introduction:
         self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
 
     def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
-        hello = wire.encode_frame(wire.Hello())
-        if lane != wire.CONTROL or length != len(hello) or data[:length] != hello or self._greeted:
-            self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something else than its greeting"))
-            return
-        self._greeted = True
-        link = self._open_if_greeted()
-        if link is not None and count > 1:
-            link.run_came(lane, count - 1, length, data[length:])
+        while count:
+            number = _greeting(data[:length]) if lane == wire.CONTROL else None
+            if number is None or number in self._greetings or len(self._greetings) > MAX_DECLINED:
+                self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something else than its greeting"))
+                return
+            self._greetings.add(number)
+            count, data = count - 1, data[length:]
+            link = self._open_if_greeted()
+            if link is not None:
+                if count:
+                    link.run_came(lane, count, length, data)
+                return
 
     def _open_if_greeted(self) -> Link | None:
         """Both have sent their HELLO: the connection is open."""
         core, control = self._core, self.control
-        if not self._greeted or core is None or control is None or control.closed or self.answer.outcome is not None:
+        if (
+            self.number not in self._greetings
+            or core is None
+            or control is None
+            or control.closed
+            or self.answer.outcome is not None
+        ):
             return None
         control.exchange.greeted()
         facts = self.theirs.facts
         link = Link(
             self.registry.worker, core, self.id, facts.connection_id, facts.window, facts.threshold, self.options
         )
+        link.late_greetings = self.late_greetings - self._greetings
         link.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
+        if self.leads is not None and self.number is not None:
+            number, numbers = self.number, self.numbers
+            link.keep_endpoint = lambda core: numbers.keep(number, core)
         control.on_event, control.on_lost = link.control_said, link.control_lost
         self._finish(Value(link))
         return link
@@ -277,7 +319,7 @@ class Introduction:
                 self.fail(self._refused(reason))
             case Aborted():
                 self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
-            case Declined():
+            case Declined() | Assigned():
                 self.fail(ConnectionError(errno.EPROTO, f"{self.label} declined what it had chosen"))
 
     def _refused(self, reason: str) -> OSError:

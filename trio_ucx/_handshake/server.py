@@ -230,7 +230,7 @@ class Acceptor:
                     exchange.receive_data(data)
         except (ProtocolError, OSError, UCXError) as error:
             if not isinstance(error, (Stranger, ssl.SSLError)):
-                exchange.refuse(str(error))
+                exchange.refuse((isinstance(error, OSError) and error.strerror) or str(error))
             with trio.move_on_after(1):
                 try:
                     await stream.send_all(exchange.data_to_send())
@@ -266,8 +266,12 @@ class Acceptor:
             case Taken(number=number):
                 if introduction.make_endpoint(number):
                     exchange.taken()
-                elif introduction.leads is False:
+                    return
+                introduction.late_greetings.add(number)
+                if introduction.leads is False:
                     exchange.decline(introduction.numbers.numbers())
+                elif number == introduction.chosen:  # a raw endpoint has it
+                    exchange.reassign(introduction.choose(None))
                 else:
                     raise ProtocolError(f"it took the number {number}, which was not its to take")
             case Declined(numbers=numbers):

@@ -193,6 +193,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
                              tu_endpoint_t **out);
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
+void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 
 /* listener.c */

@@ -228,6 +228,12 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
     }
 }
 
+/* Records are about the new id from now on. */
+void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
+{
+    endpoint->id = id;
+}
+
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
 {
     tu_post_t post;

@@ -67,12 +67,14 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
 
     def make(error_handling: bool) -> EndpointCore:
         options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-        return _make_to_worker(engine, address, options, repr(address), raw=False)
+        core = _make_to_worker(engine, address, options, repr(address), raw=False)
+        core.peer_address = address
+        return core
 
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
-        core = engine.numbering.of(uid).make(number, make)
+        core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
         core.peer = address.process

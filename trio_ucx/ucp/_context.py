@@ -52,6 +52,8 @@ RENDEZVOUS_THRESHOLD = 64 * 1024
 #: Older ones (1.13 was tried) take the options of the TCP transport from the environment only, accept options that they
 #: do not know, and fail with large messages over shared memory ("Invalid am_short_iov length").
 WELL_CONFIGURABLE = (1, 17)
+#: The first UCX that has no keys for memory reached over TCP.
+TCP_WITHOUT_KEYS = (1, 19)
 
 #: Better choices than UCX's own, each only where neither the user nor the environment chose.
 DEFAULT_OPTIONS: Mapping[str, str] = {
@@ -73,6 +75,14 @@ if ucx.version >= WELL_CONFIGURABLE:
         "ADAPTIVE_PROGRESS": "n",
         # As Trio does for TCP: a server that starts again gets its port back, connections in TIME_WAIT or not.
         "TCP_CM_REUSEADDR": "y",
+        **DEFAULT_OPTIONS,
+    }
+
+if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
+    DEFAULT_OPTIONS = {
+        # UCX 1.16 to 1.18 give out keys for memory that is to be written over TCP, and from 1.19 on UCX refuses them: a
+        # large message between the two would fail, or never end.
+        "TCP_PUT_ENABLE": "n",
         **DEFAULT_OPTIONS,
     }
 

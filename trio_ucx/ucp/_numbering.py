@@ -9,6 +9,9 @@ keeps them (*fillers*). Raw endpoints take numbers on one side only; each side t
 A filler must handle errors as its pair does, or UCX destroys
 the pair; so the sides also say which of their endpoints are without error handling.
 
+Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with nothing
+left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that pair.
+
 UCX's numbers have 16 bits. When they are used up between two workers, the server goes on with another worker.
 """
 
@@ -29,6 +32,11 @@ MAX_FILLERS = 4096
 MAX_PLAIN = 1000
 #: Seconds after which nobody asks for a filler any more. (Whoever does gets another number.)
 FILLER_AGE = 15.0
+#: Seconds for which the endpoint of a connection that was closed is kept for another one; for how many of them it is
+#: offered, which is less, because both sides must still have it; and how many are kept for each peer worker.
+IDLE_TIME = 2.0
+OFFER_TIME = 1.0
+MAX_IDLE = 64
 
 
 @attrs.frozen
@@ -64,6 +72,8 @@ class PeerNumbers:
         self._promised = 0
         self._returned: set[int] = set()
         self._fillers: dict[int, tuple[EndpointCore, float]] = {}
+        #: Endpoints of connections that were closed, and since when, the oldest first.
+        self._idle: dict[int, tuple[EndpointCore, float]] = {}
 
     def made(self, *, raw: bool, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
@@ -82,13 +92,35 @@ class PeerNumbers:
 
     @property
     def used_up(self) -> bool:
-        return max(self._next, self._promised) >= LIMIT
+        # What a peer says does not count: it would make a server open one worker after the other.
+        return self._next + MAX_FILLERS >= LIMIT
 
-    def choose(self, theirs: Numbers | None) -> int:
+    @property
+    def idle(self) -> int:
+        """How many endpoints wait for another connection."""
+        return len(self._idle)
+
+    def keep(self, number: int, core: EndpointCore) -> None:
+        """A connection was closed: its endpoint may serve another one."""
+        if len(self._idle) >= MAX_IDLE:
+            oldest, _ = self._idle.pop(next(iter(self._idle)))
+            oldest.close()
+        self._idle[number] = core, time.monotonic()
+
+    def close_idle(self, age: float = IDLE_TIME) -> None:
+        """Closes those that nobody has come for."""
+        limit = time.monotonic() - age
+        for number, (core, since) in list(self._idle.items()):
+            if core.handle is None or since <= limit:
+                del self._idle[number]
+                core.close()
+
+    def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
         """A number for a new Connection. :meth:`give_back` it if it was never used.
 
         Args:
             theirs: how far the other side is, if that is known.
+            address: of the peer; an idle endpoint that was made by another of its addresses goes other ways.
 
         Raises:
             UsedUp: none is left.
@@ -97,6 +129,11 @@ class PeerNumbers:
         if theirs is not None:
             self.heard(theirs)
             lowest = max(lowest, theirs.next)
+        oldest = time.monotonic() - OFFER_TIME
+        for number, (core, since) in reversed(self._idle.items()):
+            if since > oldest and _fits(core, address):
+                self._fillers[number] = self._idle.pop(number)
+                return number
         self._returned = {number for number in self._returned if number >= lowest}
         if self._returned:
             number = min(self._returned)
@@ -113,26 +150,34 @@ class PeerNumbers:
         if number >= self._next:
             self._returned.add(number)
 
-    def make(self, number: int, make: Callable[[bool], EndpointCore]) -> EndpointCore | None:
+    def make(self, number: int, make: Callable[[bool], EndpointCore], address: bytes = b"") -> EndpointCore | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
 
         Args:
             make: makes an endpoint to this peer, with error handling or without, and calls :meth:`made`.
+            address: of the peer.
 
         Raises:
             OSError, UCXError: what ``make`` raises.
         """
         self._close_old_fillers()
-        filler = self._fillers.pop(number, None)
-        if filler is not None:
-            core, _ = filler
-            return core if core.handle is not None and core.forcible else None
+        there = self._fillers.pop(number, None) or self._idle.pop(number, None)
+        if there is not None:
+            core, _ = there
+            if _fits(core, address) and core.forcible:
+                return core
+            core.close()
+            return None
         if number < self._next or number - self._next > MAX_FILLERS or number >= LIMIT:
             return None
         while self._next < number:
             following = self._next
             self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True)
+
+    def keep_as_filler(self, number: int, core: EndpointCore) -> None:
+        """An endpoint whose number the peer cannot use is a filler from now on."""
+        self._fillers[number] = core, time.monotonic()
 
     def _close_old_fillers(self) -> None:
         oldest = time.monotonic() - FILLER_AGE
@@ -141,6 +186,11 @@ class PeerNumbers:
             if core.handle is None or (made_at < oldest and not self._peer_has_raw):
                 del self._fillers[number]
                 core.close()
+
+
+def _fits(core: EndpointCore, address: bytes) -> bool:
+    made_by = core.peer_address.ucx if core.peer_address is not None else b""
+    return core.handle is not None and made_by == address
 
 
 class Numbering:
@@ -155,3 +205,14 @@ class Numbering:
         if numbers is None:
             numbers = self._peers[uid] = PeerNumbers()
         return numbers
+
+    @property
+    def idle(self) -> int:
+        """How many endpoints wait for another connection."""
+        return sum(numbers.idle for numbers in self._peers.values())
+
+    def close_idle(self) -> None:
+        """Closes the endpoints that no other connection has come for."""
+        for numbers in self._peers.values():
+            if numbers.idle:
+                numbers.close_idle()

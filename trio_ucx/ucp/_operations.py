@@ -175,6 +175,7 @@ class EndpointCore:
         "connected",
         "engine",
         "error",
+        "exposed",
         "facade",
         "forcible",
         "handle",
@@ -199,6 +200,8 @@ class EndpointCore:
         self.label = label
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
+        #: Whether the user has ever had it in hand, and so may have left something at it.
+        self.exposed = False
         #: Called once, when it is closed (not when it fails).
         self.on_close: Callable[[], None] | None = None
         #: What the layer above has made of it (a Connection's link).
@@ -289,6 +292,35 @@ class EndpointCore:
         if callback is not None:
             callback()
 
+    @property
+    def reusable(self) -> bool:
+        """Whether another connection between the same two workers could go on with it: nothing was left at it."""
+        return (
+            self.handle is not None
+            and self.error is None
+            and not self.exposed
+            and not self.pending
+            and self.inbox is None
+            and self.companion is None
+            and self.chain_companion is None
+        )
+
+    def pass_on(self, error: UCXError | None = None) -> EndpointCore:
+        """Closes this object, but not UCX's endpoint, which gets a new object. (It must be :attr:`reusable`.)
+
+        Args:
+            error: why it is of no use any more, for those who try.
+        """
+        engine, handle, self.handle = self.engine, self.handle, None
+        self.error = error
+        self.on_failure = None
+        self.closed_here()
+        id = engine.next_id()
+        lib.tu_endpoint_rename(handle, id)
+        heir = EndpointCore(engine, id, handle, self.label)
+        heir.peer, heir.peer_address, heir.connected = self.peer, self.peer_address, self.connected
+        return heir
+
     def close(self) -> None:
         """Closes by force, at once. Waiters get ClosedResourceError."""
         self.on_failure = None
@@ -350,6 +382,9 @@ class EndpointCore:
     def closed(self, handle: Any) -> None:
         """UCX has closed it."""
         lib.tu_endpoint_free(handle)
+        self.closed_here()
+
+    def closed_here(self) -> None:
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
 

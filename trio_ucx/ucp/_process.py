@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import attrs
@@ -23,8 +23,7 @@ class Process:
 NOBODY = Process()
 
 
-@cache
-def _host() -> bytes:
+def _boot_id() -> bytes:
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))
@@ -49,7 +48,7 @@ def start_time(pid: int) -> int:
 
 
 def this_process() -> Process:
-    return Process(_host(), _namespace("pid"), os.getpid(), start_time(os.getpid()))
+    return this_host().process
 
 
 @attrs.frozen
@@ -69,4 +68,11 @@ class Host:
 
 
 def this_host() -> Host:
-    return Host(this_process(), os.geteuid(), _namespace("ipc"), _namespace("net"))
+    return _host_of(os.getpid(), os.geteuid())
+
+
+@lru_cache(maxsize=1)
+def _host_of(pid: int, user: int) -> Host:
+    """Its arguments are what can change while the process runs; after a fork, say."""
+    process = Process(_boot_id(), _namespace("pid"), pid, start_time(pid))
+    return Host(process, user, _namespace("ipc"), _namespace("net"))

@@ -67,6 +67,8 @@ class SafetyNet:
                 self._running = True
                 self._set(INTERVAL)
                 continue
+            if engine.numbering.idle:
+                engine.guard(engine.numbering.close_idle)
             if not self._awaited():
                 self._running = False
                 self._set(0)
@@ -86,6 +88,7 @@ class SafetyNet:
         engine = self._engine
         return bool(
             engine.in_flight
+            or engine.numbering.idle
             or engine.mail.boxes
             or engine.stream_watchers
             or any(waiters for waiters in engine.am_waiters.values())

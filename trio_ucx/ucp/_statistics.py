@@ -20,7 +20,7 @@ class WorkerStatistics:
         operations_in_flight: posted and not completed.
         left_over_operations: those of them whose task was cancelled; their buffers stay pinned.
         completed_operations: completed after they were posted; what completed at once is not counted.
-        endpoints: open endpoints.
+        endpoints: open endpoints, without those that are kept for a moment after their connection was closed.
         wakeups: times the progress task woke.
         busy_arms: times UCX said BUSY when asked to arm.
         backoffs: times the progress task slept because UCX stayed BUSY.
@@ -61,7 +61,7 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         operations_in_flight=len(engine.in_flight),
         left_over_operations=engine.left_over,
         completed_operations=engine.counters["completed"],
-        endpoints=len(engine.endpoints),
+        endpoints=len(engine.endpoints) - engine.numbering.idle,
         wakeups=engine.counters["wakeups"],
         busy_arms=counts.arm_busy,
         backoffs=engine.counters["backoffs"],

@@ -1,0 +1,119 @@
+"""Hosts with networks of their own on this machine: network namespaces, and cables (veth) between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import attrs
+import pytest
+import trio
+
+_numbers = itertools.count()
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, timeout=20, text=True).stdout
+
+
+def need(*command: str, why: str) -> None:
+    """Skips the test where a command that does nothing cannot be run under what the test needs."""
+    if os.geteuid() != 0:
+        pytest.skip(f"{why} need root")
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{why} need {command[0]}")
+    try:
+        run(*command)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{why}: {error}")
+
+
+@attrs.frozen
+class Host:
+    """A network namespace.
+
+    Attributes:
+        under: what runs a command in it, for ``open_peer``.
+    """
+
+    name: str
+
+    @property
+    def under(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name]
+
+    def ip(self, *command: str) -> str:
+        return run("ip", "-n", self.name, *command)
+
+    def down(self, device: str) -> None:
+        self.ip("link", "set", device, "down")
+
+    def forward(self, on: bool) -> None:
+        """Whether it forwards packets; otherwise it drops those that are not for itself, and says nothing."""
+        for file in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+            run(*self.under, "sh", "-c", f"echo {int(on)} > /proc/sys/net/{file}")
+
+
+class Network:
+    """Makes hosts and cables; see :func:`open_network`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._ends: list[tuple[Host, str]] = []
+
+    def host(self) -> Host:
+        host = Host(f"tu{os.getpid()}n{next(_numbers)}")
+        run("ip", "netns", "add", host.name)
+        self._stack.callback(run, "ip", "netns", "del", host.name)
+        host.ip("link", "set", "lo", "up")
+        return host
+
+    def cable(self, one: tuple[Host, str, str], other: tuple[Host, str, str]) -> None:
+        """Lays a cable.
+
+        Args:
+            one, other: an end: the host, the name of its device, and its address, as in "10.200.1.1/24".
+        """
+        (host, device, _), (peer, peer_device, _) = one, other
+        host.ip("link", "add", device, "type", "veth", "peer", "name", peer_device, "netns", peer.name)
+        for end, name, address in (one, other):
+            flags = ["nodad"] if ":" in address else []
+            end.ip("addr", "add", address, "dev", name, *flags)
+            end.ip("link", "set", name, "up")
+            self._ends.append((end, name))
+
+    async def ready(self) -> None:
+        """The kernel looks at a new cable only once a second."""
+        with trio.fail_after(10):
+            for host, device in self._ends:
+                while "LOWER_UP" not in (shown := host.ip("link", "show", device)) or "state UP" not in shown:
+                    await trio.sleep(0.05)
+
+
+@contextmanager
+def open_network() -> Iterator[Network]:
+    """A network, which ends with the block. Skips the test where this cannot be had."""
+    need("ip", "netns", "list", why="network namespaces")
+    with ExitStack() as stack:
+        probe = Host(f"tu{os.getpid()}probe")
+        try:
+            run("ip", "netns", "add", probe.name)
+            stack.callback(run, "ip", "netns", "del", probe.name)
+            run(*probe.under, "true")
+            probe.ip("link", "add", "one", "type", "veth", "peer", "name", "other")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield Network(stack)
+
+
+def unshare(*kinds: str) -> Sequence[str]:
+    """What runs a command in namespaces of its own: "pid", "ipc". Skips the test where that cannot be had."""
+    command = ["unshare", *(f"--{kind}" for kind in kinds)]
+    if "pid" in kinds:
+        command += ["--fork", "--kill-child", "--mount-proc"]
+    need(*command, "true", why=f"namespaces ({', '.join(kinds)})")
+    return command

@@ -1,0 +1,329 @@
+"""Which transports two processes use that share a machine, but not all of its namespaces; and networks between them."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from helpers import Peer, open_peer
+from networks import Host, Network, need, open_network, unshare
+
+SIZES = [1, 5000, 2**20]
+SHARED_MEMORY = {"sysv", "posix"}
+LOOPBACK = "127.0.0.1"
+#: UCX logs what we expect to standard output, where peers speak.
+QUIET = {"UCX_LOG_LEVEL": "fatal"}
+
+
+@attrs.frozen
+class Side:
+    """How one of the two is run."""
+
+    under: Sequence[str] = ()
+    options: dict[str, Any] = attrs.field(factory=dict)
+    environment: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Meeting:
+    """What became of it: what the client said, the transports of the server's connections, and the server's log."""
+
+    client: list[Any]
+    server: list[list[str]]
+    log: str
+
+    def assert_tcp(self) -> None:
+        assert self.client[0] == "connected", (self.client, self.log)
+        assert self.client[1] == ["tcp"] and self.server == [["tcp"]]
+
+    def assert_shared_memory(self) -> None:
+        assert self.client[0] == "connected", (self.client, self.log)
+        assert set(self.client[1]) & SHARED_MEMORY
+        [transports] = self.server
+        assert set(transports) & SHARED_MEMORY
+
+    def assert_refused(self, *words: str) -> None:
+        """Both sides were told why."""
+        kind, number, text, seconds = self.client
+        assert kind == "ConnectionRefusedError" and number == errno.ECONNREFUSED, self.client
+        assert seconds < 5
+        for word in words:
+            assert word in text, text
+            assert word in self.log, self.log
+        assert self.server == []
+
+
+async def meet(client: Side, server: Side, host: str = LOOPBACK, target: Any = None) -> Meeting:
+    """A server, and a client that connects to it: messages come back.
+
+    Args:
+        host: where the server listens.
+        target: where the client connects to, if it is not that.
+    """
+    async with (
+        open_peer("host", [host], server.options, under=server.under, **server.environment) as listening,
+        open_peer("visitor", client.options, SIZES, under=client.under, **client.environment) as connecting,
+    ):
+        [address] = await listening.hear()
+        await connecting.tell(target or address)
+        said = await connecting.hear(40)
+        await listening.tell()
+        transports, log = await listening.hear()
+        return Meeting(said, transports, "\n".join(log))
+
+
+@attrs.frozen
+class Hosts:
+    """One network for all tests of this module.
+
+    Attributes:
+        one, two: with a cable between.
+        six, seven: the same, with IPv6 only.
+        near, gate, far: ``near`` has a cable to ``gate``, as has ``far``, and ``gate`` does not forward.
+    """
+
+    one: Host
+    two: Host
+    six: Host
+    seven: Host
+    near: Host
+    gate: Host
+    far: Host
+
+
+ONE, TWO = "10.200.1.1", "10.200.1.2"
+SIX, SEVEN = "fd00:200::6", "fd00:200::7"
+NEAR, GATE_TO_NEAR, GATE_TO_FAR, FAR = "10.200.2.1", "10.200.2.254", "10.200.3.254", "10.200.3.1"
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[tuple[Network, Hosts]]:
+    with open_network() as network:
+        one, two, six, seven, near, gate, far = (network.host() for _ in range(7))
+        network.cable((one, "cable", f"{ONE}/24"), (two, "cable", f"{TWO}/24"))
+        network.cable((six, "cable", f"{SIX}/64"), (seven, "cable", f"{SEVEN}/64"))
+        network.cable((near, "cable", f"{NEAR}/24"), (gate, "to_near", f"{GATE_TO_NEAR}/24"))
+        network.cable((far, "cable", f"{FAR}/24"), (gate, "to_far", f"{GATE_TO_FAR}/24"))
+        gate.forward(False)
+        yield network, Hosts(one, two, six, seven, near, gate, far)
+
+
+@pytest.fixture
+async def hosts(network: tuple[Network, Hosts]) -> Hosts:
+    await network[0].ready()
+    return network[1]
+
+
+# ---- the same namespaces ----
+
+
+async def test_nothing_differs() -> None:
+    (await meet(Side(), Side())).assert_shared_memory()
+    (await meet(Side(options={"shared_memory": True}), Side())).assert_shared_memory()
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_without_shared_memory(who: str) -> None:
+    without = Side(options={"shared_memory": False})
+    meeting = await (meet(without, Side()) if who == "client" else meet(Side(), without))
+    meeting.assert_tcp()
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_one_side_wants_it_and_the_other_does_not(who: str) -> None:
+    wants, refuses = Side(options={"shared_memory": True}), Side(options={"shared_memory": False})
+    meeting = await (meet(wants, refuses) if who == "client" else meet(refuses, wants))
+    meeting.assert_refused("shared_memory=True", "shared_memory=False")
+
+
+async def test_shared_memory_is_all_there_is(tmp_path: Path) -> None:
+    """A control socket by host and port, or by path, is no transport of UCX's."""
+    only = Side(environment={"UCX_TLS": "sm,self"})
+    for host in (LOOPBACK, "::1", f"unix:{tmp_path}/socket"):
+        (await meet(only, only, host)).assert_shared_memory()
+    over_tcp = Side(environment={"UCX_TLS": "tcp"})
+    (await meet(only, over_tcp)).assert_refused("shared memory cannot be used", "UCX_TLS", "tcp,sm,self")
+    (await meet(over_tcp, only)).assert_refused("shared memory cannot be used", "UCX_TLS", "tcp,sm,self")
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_shared_memory_without_error_handling(who: str) -> None:
+    """...cannot be used by an endpoint that is to notice errors."""
+    odd = Side(environment={"UCX_MM_ERROR_HANDLING": "n"})
+    meeting = await (meet(odd, Side()) if who == "client" else meet(Side(), odd))
+    meeting.assert_tcp()
+    wants = Side(options={"shared_memory": True})
+    meeting = await (meet(odd, wants) if who == "client" else meet(wants, odd))
+    meeting.assert_refused("shared_memory=True", "MM_ERROR_HANDLING=n")
+
+
+# ---- namespaces of this machine ----
+
+
+async def each_differs(under: Sequence[str], what: str, host: str = LOOPBACK, target: Any = None) -> None:
+    """Client, server, or both are run under something, and so cannot share memory."""
+    async with trio.open_nursery() as nursery:
+
+        async def over_tcp(client: Side, server: Side) -> None:
+            (await meet(client, server, host, target)).assert_tcp()
+
+        async def refused(client: Side, server: Side) -> None:
+            (await meet(client, server, host, target)).assert_refused("shared_memory=True", f"different {what}")
+
+        nursery.start_soon(over_tcp, Side(under), Side())
+        nursery.start_soon(over_tcp, Side(), Side(under))
+        nursery.start_soon(refused, Side(under, {"shared_memory": True}), Side())
+        nursery.start_soon(refused, Side(), Side(under, {"shared_memory": True}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "what"),
+    [
+        (("pid",), "PID namespaces"),
+        (("ipc",), "IPC namespaces"),
+        (("ipc", "pid"), "IPC namespaces and PID namespaces"),
+    ],
+)
+async def test_namespaces_differ(kinds: tuple[str, ...], what: str) -> None:
+    await each_differs(unshare(*kinds), what)
+
+
+async def test_both_have_a_pid_namespace_of_their_own() -> None:
+    """As in containers with ``--ipc=host --network=host``: both sides have the process id 1."""
+    under = unshare("pid")
+    (await meet(Side(under), Side(under))).assert_tcp()
+
+
+async def test_users_differ(tmp_path: Path) -> None:
+    under = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    need(*under, sys.executable, "-c", "import trio_ucx", why="tests as another user, who can read this Python,")
+    await each_differs(under, "users")
+    path = tmp_path / "socket"
+    for folder in [tmp_path, *tmp_path.parents][:3]:
+        folder.chmod(folder.stat().st_mode | 0o011)
+    meeting = await meet(Side(under), Side(), f"unix:{path}")
+    assert meeting.client[0] == "PermissionError" and meeting.client[1] == errno.EACCES, meeting.client
+
+
+# ---- networks ----
+
+
+async def test_networks_differ(hosts: Hosts) -> None:
+    one, two = Side(hosts.one.under), Side(hosts.two.under)
+    meeting = await meet(one, two, TWO)
+    meeting.assert_tcp()
+    assert meeting.client[2][0] == ONE and meeting.client[3][0] == TWO
+    wants = attrs.evolve(one, options={"shared_memory": True})
+    (await meet(wants, two, TWO)).assert_refused("shared_memory=True", "different network namespaces")
+    wants = attrs.evolve(two, options={"shared_memory": True})
+    (await meet(one, wants, TWO)).assert_refused("shared_memory=True", "different network namespaces")
+
+
+async def test_networks_and_namespaces_differ(hosts: Hosts) -> None:
+    """Containers as they are by default."""
+    under = unshare("ipc", "pid")
+    one, two = Side([*hosts.one.under, *under]), Side([*hosts.two.under, *under])
+    (await meet(one, two, TWO)).assert_tcp()
+    wants = attrs.evolve(one, options={"shared_memory": True})
+    meeting = await meet(wants, two, TWO)
+    meeting.assert_refused("different IPC namespaces, PID namespaces and network namespaces")
+
+
+async def test_control_socket_by_path_leads_to_another_network(hosts: Hosts, tmp_path: Path) -> None:
+    one, two = Side(hosts.one.under), Side(hosts.two.under)
+    (await meet(one, two, f"unix:{tmp_path}/socket")).assert_tcp()
+
+
+async def test_only_shared_memory_and_networks_differ(hosts: Hosts) -> None:
+    one, two = (Side(host.under, environment={"UCX_TLS": "sm,self"}) for host in (hosts.one, hosts.two))
+    meeting = await meet(one, two, TWO)
+    meeting.assert_refused("different network namespaces", "add tcp to its option TLS (UCX_TLS)")
+
+
+async def test_ipv6_only(hosts: Hosts) -> None:
+    six, seven = Side(hosts.six.under), Side(hosts.seven.under)
+    meeting = await meet(six, seven, SEVEN)
+    meeting.assert_tcp()
+    assert meeting.client[2][0] == SIX and meeting.client[3][0] == SEVEN
+
+
+# ---- forwarded control sockets ----
+
+
+async def test_forwarded_on_this_machine() -> None:
+    """Messages go directly, over shared memory: the forwarder is on the same machine."""
+    async with (
+        open_peer("forwarder", LOOPBACK) as forwarder,
+        open_peer("host", [LOOPBACK], {}) as listening,
+        open_peer("visitor", {}, SIZES) as connecting,
+    ):
+        [address] = await listening.hear()
+        await forwarder.tell(address)
+        await connecting.tell(await forwarder.hear())
+        said = await connecting.hear()
+        assert said[0] == "connected" and set(said[1]) & SHARED_MEMORY, said
+        await forwarder.tell()
+        assert await forwarder.hear() < 100_000
+        await listening.tell()
+        await listening.hear()
+
+
+async def test_forwarded_between_networks(hosts: Hosts) -> None:
+    """Messages go directly where there is a way; where there is none, both are told which addresses were tried."""
+    listen = partial(open_peer, "host", [FAR], {"connect_timeout": 4}, under=hosts.far.under, **QUIET)
+    forward = partial(open_peer, "forwarder", GATE_TO_NEAR, under=hosts.gate.under)
+
+    async def visit(timeout: float, target: Any) -> list[Any]:
+        options = {"connect_timeout": timeout}
+        async with open_peer("visitor", options, SIZES, under=hosts.near.under, **QUIET) as client:
+            await client.tell(target)
+            said: list[Any] = await client.hear()
+            return said
+
+    def assert_told(said: list[Any], kind: str, host: str, word: str) -> None:
+        assert said[0] == kind and said[1], said
+        assert re.search(rf"its UCX listens at .*{re.escape(host)}:\d+", said[2]), said
+        assert word in said[2], said
+        assert said[3] < 2 + 1
+
+    async def told_to_end(listening: Peer) -> tuple[list[list[str]], str]:
+        await listening.tell()
+        transports, log = await listening.hear()
+        return transports, "\n".join(log)
+
+    async with forward() as forwarder, listen() as listening:
+        [address] = await listening.hear()
+        await forwarder.tell(address)
+        target = await forwarder.hear()
+        # There is no route to the server, and then none back. UCX knows that, and needs not try.
+        assert_told(await visit(2, target), "OSError", FAR, "No route")
+        hosts.near.ip("route", "add", "default", "via", GATE_TO_NEAR)
+        assert_told(await visit(2, target), "ConnectionRefusedError", NEAR, "No route")
+        _, log = await told_to_end(listening)
+        assert f"UCX cannot connect to {target[0]}" in log and f"its UCX listens at {FAR}:" in log, log
+
+    # A process's UCX reads the routes only once.
+    hosts.far.ip("route", "add", "default", "via", GATE_TO_FAR)
+    async with forward() as forwarder, listen() as listening:
+        [address] = await listening.hear()
+        await forwarder.tell(address)
+        target = await forwarder.hear()
+        # There are routes, and packets are dropped: nobody knows.
+        assert_told(await visit(2, target), "TimeoutError", FAR, "firewall")
+        hosts.gate.forward(True)
+        said = await visit(5, target)
+        assert said[0] == "connected" and said[1] == ["tcp"], said
+        hosts.gate.forward(False)
+        await forwarder.tell()
+        assert await forwarder.hear() < 100_000
+        transports, log = await told_to_end(listening)
+        assert transports == [["tcp"]]
+        assert "gave up the connection" in log, log

@@ -1,0 +1,508 @@
+"""The numbers of endpoints by worker address: both ends of a connection have the same one, whatever else goes on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from helpers import pattern
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from remote import open_two
+from test_exchange import ALL, some_facts
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake import registry as registry_side
+from trio_ucx._handshake import server as server_side
+from trio_ucx._handshake.client import Connecting, Entry
+from trio_ucx._handshake.exchange import Exchange
+from trio_ucx._handshake.facts import SharedMemory
+from trio_ucx._handshake.registry import Introduction
+from trio_ucx._handshake.server import Acceptor
+from trio_ucx._session import Options
+from trio_ucx._wire import ProtocolError
+from trio_ucx.ucp import _numbering as numbering_module
+from trio_ucx.ucp._numbering import LIMIT, MAX_FILLERS, MAX_PLAIN, Numbering, Numbers, PeerNumbers, UsedUp
+
+
+@attrs.define(eq=False)
+class Core:
+    """Stands for an endpoint. Its index is what UCX pairs it by."""
+
+    index: int
+    forcible: bool = True
+    raw: bool = False
+    handle: object = 1
+    on_failure: object = None
+    peer_address: object = None
+
+    def close(self) -> None:
+        self.handle = None
+
+
+class Made:
+    """The endpoints of one worker to another, as UCX counts them."""
+
+    def __init__(self, numbers: PeerNumbers | None = None) -> None:
+        self.numbers = numbers or PeerNumbers()
+        self.cores: list[Core] = []
+
+    def open(self, error_handling: bool = True, raw: bool = False) -> Core:
+        core = Core(len(self.cores), error_handling, raw)
+        self.cores.append(core)
+        self.numbers.made(raw=raw, error_handling=error_handling)
+        return core
+
+    def claim(self, number: int, address: bytes = b"") -> Core | None:
+        def make(error_handling: bool) -> Any:
+            core = self.open(error_handling)
+            core.peer_address = SimpleNamespace(ucx=address)
+            return core
+
+        core: Any = self.numbers.make(number, make, address)
+        assert core is None or core.index == number
+        return core  # type: ignore[no-any-return]
+
+
+# ---- one side ----
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_claims_in_any_order(seed: int) -> None:
+    """Each number gives the endpoint that UCX counts so; the others up to it are made meanwhile, and used later."""
+    chance = random.Random(seed)
+    claims = list(range(200))
+    chance.shuffle(claims)
+    made = Made()
+    for number in claims:
+        assert made.claim(number) is made.cores[number]
+        assert made.claim(number) is None, "given twice"
+    assert len(made.cores) == 200
+    assert made.numbers.numbers() == Numbers(200)
+
+
+def test_chosen_numbers_are_all_different() -> None:
+    made = Made()
+    assert [made.numbers.choose(None) for _ in range(5)] == [0, 1, 2, 3, 4]
+    made.numbers.give_back(3)
+    made.numbers.give_back(1)
+    assert [made.numbers.choose(None) for _ in range(3)] == [1, 3, 5]
+    made.claim(4)
+    made.numbers.give_back(2)  # there is a filler, but the peer may have used it already
+    assert made.numbers.choose(None) == 6
+
+
+def test_choice_is_beyond_what_either_side_has_made() -> None:
+    made = Made()
+    assert made.numbers.choose(Numbers(7, True)) == 7
+    made.numbers.give_back(7)
+    assert made.numbers.choose(Numbers(8, True)) == 8
+    for _ in range(10):
+        made.open(raw=True)
+    assert made.numbers.numbers() == Numbers(10, True)
+    assert made.numbers.choose(Numbers(9, True)) == 10
+
+
+def test_number_that_was_used_is_not_given_again() -> None:
+    made = Made()
+    made.open(raw=True)
+    assert made.claim(0) is None
+    assert made.claim(2) is made.cores[2]
+    made.cores[1].close()  # a filler that failed
+    assert made.claim(1) is None
+
+
+def test_fillers_handle_errors_as_their_pairs_do() -> None:
+    made = Made()
+    made.numbers.heard(Numbers(9, True, (1, 3, 7)))
+    made.claim(5)
+    assert [core.forcible for core in made.cores] == [True, False, True, False, True, True]
+    assert made.claim(3) is None  # of no use for a connection
+    made.claim(8)
+    assert [core.forcible for core in made.cores[6:]] == [True, False, True]
+
+
+def test_numbers_without_error_handling_are_told() -> None:
+    made = Made()
+    for index in range(3000):
+        made.open(error_handling=index % 2 == 0, raw=True)
+    told = made.numbers.numbers()
+    assert told.next == 3000 and told.has_raw
+    assert told.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
+
+
+def test_limits() -> None:
+    made = Made()
+    for number in (MAX_FILLERS + 1, 64_000, LIMIT, 65535, 2**32 - 1):
+        assert made.claim(number) is None
+    assert made.cores == []
+    assert made.numbers.choose(Numbers(LIMIT - 1)) == LIMIT - 1
+    with pytest.raises(UsedUp):
+        made.numbers.choose(None)
+    with pytest.raises(UsedUp):
+        made.numbers.choose(Numbers(65535))
+
+
+def test_peer_cannot_use_up_our_numbers() -> None:
+    """What a peer says about its numbers does not make a server go on with another worker, which costs something."""
+    made = Made()
+    made.numbers.choose(Numbers(LIMIT - 1))
+    made.numbers.heard(Numbers(65535, True, (1,)))
+    assert not made.numbers.used_up
+    for _ in range(LIMIT):
+        made.numbers.made(raw=True, error_handling=True)
+    assert made.numbers.used_up
+
+
+def test_old_fillers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(numbering_module.time, "monotonic", lambda: now)
+    for has_raw in (False, True):
+        made = Made()
+        made.numbers.heard(Numbers(0, has_raw))
+        made.claim(3)
+        now += numbering_module.FILLER_AGE + 1
+        made.claim(4)
+        assert [core.handle is None for core in made.cores] == [not has_raw] * 3 + [False] * 2
+        assert (made.claim(1) is None) is not has_raw
+
+
+# ---- two sides, by what the client and the server decide ----
+
+
+class Node:
+    """A worker that has Connections to one other worker."""
+
+    def __init__(self, uid: int, peer_uid: int) -> None:
+        numbering = Numbering()
+        self.made = Made(numbering.of(peer_uid))
+        self.address = ALL[:1] + uid.to_bytes(8, "little") + ALL[9:]
+        self.network_address = some_facts().network_address
+        self.network_address = self.address[:9] + self.network_address[9:]
+        self.engine = SimpleNamespace(
+            numbering=numbering,
+            address=SimpleNamespace(uid=uid),
+            mail=SimpleNamespace(boxes={}),
+            made=self.made,
+        )
+
+    def toward(self, uid: int) -> Node:
+        return self
+
+    def facts(self, connection_id: int, options: object, shared_memory: object, sees_local: bool) -> Any:
+        return some_facts(connection_id=connection_id, address=self.address, network_address=self.network_address)
+
+
+def connect_paired(engine: Any, address: Any, uid: int, number: int, label: str) -> Core | None:
+    return engine.made.claim(number, address.ucx)  # type: ignore[no-any-return]
+
+
+class Control:
+    """Stands for a control socket after the exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def flush(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.exchange.abort()
+
+    def refuse(self, reason: str) -> None:
+        self.exchange.refuse(reason)
+
+
+ENTRY = Entry(SharedMemory.AUTO, 20.0, None, None)
+
+
+class Meeting:
+    """A connection that comes about: the library's two sides, and the bytes between them."""
+
+    def __init__(self, client: Node, server: Node) -> None:
+        self.connecting = Connecting(client, None, "server", ENTRY, Options(), 10)  # type: ignore[arg-type]
+        self.acceptor = Acceptor.__new__(Acceptor)
+        self.acceptor._entry = ENTRY
+        self.acceptor._check_room = lambda: None  # type: ignore[method-assign]
+        self.ends = {
+            True: self.connecting._introduction,
+            False: Introduction(server, Options(), "client"),  # type: ignore[arg-type]
+        }
+        self.exchanges = {
+            is_client: Exchange(is_client=is_client, software="", authkey=None) for is_client in (True, False)
+        }
+        self.exchanges[True].open(self.ends[True].say(SharedMemory.AUTO, True))
+        #: What is on its way, by who it is for.
+        self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
+        self.given_up: set[bool] = set()
+        self.flush()
+
+    def flush(self) -> None:
+        for is_client, exchange in self.exchanges.items():
+            data = exchange.data_to_send()
+            if data:
+                self.under_way[not is_client].append(data)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.given_up)
+
+    def settled(self, is_client: bool) -> bool:
+        return self.ends[is_client].control is not None
+
+    def deliver(self, is_client: bool) -> None:
+        """Takes the next bytes for one side to it."""
+        if not self.under_way[is_client]:
+            return
+        data = self.under_way[is_client].popleft()
+        if is_client in self.given_up:
+            return
+        exchange = self.exchanges[is_client]
+        exchange.receive_data(data)
+        try:
+            while (event := exchange.next_event()) is not None:
+                if self.settled(is_client):
+                    if is_client:
+                        self.connecting._said_later(exchange, event)
+                    else:
+                        self.ends[False].peer_said(event)
+                elif is_client:
+                    self.connecting._answer(exchange, event)
+                else:
+                    self.acceptor._answer(_CLIENT, self.ends[False], exchange, event)
+                end = self.ends[is_client]
+                if end.number is not None and end.control is None:
+                    end.control = Control(exchange)  # type: ignore[assignment]
+        except (ProtocolError, OSError):
+            self.give_up(is_client)
+        if self.ends[is_client].answer.outcome is not None:
+            self.given_up.add(is_client)
+        self.flush()
+
+    def give_up(self, is_client: bool) -> None:
+        """The task of one side is cancelled; the other hears of that, or does not."""
+        self.ends[is_client].close("no")
+        self.given_up.add(is_client)
+        self.flush()
+
+    def core(self, is_client: bool) -> Core | None:
+        return self.ends[is_client]._core  # type: ignore[return-value]
+
+
+_CLIENT: Any = SimpleNamespace(stream=SimpleNamespace(socket=None))
+
+
+class World:
+    """Two workers, as many connections between them as one likes, and raw endpoints."""
+
+    def __init__(self) -> None:
+        self.nodes = [Node(1, 2), Node(2, 1)]
+        self.meetings: list[Meeting] = []
+
+    def start(self, client: int) -> None:
+        self.meetings.append(Meeting(self.nodes[client], self.nodes[1 - client]))
+
+    def finish(self) -> None:
+        """Delivers what is under way until nothing is."""
+        while any(any(meeting.under_way.values()) for meeting in self.meetings):
+            for meeting in self.meetings:
+                for is_client in (True, False):
+                    meeting.deliver(is_client)
+
+    def check(self) -> None:
+        used: dict[int, Meeting] = {}
+        for meeting in self.meetings:
+            client, server = meeting.core(True), meeting.core(False)
+            if meeting.failed or client is None or server is None:
+                continue
+            if not meeting.under_way[True]:  # no DECLINE
+                assert client.index == server.index, "UCX would pair them with others"
+                assert client.forcible and server.forcible and not client.raw and not server.raw
+                assert client.handle is not None and server.handle is not None
+                assert used.setdefault(client.index, meeting) is meeting
+
+    def check_finished(self) -> None:
+        for meeting in self.meetings:
+            if not meeting.failed:
+                assert meeting.core(True) is not None and meeting.core(False) is not None, "it did not come about"
+        self.check()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fakes(request: pytest.FixtureRequest) -> Any:
+    """The library's decisions, without endpoints and sockets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_side, "leads_to_this_machine", lambda socket: socket is None or _real_leads(socket))
+        patch.setattr(
+            registry_side,
+            "connect_paired",
+            lambda engine, *rest: (connect_paired if isinstance(engine, SimpleNamespace) else _real_paired)(
+                engine, *rest
+            ),
+        )
+        patch.setattr(Introduction, "greet", lambda end: None if isinstance(end.registry, Node) else _real_greet(end))
+        yield
+
+
+_real_leads, _real_paired, _real_greet = (
+    server_side.leads_to_this_machine,
+    registry_side.connect_paired,
+    Introduction.greet,
+)
+
+
+def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
+    for what, number, flag in steps:
+        if what == "start":
+            world.start(int(flag))
+        elif what == "raw":
+            world.nodes[number % 2].made.open(error_handling=flag, raw=True)
+        elif world.meetings:
+            meeting = world.meetings[number % len(world.meetings)]
+            meeting.deliver(flag) if what == "deliver" else meeting.give_up(flag)
+        world.check()
+
+
+def steps_of(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, bool]]]:
+    return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 60), st.booleans()), max_size=150)
+
+
+model = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+
+
+@model
+@given(steps_of("start", "deliver", "deliver", "deliver"))
+def test_connections_in_both_directions(steps: list[tuple[str, int, bool]]) -> None:
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+    assert not any(meeting.failed for meeting in world.meetings)
+
+
+@model
+@given(steps_of("start", "raw", "deliver", "deliver", "deliver"))
+def test_with_raw_endpoints(steps: list[tuple[str, int, bool]]) -> None:
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+    assert not any(meeting.failed for meeting in world.meetings)
+
+
+@model
+@given(steps_of("start", "start", "raw", "give up", "deliver", "deliver", "deliver", "deliver"))
+def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) -> None:
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+
+
+def test_many_raw_endpoints_between() -> None:
+    chance = random.Random(4)
+    world = World()
+    for _ in range(300):
+        world.start(chance.randrange(2))
+        for _ in range(chance.randrange(8)):
+            world.nodes[chance.randrange(2)].made.open(error_handling=chance.random() < 0.5, raw=True)
+            world.meetings[chance.randrange(len(world.meetings))].deliver(chance.random() < 0.5)
+            world.check()
+    world.finish()
+    world.check_finished()
+    assert not any(meeting.failed for meeting in world.meetings)
+
+
+@pytest.mark.parametrize("theirs", [Numbers(60_000), Numbers(LIMIT), Numbers(65535), Numbers(5000, True)])
+def test_server_that_lies_about_its_numbers(theirs: Numbers) -> None:
+    """A client that has to choose a number refuses at last."""
+    world = World()
+    world.start(1)
+    [meeting] = world.meetings
+    meeting.deliver(False)
+    server = meeting.exchanges[False]
+    facts = meeting.ends[False]._ours
+    assert facts is not None
+    meeting.under_way[True].clear()
+    server._out.clear()
+    server.welcome(facts, None, theirs)
+    meeting.flush()
+    meeting.deliver(True)
+    assert meeting.given_up == {True}
+
+
+# ---- real endpoints ----
+
+
+async def test_aborting_one_disturbs_no_other(transports: str) -> None:
+    """Connections between the same two workers, in both directions, with raw and atomics endpoints opened in between.
+
+    Each carries large messages, which are answered by the endpoint that UCX pairs with their sender's; half of them are
+    aborted in the middle of one.
+    """
+    count, size = 150, 70_000
+    chance = random.Random(7)
+    async with open_two(transports) as workers:
+        listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
+        raw: list[ucp.Endpoint] = []
+        memories = [worker.context.allocate(64) for worker in workers]
+        async with trio.open_nursery() as servers:
+
+            async def echo(connection: trio_ucx.Connection) -> None:
+                try:
+                    async for message in connection.messages():
+                        await connection.send(message)
+                    await connection.aclose()
+                except trio.BrokenResourceError:
+                    connection.abort()
+
+            for listener in listeners:
+                servers.start_soon(trio.serve_listeners, echo, [listener])
+
+            async def honest(number: int, seed: int) -> None:
+                async with trio_ucx.connect(listeners[number].address, worker=workers[1 - number]) as connection:
+                    for each in range(3):
+                        await connection.send(pattern(size, seed + each))
+                        assert await connection.receive() == pattern(size, seed + each)
+
+            async def aborted(number: int, seed: int) -> None:
+                connection = await trio_ucx.connect(listeners[number].address, worker=workers[1 - number]).__aenter__()
+                await connection.send(pattern(size, seed))
+                await trio.sleep(random.Random(seed).random() * 0.003)
+                connection.abort()
+
+            async def interlude(number: int) -> None:
+                """A raw endpoint in one direction, which with atomics opens another one without error handling."""
+                endpoint = await workers[number].open_endpoint(workers[1 - number].address)
+                raw.append(endpoint)
+                if chance.random() < 0.5:
+                    with endpoint.attach(memories[1 - number].descriptor) as memory:
+                        await memory.fetch_add(1)
+
+            with trio.fail_after(50):
+                async with trio.open_nursery() as clients:
+                    limiter = trio.Semaphore(8)
+
+                    async def one(what: Any, number: int, seed: int) -> None:
+                        try:
+                            await what(number, seed)
+                        finally:
+                            limiter.release()
+
+                    for seed in range(count):
+                        await limiter.acquire()
+                        clients.start_soon(one, chance.choice([honest, aborted]), chance.randrange(2), seed)
+                        if seed % 10 == 5:
+                            await interlude(chance.randrange(2))
+            servers.cancel_scope.cancel()
+        for endpoint in raw:
+            endpoint.abort()
+        for memory in memories:
+            memory.close()
