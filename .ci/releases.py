@@ -54,13 +54,6 @@ class Known:
     cells: tuple[str, ...] = ("refused", "FAILED")
 
 
-TCP_KEYS = Known(
-    "up to UCX 1.18, a rendezvous over tcp sends a remote key, which UCX 1.19 and later refuse to unpack "
-    "(openucx/ucx 081392501f); TCP_PUT_ENABLE=n on the older side avoids it"
-)
-WITHOUT_SHARED_MEMORY = Known(
-    "with UCX 1.13 trio_ucx does not use shared memory, but the worker address still offers it, and the peer takes it"
-)
 NAMESPACES = Known(
     "UCX 1.22 has 4 bytes for a namespace in its addresses where others have 8 (openucx/ucx ef3890931a): it takes "
     "their loopback device to be reachable, and they do not take its to be"

@@ -68,6 +68,7 @@ def some_facts(**changes: Any) -> Facts:
         address=ALL,
         network_address=NETWORK,
         software="trio_ucx 9.8",
+        ucx=(1, 22),
     )
     return attrs.evolve(facts, **changes)
 
@@ -122,14 +123,14 @@ class Side:
                 self.choose(12)
             case Declined():
                 self.number = (self.number or 0) + 1
-                exchange.assign(self.number)
+                exchange.assign(self.number, Numbers(8, True))
 
     def choose(self, number: int) -> None:
         if self.declines and self.number is not None:
             self.declines -= 1
             self.exchange.decline(Numbers(9, False, (4,)))
         else:
-            self.exchange.take(number)
+            self.exchange.take(number, Numbers(20))
 
     def data(self) -> bytes:
         data = self.exchange.data_to_send()
@@ -203,7 +204,7 @@ def test_both_sides(key: bytes | None, number: int | None, declines: int) -> Non
         if number is not None:
             assert client.said == [Welcomed, *[Assigned] * declines]
             assert server.said == [Opened, *[Declined] * declines, Taken]
-            assert server.events[-1] == Taken(7 + declines)
+            assert server.events[-1] == Taken(7 + declines, Numbers(20))
             assert all(event == Declined(Numbers(9, False, (4,))) for event in server.events[1:-1])
         else:
             assert client.said == [Welcomed, *[Declined] * declines]
@@ -288,8 +289,8 @@ BODIES = {
     Kind.OPEN: some_facts().encode(),
     Kind.WELCOME: struct.pack("<I", 4) + protocol._pack(Numbers(1)) + some_facts().encode(),
     Kind.DECLINE: protocol._pack(Numbers(1)),
-    Kind.ASSIGN: struct.pack("<I", 4),
-    Kind.TAKE: struct.pack("<I", 4),
+    Kind.ASSIGN: struct.pack("<I", 4) + protocol._pack(Numbers(20)),
+    Kind.TAKE: struct.pack("<I", 4) + protocol._pack(Numbers(20)),
     Kind.ABORT: b"",
 }
 EVENTS = {
@@ -372,6 +373,7 @@ MALFORMED: list[tuple[Kind, bytes]] = [
     (Kind.WELCOME, struct.pack("<IIBH", 4, 1, 0, 60_000) + some_facts().encode()),
     *((kind, body) for kind in (Kind.ASSIGN, Kind.TAKE) for body in (b"", bytes(3), bytes(5), bytes(4096))),
     *((Kind.DECLINE, body) for body in (b"", bytes(6), bytes(8), struct.pack("<IBH", 1, 0, 1))),
+    *((Kind.TAKE, body) for body in (BODIES[Kind.TAKE][:-1], BODIES[Kind.TAKE] + b"x")),
     (Kind.DECLINE, struct.pack("<IBH", protocol._MAX_NUMBER + 1, 0, 0)),
     (Kind.DECLINE, struct.pack("<IBH", 1, 0, MAX_PLAIN + 1) + bytes(2 * MAX_PLAIN + 2)),
     (Kind.PROOF, b"x"),
@@ -613,6 +615,7 @@ def test_endless_frames_are_not_kept() -> None:
     ),
     address=st.binary(max_size=500),
     network_address=st.binary(max_size=500),
+    ucx=st.tuples(st.integers(0, 255), st.integers(0, 255)),
     software=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=100),
 )
 def test_facts_survive_the_wire(**fields: Any) -> None:
@@ -620,37 +623,43 @@ def test_facts_survive_the_wire(**fields: Any) -> None:
     assert Facts.decode(facts.encode()) == facts
 
 
-#: Where a field of the facts is, its format, and values that it must not have.
+#: Which field of the facts is where, and values that it must not have.
 OUT_OF_RANGE = {
-    "connection id": (0, "<I", [0, 5, 2**31 - 1]),
-    "window": (4, "<Q", [0, module.MAX_WINDOW + 1, 2**64 - 1]),
-    "threshold": (12, "<Q", [module.MAX_WINDOW + 1, 2**64 - 1]),
-    "shared memory": (20, "<B", [3, 4, 255]),
-    "error handling": (21, "<B", [2, 255]),
-    "sees local": (22, "<B", [2, 255]),
-    "pid": (47, "<I", [2**22 + 1, 2**31, 2**32 - 1]),
-    "address length": (79, "<I", [0, len(ALL) + 1, 2**31, 2**32 - 1]),
-    "network address length": (83, "<I", [0, len(NETWORK) - 1, 2**32 - 1]),
-    "software length": (87, "<H", [0, 1000, 65535]),
+    "connection id": (0, [0, 5, 2**31 - 1]),
+    "window": (1, [0, module.MAX_WINDOW + 1, 2**64 - 1]),
+    "threshold": (2, [module.MAX_WINDOW + 1, 2**64 - 1]),
+    "shared memory": (3, [3, 4, 255]),
+    "error handling": (4, [2, 255]),
+    "sees local": (5, [2, 255]),
+    "pid": (10, [2**22 + 1, 2**31, 2**32 - 1]),
+    "address length": (15, [0, len(ALL) + 1, 2**31, 2**32 - 1]),
+    "network address length": (16, [0, len(NETWORK) - 1, 2**32 - 1]),
+    "software length": (17, [0, 1000, 65535]),
 }
 
 
-def damaged(data: bytes, offset: int, format: str, value: int) -> bytes:
+def damaged(data: bytes, field: int, value: int) -> bytes:
     """With a field changed, and a checksum that is right again."""
-    body = bytearray(data[:-4])
-    struct.pack_into(format, body, offset, value)
-    return bytes(body) + struct.pack("<I", zlib.crc32(body))
+    size = module._FACTS.size
+    fields = list(module._FACTS.unpack(data[:size]))
+    assert fields[field] != value
+    fields[field] = value
+    body = module._FACTS.pack(*fields) + data[size:-4]
+    return body + struct.pack("<I", zlib.crc32(body))
 
 
 @pytest.mark.parametrize("field", OUT_OF_RANGE)
 def test_facts_out_of_range(field: str) -> None:
-    offset, format, values = OUT_OF_RANGE[field]
-    good = some_facts().encode()
-    [value] = struct.unpack_from(format, good, offset)
-    assert Facts.decode(damaged(good, offset, format, value)) == some_facts()  # this is where the field is
+    number, values = OUT_OF_RANGE[field]
     for value in values:
         with pytest.raises(ProtocolError):
-            Facts.decode(damaged(good, offset, format, value))
+            Facts.decode(damaged(some_facts().encode(), number, value))
+
+
+def test_which_fields_are_checked() -> None:
+    """The table above means the fields that it names: other values are taken."""
+    for field, value in ((0, 2**31 + 6), (1, 1), (2, 0), (3, 2), (4, 0), (5, 0), (10, 2**22), (12, 0)):
+        Facts.decode(damaged(some_facts().encode(), field, value))
 
 
 def test_damaged_facts() -> None:
@@ -723,6 +732,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
         "different IPC namespaces, PID namespaces and users$",
     ),
     "another machine between": ({"sees_local": False}, "leads over another machine"),
+    "another release": ({"ucx": (1, 21)}, "one side has an older one"),
     "no error handling": ({"error_handling": False}, "MM_ERROR_HANDLING=n"),
     "no shared memory": ({"address": NETWORK}, "no shared memory"),
 }
@@ -762,6 +772,19 @@ def test_nothing_but_shared_memory() -> None:
             use_shared_memory(lonely, Reach.of(some_facts(shared_memory=NEVER)))
 
 
+def test_releases_that_do_not_know_each_other_s_loopback() -> None:
+    """Then there must be another network device."""
+    loopback = bytes.fromhex(SAMPLES["1.22.0 tcp over IPv6"])
+    for address, works in ((NETWORK, True), (loopback, None)):
+        one = some_facts(shared_memory=NEVER, address=address, network_address=address)
+        two = attrs.evolve(one, ucx=(1, 21))
+        only_loopback = module._only_loopback(Reach.of(one))
+        assert only_loopback is not works
+        for ours, theirs in ((one, two), (two, one)):
+            if not only_loopback:
+                assert not use_shared_memory(Reach.of(ours), Reach.of(theirs))
+
+
 # ---- control frames ----
 
 
@@ -774,7 +797,7 @@ def test_nothing_but_shared_memory() -> None:
         wire.Goodbye(),
         wire.GoodbyeAck(),
         wire.Done(),
-        wire.Hello(),
+        wire.Hello(7),
     ],
     ids=lambda frame: type(frame).__name__,
 )

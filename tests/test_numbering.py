@@ -478,11 +478,11 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
                 await trio.sleep(random.Random(seed).random() * 0.003)
                 connection.abort()
 
-            async def interlude(number: int) -> None:
-                """A raw endpoint in one direction, which with atomics opens another one without error handling."""
+            async def interlude(number: int, atomics: bool) -> None:
+                """A raw endpoint in one direction, which for atomics opens another one without error handling."""
                 endpoint = await workers[number].open_endpoint(workers[1 - number].address)
                 raw.append(endpoint)
-                if chance.random() < 0.5:
+                if atomics:
                     with endpoint.attach(memories[1 - number].descriptor) as memory:
                         await memory.fetch_add(1)
 
@@ -500,7 +500,14 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
                         await limiter.acquire()
                         clients.start_soon(one, chance.choice([honest, aborted]), chance.randrange(2), seed)
                         if seed % 10 == 5:
-                            await interlude(chance.randrange(2))
+                            await interlude(chance.randrange(2), atomics=False)
+                        if seed % 30 == 15:
+                            # An endpoint without error handling disturbs a connection that is just being opened.
+                            for _ in range(7):
+                                await limiter.acquire()
+                            await interlude(chance.randrange(2), atomics=True)
+                            for _ in range(7):
+                                limiter.release()
             servers.cancel_scope.cancel()
         for endpoint in raw:
             endpoint.abort()

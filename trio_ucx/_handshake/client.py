@@ -175,7 +175,8 @@ class Connecting:
                 if number is None:
                     return self._choose(exchange, event)
                 return self._try(exchange, number)
-            case Assigned(number=number):
+            case Assigned(number=number, numbers=numbers):
+                introduction.numbers.heard(numbers)
                 return self._try(exchange, number)
         raise ProtocolError(f"the server said {type(event).__name__}")
 
@@ -189,13 +190,13 @@ class Connecting:
                 f"the server is at number {event.numbers.next} with its endpoints to this worker, which is too far "
                 "ahead: connect from another worker"
             )
-        exchange.take(number)
+        exchange.take(number, introduction.numbers.numbers())
         return True
 
     def _try(self, exchange: Exchange, number: int) -> bool:
         introduction = self._introduction
         if introduction.make_endpoint(number):
-            exchange.take(number)
+            exchange.take(number, introduction.numbers.numbers())
             return True
         exchange.decline(introduction.numbers.numbers())
         return False
@@ -208,7 +209,8 @@ class Connecting:
                 case Declined() if introduction.leads is not False:
                     introduction.keep_as_filler()
                     settled = self._choose(exchange, event)
-                case Assigned(number=number) if introduction.leads is not True:
+                case Assigned(number=number, numbers=numbers) if introduction.leads is not True:
+                    introduction.numbers.heard(numbers)
                     introduction.keep_as_filler()
                     settled = self._try(exchange, number)
                 case _:

@@ -8,8 +8,8 @@
     OPEN     the client's facts              ->
                                              <-    WELCOME  the server's facts, and a number or what limits it
     [DECLINE the number cannot be used       ->
-                                             <-    ASSIGN   another one]
-    TAKE     the number of the endpoints     ->
+                                             <-    ASSIGN   another one, how far we are]
+    TAKE     the number, how far we are      ->
              [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
                                                    number; then the client goes on as before TAKE]
 
@@ -120,16 +120,26 @@ class Welcomed:
 
 @attrs.frozen
 class Assigned:
-    """ASSIGN came: another number."""
+    """ASSIGN came: another number.
+
+    Attributes:
+        numbers: how far the server is.
+    """
 
     number: int
+    numbers: Numbers
 
 
 @attrs.frozen
 class Taken:
-    """TAKE came: the client has made its endpoint."""
+    """TAKE came: the client has made its endpoint.
+
+    Attributes:
+        numbers: how far the client is.
+    """
 
     number: int
+    numbers: Numbers
 
 
 @attrs.frozen
@@ -241,9 +251,9 @@ class Exchange:
         self._send(Kind.WELCOME, _NUMBER.pack(chosen) + _pack(numbers) + facts.encode())
         self.state = State.NUMBER
 
-    def take(self, number: int) -> None:
-        """For the client: this is the endpoints' number."""
-        self._send(Kind.TAKE, _NUMBER.pack(number))
+    def take(self, number: int, numbers: Numbers) -> None:
+        """For the client: this is the endpoints' number, and how far the client is."""
+        self._send(Kind.TAKE, _NUMBER.pack(number) + _pack(numbers))
         self.state = State.GREETING
 
     def taken(self) -> None:
@@ -255,14 +265,14 @@ class Exchange:
         self._count_declined()
         self._send(Kind.DECLINE, _pack(numbers))
 
-    def assign(self, number: int) -> None:
-        """For the server: another number."""
-        self._send(Kind.ASSIGN, _NUMBER.pack(number))
+    def assign(self, number: int, numbers: Numbers) -> None:
+        """For the server: another number, and how far the server is."""
+        self._send(Kind.ASSIGN, _NUMBER.pack(number) + _pack(numbers))
 
-    def reassign(self, number: int) -> None:
+    def reassign(self, number: int, numbers: Numbers) -> None:
         """For the server: the number that was taken cannot be used any more, but this one."""
         self._count_declined()
-        self.assign(number)
+        self.assign(number, numbers)
 
     def refuse(self, reason: str) -> None:
         """Says why there will be no connection, and ends."""
@@ -420,9 +430,9 @@ class Exchange:
                 numbers, facts = _unpack(body[_NUMBER.size :])
                 return Welcomed(self._facts(facts), None if number == _NO_NUMBER else number, numbers)
             case Kind.ASSIGN:
-                return Assigned(_unpack_number(body))
+                return Assigned(*_unpack_choice(body))
             case Kind.TAKE:
-                return Taken(_unpack_number(body))
+                return Taken(*_unpack_choice(body))
             case Kind.DECLINE:
                 self._count_declined()
                 numbers, rest = _unpack(body)
@@ -458,11 +468,12 @@ def _unpack(body: bytes) -> tuple[Numbers, bytes]:
     return Numbers(following, bool(has_raw), plain), body[end:]
 
 
-def _unpack_number(body: bytes) -> int:
-    if len(body) != _NUMBER.size:
-        raise ProtocolError("a malformed frame about the endpoints' number")
-    [number] = _NUMBER.unpack(body)
-    return int(number)
+def _unpack_choice(body: bytes) -> tuple[int, Numbers]:
+    """A number, and how far the side is that says it."""
+    numbers, rest = _unpack(body[_NUMBER.size :])
+    _expect_empty(rest)
+    [number] = _NUMBER.unpack_from(body)
+    return int(number), numbers
 
 
 def _expect_empty(body: bytes) -> None:

@@ -14,8 +14,8 @@ from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._process import Host, Process
 
 #: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether the peer is on this machine,
-#: release of UCX (two numbers), process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network), lengths of the two addresses and
-#: of the software; then these, and the checksum of everything.
+#: release of UCX (two numbers), process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network),
+#: lengths of the two addresses and of the software; then these, and the checksum of everything.
 _FACTS = struct.Struct("<IQQBBBBB16sQIQIQQIIH")
 _CHECKSUM = struct.Struct("<I")
 
@@ -220,13 +220,22 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
         return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
     if not (ours.facts.sees_local and theirs.facts.sees_local):
         return "the control socket leads over another machine"
-    if (ours.facts.ucx < _NEW_NAMESPACES) != (theirs.facts.ucx < _NEW_NAMESPACES):
+    if _releases_differ(ours, theirs):
         return "UCX 1.22 describes shared memory in another way than older releases, and one side has an older one"
     if not (ours.facts.error_handling and theirs.facts.error_handling):
         return "one side has the UCX option MM_ERROR_HANDLING=n"
     if not (ours.has_shared_memory and theirs.has_shared_memory):
         return "one side's UCX has no shared memory (its option TLS, or UCX_TLS)"
     return None
+
+
+def _releases_differ(ours: Reach, theirs: Reach) -> bool:
+    """Whether the two take the namespaces in each other's addresses for different ones."""
+    return (ours.facts.ucx < _NEW_NAMESPACES) != (theirs.facts.ucx < _NEW_NAMESPACES)
+
+
+def _only_loopback(side: Reach) -> bool:
+    return bool(side.tcp_addresses) and all(ip.startswith("127.") or ip == "::1" for ip, _ in side.tcp_addresses)
 
 
 def _listed(words: list[str]) -> str:
@@ -250,6 +259,11 @@ def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
             raise ProtocolError(f"shared_memory=True, but {obstacle}")
     if obstacle is None:
         return True
+    if _releases_differ(ours, theirs) and all(map(_only_loopback, (ours, theirs))):
+        raise ProtocolError(
+            "UCX 1.22 and older releases do not recognise each other's loopback device, and there is no other network "
+            "device: use one release on both sides"
+        )
     if not (ours.has_network and theirs.has_network):
         raise ProtocolError(
             f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "

@@ -263,7 +263,8 @@ class Acceptor:
                 introduction.heard(facts)
                 number = None if introduction.leads is False else introduction.choose(None)
                 exchange.welcome(ours, number, introduction.numbers.numbers())
-            case Taken(number=number):
+            case Taken(number=number, numbers=numbers):
+                introduction.numbers.heard(numbers)
                 if introduction.make_endpoint(number):
                     exchange.taken()
                     return
@@ -271,13 +272,13 @@ class Acceptor:
                 if introduction.leads is False:
                     exchange.decline(introduction.numbers.numbers())
                 elif number == introduction.chosen:  # a raw endpoint has it
-                    exchange.reassign(introduction.choose(None))
+                    exchange.reassign(introduction.choose(None), introduction.numbers.numbers())
                 else:
                     raise ProtocolError(f"it took the number {number}, which was not its to take")
             case Declined(numbers=numbers):
                 if introduction.leads is False:
                     raise ProtocolError("it declined what it had chosen itself")
-                exchange.assign(introduction.choose(numbers))
+                exchange.assign(introduction.choose(numbers), introduction.numbers.numbers())
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
             case _:

@@ -9,7 +9,8 @@ keeps them (*fillers*). Raw endpoints take numbers on one side only; each side t
 A filler must handle errors as its pair does, or UCX destroys
 the pair; so the sides also say which of their endpoints are without error handling.
 
-Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with nothing
+Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
+nothing
 left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that pair.
 
 UCX's numbers have 16 bits. When they are used up between two workers, the server goes on with another worker.
@@ -130,7 +131,7 @@ class PeerNumbers:
             self.heard(theirs)
             lowest = max(lowest, theirs.next)
         oldest = time.monotonic() - OFFER_TIME
-        for number, (core, since) in reversed(self._idle.items()):
+        for number, (core, since) in list(self._idle.items()):  # the other side has most likely kept the oldest
             if since > oldest and _fits(core, address):
                 self._fillers[number] = self._idle.pop(number)
                 return number
