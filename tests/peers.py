@@ -556,7 +556,7 @@ def transports_of(connection: trio_ucx.Connection) -> list[str]:
 
 @role
 async def host(hosts: list[str], options: dict[str, Any]) -> None:
-    """Sends every message back. Says its addresses; once told to end, the transports of its connections, and its log."""
+    """Sends every message back. Says its addresses; and when told to end, its connections' transports, and its log."""
     log: list[str] = []
     transports: list[list[str]] = []
 
@@ -743,7 +743,7 @@ async def loser() -> None:
 
 @role
 async def watcher(host: str | None, cases: list[list[Any]]) -> None:
-    """One side of several connections, each ``[load, keepalive_interval]``; listens for them, or is told where to connect.
+    """One side of several connections, each ``[load, keepalive_interval]``: listens, or is told where to connect to.
 
     Says its addresses, if it listens; then "ready". In the end, of each connection: None, or the error and the moment.
     """

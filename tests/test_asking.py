@@ -214,7 +214,7 @@ async def test_local_address_of_a_raw_endpoint(worker: ucp.Worker) -> None:
 async def test_local_address_that_cannot_be(worker: ucp.Worker, local: str, number: int, match: str) -> None:
     port = free_port()
     if "interface" not in match:  # a control socket may be bound to such an address
-        with pytest.raises(OSError, match=match.replace("the ", "")) as caught:
+        with pytest.raises(OSError, match=match.partition(" the ")[0]) as caught:
             await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=worker, local_address=local)
         assert caught.value.errno == number
     with pytest.raises(OSError, match=match) as caught:

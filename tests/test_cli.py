@@ -319,7 +319,7 @@ async def test_other_programs_are_told() -> None:
                 with pytest.raises(PerfError, match="is it trio_ucx's perf"):
                     await exchange.serve(connection, trio.Lock())
 
-            [listener] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
                 await connection.send(b"GET / HTTP/1.1")
                 with pytest.raises(PerfError, match=r"the other side says: .*is it trio_ucx's perf"):
@@ -334,7 +334,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             async def handle(connection: trio_ucx.Connection) -> None:
                 await trio.sleep_forever()
 
-            [listener] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
                 monkeypatch.setattr(exchange, "PATIENCE", 0.1)
                 client = exchange.Client(connection)

@@ -774,15 +774,16 @@ def test_nothing_but_shared_memory() -> None:
 
 def test_releases_that_do_not_know_each_other_s_loopback() -> None:
     """Then there must be another network device."""
-    loopback = bytes.fromhex(SAMPLES["1.22.0 tcp over IPv6"])
-    for address, works in ((NETWORK, True), (loopback, None)):
-        one = some_facts(shared_memory=NEVER, address=address, network_address=address)
-        two = attrs.evolve(one, ucx=(1, 21))
-        only_loopback = module._only_loopback(Reach.of(one))
-        assert only_loopback is not works
+    for name, works in (("1.21.0 tcp", True), ("1.22.0 in namespaces", False)):
+        address = bytes.fromhex(SAMPLES[name])
+        one = Reach.of(some_facts(shared_memory=NEVER, address=address, network_address=address))
+        two = attrs.evolve(one, facts=attrs.evolve(one.facts, ucx=(1, 21)))
         for ours, theirs in ((one, two), (two, one)):
-            if not only_loopback:
-                assert not use_shared_memory(Reach.of(ours), Reach.of(theirs))
+            if works:
+                assert not use_shared_memory(ours, theirs)
+            else:
+                with pytest.raises(ProtocolError, match="use one release on both sides"):
+                    use_shared_memory(ours, theirs)
 
 
 # ---- control frames ----

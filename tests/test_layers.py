@@ -62,7 +62,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_are_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 560, f"{lines} lines: about more than one thing?"
+    assert lines <= 600, f"{lines} lines: about more than one thing?"
 
 
 @pytest.mark.parametrize("module", [trio_ucx, ucp], ids=["trio_ucx", "ucp"])

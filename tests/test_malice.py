@@ -6,20 +6,22 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import trio
-from helpers import PROMPT, Stopwatch, open_pair, open_peer, open_raw_pair, pattern
+from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._handshake import send_hello
+from trio_ucx._handshake.exchange import MAX_FRAME, Kind
+from trio_ucx._handshake.registry import Introduction
 from trio_ucx._stream import MAX_PIECE
-
-OPEN = wire.Hello(kind=wire.OPEN, client_id=2**31 + 5, window=2**20, threshold=2**16, software="test")
+from trio_ucx.ucp._tag import post_bytes_send
 
 
 @asynccontextmanager
@@ -32,93 +34,125 @@ async def unharmed(worker: ucp.Worker) -> AsyncIterator[None]:
             assert await server.receive() == pattern(100_000)
 
 
-def damaged(data: bytes, offset: int, format: str, value: object) -> bytes:
-    copy = bytearray(data)
-    struct.pack_into(format, copy, offset, value)
-    return bytes(copy)
+# ---- servers that answer nonsense ----
 
+PREAMBLE = wire.MAGIC + struct.pack("<HH", wire.VERSION, 0) + bytes(32)
 
-#: What a client may say first, and what its turning away is logged as.
-BAD_HELLOS = {
-    "empty": (b"", "no magic"),
-    "noise": (bytes(range(256)) * 10, "no magic"),
-    "no magic": (b"x" + OPEN.encode()[1:], "no magic"),
-    "wrong version": (damaged(OPEN.encode(), 8, "<H", 7), "version 7"),
-    "unknown kind": (damaged(OPEN.encode(), 10, "<B", 9), "malformed"),
-    "cut off": (OPEN.encode()[:40], "malformed"),
-    "address longer than all": (damaged(OPEN.encode(), 16, "<I", 2**32 - 1), "malformed"),
-    "id of nobody": (damaged(OPEN.encode(), 12, "<I", 5), "malformed"),
-    "no window": (damaged(OPEN.encode(), 32, "<Q", 0), "malformed"),
-    "a welcome": (damaged(OPEN.encode(), 10, "<B", wire.WELCOME), "malformed"),
-    "a refusal": (wire.Refusal(2**31 + 5, "no").encode(), "did not ask"),
-}
-
-
-@pytest.mark.parametrize("what", BAD_HELLOS)
-async def test_bad_hello(worker: ucp.Worker, caplog: pytest.LogCaptureFixture, what: str) -> None:
-    hello, reason = BAD_HELLOS[what]
-    caplog.set_level(logging.INFO, "trio_ucx")
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=5)
-    async with unharmed(worker), listener:
-        raw = await worker.open_endpoint(listener.address)
-        await send_hello(raw._core, hello, reply=True)
-        with trio.fail_after(10):
-            while listener.statistics().refused != 1 or raw.alive:
-                await trio.sleep(0.005)
-        assert reason in caplog.text
-        assert listener.statistics().handshaking == listener.statistics().waiting == 0
-        raw.abort()
-
-
-async def test_no_hello_at_all(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "trio_ucx")
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=0.5)
-    async with unharmed(worker), listener:
-        raw = [await worker.open_endpoint(listener.address) for _ in range(5)]
-        with trio.fail_after(10):
-            while any(each.alive for each in raw):
-                await trio.sleep(0.005)
-        assert caplog.text.count("no hello within 0.5 seconds") == 5
-        assert listener.statistics() == trio_ucx.ListenerStatistics(0, 0, 0, 5)
-        for each in raw:
-            each.abort()
-
-
-ANSWERS = {
-    "wrong version": (lambda hello: damaged(hello, 8, "<H", 7), "version 7"),
-    "cut off": (lambda hello: hello[:40], "malformed"),
-    "no window": (lambda hello: damaged(hello, 32, "<Q", 0), "malformed"),
-    "id of nobody": (lambda hello: damaged(hello, 20, "<I", 5), "malformed"),
-    "unknown kind": (lambda hello: damaged(hello, 10, "<B", 9), "malformed"),
+#: What a server says, whether it then hangs up, and what the client's error says.
+ANSWERS: dict[str, tuple[bytes, bool, str]] = {
+    "nothing": (b"", True, "ended the connection in the exchange|reset"),
+    "HTTP": (b"HTTP/1.1 400 Bad Request\r\n\r\n", False, "is it a trio_ucx listener"),
+    "noise": (bytes(range(256)) * 10, False, "is it a trio_ucx listener"),
+    "cut off magic": (b"trio_", True, "ended the connection in the exchange|reset"),
+    "cut off preamble": (PREAMBLE[:40], True, "ended the connection in the exchange|reset"),
+    "wrong version": (wire.MAGIC + struct.pack("<HH", 77, 0) + bytes(32), False, "wire version 77"),
+    "empty frame": (PREAMBLE + bytes(5), False, "a frame of 0 bytes"),
+    "endless frame": (PREAMBLE + b"\xff" * 5, False, "a frame of 4294967295 bytes"),
+    "frame out of place": (PREAMBLE + struct.pack("<IB", 1, Kind.TAKE), False, "kind 7 is out of place"),
+    "empty welcome": (PREAMBLE + struct.pack("<IB", 1, Kind.WELCOME), False, "malformed"),
+    "refusal": (PREAMBLE + struct.pack("<IB", 6, Kind.REFUSE) + b"\x1bnope", False, "refused the connection: .nope"),
 }
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-async def test_bad_answer(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A listener that answers nonsense: the client is told so at once."""
-    spoil, reason = ANSWERS[what]
-    encode = wire.Hello.encode
-    monkeypatch.setattr(
-        wire.Hello, "encode", lambda hello: encode(hello) if hello.kind == wire.OPEN else spoil(encode(hello))
-    )
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener:
-        with Stopwatch(5), pytest.raises(ConnectionRefusedError, match=reason):
-            await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
-        (await listener.accept()).abort()
+async def test_bad_answer(worker: ucp.Worker, what: str) -> None:
+    """The client is told so at once."""
+    data, hangs_up, reason = ANSWERS[what]
+
+    async def serve(stream: trio.SocketStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            if data:
+                await stream.send_all(data)
+            if not hangs_up:
+                async for _ in stream:
+                    pass
+
+    async with unharmed(worker), trio.open_nursery() as nursery:
+        [listener, *_] = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        port = listener.socket.getsockname()[1]
+        with Stopwatch(5), pytest.raises(OSError, match=reason):
+            await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=worker)
+        nursery.cancel_scope.cancel()
 
 
 async def test_listener_that_never_answers(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as deaf:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
         with Stopwatch(0.5 + PROMPT), pytest.raises(TimeoutError, match="is it a trio_ucx listener"):
-            await trio_ucx.open_ucx_stream(*deaf.address, worker=worker, connect_timeout=0.5)
+            await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=0.5)
 
+
+# ---- the greeting ----
+
+
+def say_instead(introduction: Introduction, lane: int, data: bytes) -> None:
+    assert introduction._core is not None
+    post_bytes_send(introduction._core, data, (introduction.theirs.facts.connection_id << 32) | lane)
+
+
+#: What a client sends instead of its HELLO, with the number of its endpoint; and how the listener logs that.
+GREETINGS: dict[str, tuple[Callable[[int], list[tuple[int, bytes]]], str]] = {
+    "a message": (lambda number: [(1, b"hello")], "something else than its greeting"),
+    "a long message": (lambda number: [(1, bytes(100_000))], "sent a message before its greeting"),
+    "another frame": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Stalled()))], "something else"),
+    "noise": (lambda number: [(wire.CONTROL, b"noise")], "something else"),
+    "nothing": (lambda number: [], "no connection within"),
+    "another number": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Hello(number + 1)))], "no connection"),
+    "numbers without end": (
+        lambda number: [(wire.CONTROL, wire.encode_frame(wire.Hello(number + 1 + i))) for i in range(200)],
+        "something else",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GREETINGS)
+async def test_bad_greeting(
+    worker: ucp.Worker, transports: str, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "trio_ucx")
+    messages, reason = GREETINGS[what]
+    greet = Introduction.greet
+    async with unharmed(worker), ucp.open_worker(config={"TLS": transports}) as liar:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=0.4)
+        async with listener:
+
+            def lie(introduction: Introduction) -> None:
+                if introduction.registry.worker is not liar:
+                    greet(introduction)
+                    return
+                assert introduction.number is not None
+                for lane, data in messages(introduction.number):
+                    say_instead(introduction, lane, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Introduction, "greet", lie)
+                with trio.fail_after(3):
+                    with contextlib.suppress(OSError):
+                        async with trio_ucx.connect(listener.address, worker=liar) as client:
+                            with pytest.raises(trio.BrokenResourceError):
+                                await client.receive()
+            await until(lambda: listener.statistics().refused == 1)
+            assert reason in caplog.text
+            assert listener.statistics().handshaking == listener.statistics().waiting == 0
+            with trio.fail_after(5):
+                async with trio_ucx.connect(listener.address, worker=liar) as client, await listener.accept() as server:
+                    client.send_nowait(pattern(70_000))
+                    assert await server.receive() == pattern(70_000)
+
+
+# ---- messages ----
 
 BAD_FRAMES = {
     "noise": (wire.CONTROL, b"nonsense"),
     "empty": (wire.CONTROL, b""),
     "long": (wire.CONTROL, bytes(1000)),
     "very long": (wire.CONTROL, bytes(2**20)),
+    "second greeting": (wire.CONTROL, wire.encode_frame(wire.Hello(0))),
+    "greeting of another endpoint": (wire.CONTROL, wire.encode_frame(wire.Hello(4000))),
+    "batch of greetings": (
+        wire.BATCH,
+        wire.RUN_HEAD.pack(wire.CONTROL, 5, 3) + wire.encode_frame(wire.Hello(0)) * 3,
+    ),
+    "end of a reserved kind": (wire.CONTROL, b"\x06"),
     "credit for nothing": (wire.CONTROL, wire.encode_frame(wire.Grant(1, 0))),
     "credit beyond counting": (wire.CONTROL, wire.encode_frame(wire.Grant(2**64 - 1, 0))),
     "messages that were not sent": (wire.CONTROL, wire.encode_frame(wire.Admit(1, 99))),
@@ -137,7 +171,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("what", BAD_FRAMES)
-async def test_garbage_after_the_hello(worker: ucp.Worker, what: str) -> None:
+async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
     lane, data = BAD_FRAMES[what]
     async with unharmed(worker), open_pair(worker) as (client, server), trio.open_nursery() as nursery:
 
@@ -151,16 +185,6 @@ async def test_garbage_after_the_hello(worker: ucp.Worker, what: str) -> None:
         with pytest.raises(trio.BrokenResourceError, match="cut off"):
             await server.send_all(b"x")
         client.abort()
-
-
-async def test_second_hello(worker: ucp.Worker) -> None:
-    """One that says hello again, as a client, as a server, as somebody else: nothing happens."""
-    async with unharmed(worker), open_pair(worker) as (client, server):
-        for hello in (OPEN, wire.Hello(kind=wire.WELCOME, client_id=OPEN.client_id, server_id=2**31 + 1, window=1)):
-            await send_hello(client.endpoint._core, hello.encode(), reply=True)
-        await client.send(b"and on")
-        assert await server.receive() == b"and on"
-        assert worker.statistics().endpoints == 4
 
 
 async def test_messages_to_nobody(worker: ucp.Worker) -> None:
@@ -221,24 +245,25 @@ async def _answer(connection: trio_ucx.Connection) -> tuple[int, int]:
         return struct.unpack("<qq", await connection.receive(7))
 
 
-async def test_request_that_comes_after_the_listener_was_closed(transports: str) -> None:
-    """UCX by itself would call the freed listener: in another process, because that would end it."""
+async def test_client_half_way_when_the_listener_closes(transports: str) -> None:
+    """In another process, because a fault might end it."""
     async with open_peer("closes_listeners", 20, transports=transports) as peer:
-        for _ in range(20):
+        for number in range(20):
             address = await peer.hear()
             with socket.create_connection(tuple(address)) as client:
-                await trio.sleep(0.05)  # UCX accepts it
+                client.sendall(PREAMBLE[: number * 3])
+                await trio.sleep(0.02)
                 await peer.tell()
                 assert await peer.hear() == "closed"
                 with contextlib.suppress(OSError):
-                    client.sendall(struct.pack("<QB7x", 64, 0) + bytes(64))
+                    client.sendall(PREAMBLE[number * 3 :])
                 await trio.sleep(0.01)
         assert await peer.ended() == 0
 
 
-async def test_small_message_by_rendezvous_against_the_hello(worker: ucp.Worker, transports: str) -> None:
+async def test_small_message_by_rendezvous_against_its_facts(worker: ucp.Worker, transports: str) -> None:
     """Small messages are received as they come. One that does not come whole is a breach of what its sender said."""
-    async with unharmed(worker), ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "1"}) as liar:
+    async with unharmed(worker), ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "100"}) as liar:
         liar.context.rendezvous_threshold = 65536
         async with open_pair(liar, worker) as (client, server), trio.open_nursery() as nursery:
             nursery.start_soon(send_whatever_becomes_of_it, client)
@@ -252,10 +277,99 @@ async def send_whatever_becomes_of_it(connection: trio_ucx.Connection) -> None:
         await connection.send(bytes(500), 1)
 
 
-async def test_low_threshold_told_in_the_hello(worker: ucp.Worker, transports: str) -> None:
+async def test_low_threshold_told_in_the_exchange(worker: ucp.Worker, transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "100"}) as other:
         async with open_pair(other, worker) as (client, server), trio.open_nursery() as nursery:
             for size in (0, 1, 99, 100, 101, 1024, 1025):
                 nursery.start_soon(client.send, pattern(size), 1)
                 with trio.fail_after(10):
                     assert await server.receive(1) == pattern(size)
+
+
+# ---- the control socket, after the exchange ----
+
+#: Bytes there, and what they do to the connection.
+BYTES: dict[str, tuple[bytes, str]] = {
+    "noise": (bytes(range(1, 256)) * 8, "bytes; 131072 are allowed"),
+    "zeros": (bytes(2**20), "a frame of 0 bytes"),
+    "endless frame": (struct.pack("<IB", 2**32 - 1, Kind.ABORT), "4294967295 bytes"),
+    "unknown kind": (struct.pack("<IB", 1, 99), "kind 99 is out of place"),
+    "another exchange": (PREAMBLE, "bytes; 131072 are allowed"),
+    "abort": (struct.pack("<IB", 1, Kind.ABORT), "aborted the connection"),
+    "abort and more": (struct.pack("<IB", 1, Kind.ABORT) + bytes(100_000), "aborted the connection"),
+    **{
+        f"late {kind.name}": (struct.pack("<IB", 5, kind) + bytes(4), f"kind {kind} is out of place")
+        for kind in Kind
+        if kind is not Kind.ABORT
+    },
+}
+
+
+def control_socket(connection: trio_ucx.Connection) -> socket.socket:
+    control = connection._link.control_socket
+    assert control is not None and control._socket is not None
+    return control._socket
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+@pytest.mark.parametrize("what", BYTES)
+async def test_bytes_on_the_control_socket(worker: ucp.Worker, what: str, who: str) -> None:
+    data, reason = BYTES[what]
+    async with unharmed(worker), open_pair(worker) as pair:
+        liar, other = pair if who == "client" else reversed(pair)
+        with contextlib.suppress(OSError):
+            control_socket(liar).send(data)
+        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match=reason):
+            await other.receive()
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_bytes_under_tls(worker: ucp.Worker, certificates: Certificates, who: str) -> None:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="localhost", worker=worker, ssl_context=certificates.server)
+    async with unharmed(worker), listener:
+        for data in (b"noise" * 10, bytes(100), b"\x17\x03\x03\x00\x40" + bytes(64), b"\x15\x03\x03\x00\x02\x01\x00"):
+            client = await trio_ucx.open_ucx_stream(
+                "localhost", listener.address[1], worker=worker, ssl_context=certificates.client
+            )
+            server = await listener.accept()
+            liar, other = (client, server) if who == "client" else (server, client)
+            await liar.send(b"last words")
+            control_socket(liar).send(data)
+            with trio.fail_after(10):
+                assert await other.receive() == b"last words"
+                with pytest.raises(trio.BrokenResourceError, match="control connection ended"):
+                    await other.receive()
+            client.abort()
+            server.abort()
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_half_a_frame_on_the_control_socket(worker: ucp.Worker, who: str) -> None:
+    """No harm is done until it is complete, or the socket ends."""
+    async with open_pair(worker) as pair:
+        liar, other = pair if who == "client" else reversed(pair)
+        for part in (b"\x01", b"\x00\x00"):
+            control_socket(liar).send(part)
+            liar.send_nowait(pattern(100_000))
+            with trio.fail_after(10):
+                assert await other.receive() == pattern(100_000)
+        control_socket(liar).shutdown(socket.SHUT_WR)
+        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="control connection ended"):
+            await other.receive()
+
+
+async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) -> None:
+    """A connection that is open accepts one kind of frame there, which may be as long as any."""
+    async with unharmed(worker), open_pair(worker) as (client, server):
+        liar: Any = control_socket(client)
+        liar.send(struct.pack("<IB", MAX_FRAME, Kind.ABORT))
+        sent = 0
+        with trio.fail_after(10):
+            while not server._link.closed and sent < 2 * MAX_FRAME and server._link.core.error is None:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    sent += liar.send(bytes(4096))
+                control = server._link.control_socket
+                assert control is None or len(control.exchange._buffer) <= MAX_FRAME + 4096 + 4
+                await trio.sleep(0)
+            with pytest.raises(trio.BrokenResourceError, match="aborted the connection"):
+                await server.receive()

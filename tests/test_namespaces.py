@@ -146,12 +146,19 @@ async def test_one_side_wants_it_and_the_other_does_not(who: str) -> None:
 
 async def test_shared_memory_is_all_there_is(tmp_path: Path) -> None:
     """A control socket by host and port, or by path, is no transport of UCX's."""
-    only = Side(environment={"UCX_TLS": "sm,self"})
-    for host in (LOOPBACK, "::1", f"unix:{tmp_path}/socket"):
+    only, over_tcp = Side(environment={"UCX_TLS": "sm,self"}), Side(environment={"UCX_TLS": "tcp"})
+
+    async def works(host: str) -> None:
         (await meet(only, only, host)).assert_shared_memory()
-    over_tcp = Side(environment={"UCX_TLS": "tcp"})
-    (await meet(only, over_tcp)).assert_refused("shared memory cannot be used", "UCX_TLS", "tcp,sm,self")
-    (await meet(over_tcp, only)).assert_refused("shared memory cannot be used", "UCX_TLS", "tcp,sm,self")
+
+    async def refused(client: Side, server: Side) -> None:
+        (await meet(client, server)).assert_refused("shared memory cannot be used", "UCX_TLS", "tcp,sm,self")
+
+    async with trio.open_nursery() as nursery:
+        for host in (LOOPBACK, "::1", f"unix:{tmp_path}/socket"):
+            nursery.start_soon(works, host)
+        nursery.start_soon(refused, only, over_tcp)
+        nursery.start_soon(refused, over_tcp, only)
 
 
 @pytest.mark.parametrize("who", ["client", "server"])

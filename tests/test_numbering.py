@@ -29,7 +29,16 @@ from trio_ucx._handshake.server import Acceptor
 from trio_ucx._session import Options
 from trio_ucx._wire import ProtocolError
 from trio_ucx.ucp import _numbering as numbering_module
-from trio_ucx.ucp._numbering import LIMIT, MAX_FILLERS, MAX_PLAIN, Numbering, Numbers, PeerNumbers, UsedUp
+from trio_ucx.ucp._numbering import (
+    FILLERS_AT_ONCE,
+    LIMIT,
+    MAX_FILLERS,
+    MAX_PLAIN,
+    Numbering,
+    Numbers,
+    PeerNumbers,
+    UsedUp,
+)
 
 
 @attrs.define(eq=False)
@@ -53,6 +62,7 @@ class Made:
     def __init__(self, numbers: PeerNumbers | None = None) -> None:
         self.numbers = numbers or PeerNumbers()
         self.cores: list[Core] = []
+        self.made_at_once = 0
 
     def open(self, error_handling: bool = True, raw: bool = False) -> Core:
         core = Core(len(self.cores), error_handling, raw)
@@ -66,7 +76,10 @@ class Made:
             core.peer_address = SimpleNamespace(ucx=address)
             return core
 
+        self.made_at_once = -len(self.cores)
         core: Any = self.numbers.make(number, make, address)
+        self.made_at_once += len(self.cores)
+        assert self.made_at_once <= FILLERS_AT_ONCE + 1
         assert core is None or core.index == number
         return core  # type: ignore[no-any-return]
 
@@ -82,6 +95,9 @@ def test_claims_in_any_order(seed: int) -> None:
     chance.shuffle(claims)
     made = Made()
     for number in claims:
+        for _ in range(200 // FILLERS_AT_ONCE):
+            if len(made.cores) < number - FILLERS_AT_ONCE:
+                assert made.claim(number) is None  # too many at once: the sides try another number
         assert made.claim(number) is made.cores[number]
         assert made.claim(number) is None, "given twice"
     assert len(made.cores) == 200
@@ -230,7 +246,7 @@ class Meeting:
         self.connecting = Connecting(client, None, "server", ENTRY, Options(), 10)  # type: ignore[arg-type]
         self.acceptor = Acceptor.__new__(Acceptor)
         self.acceptor._entry = ENTRY
-        self.acceptor._check_room = lambda: None  # type: ignore[method-assign]
+        self.acceptor._check_room = lambda fillers=0: None  # type: ignore[method-assign]
         self.ends = {
             True: self.connecting._introduction,
             False: Introduction(server, Options(), "client"),  # type: ignore[arg-type]

@@ -24,8 +24,9 @@ from ._session import Options
 from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
 from .ucp import Worker
-from .ucp._address import SocketAddress, format_address, split_address
+from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._listener import check_port
+from .ucp._opening import check_is_ours, check_local_address
 from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
@@ -95,7 +96,7 @@ class _Way:
     worker: Worker | None
     timeout: float
     delay: float | None
-    local_address: str | None
+    local: Resolved | None
 
     @classmethod
     def check(
@@ -107,19 +108,17 @@ class _Way:
         local_address: str | None,
     ) -> _Way:
         path = unix_path(address)
-        if local_address is not None:
-            if not isinstance(local_address, str):
-                raise TypeError(f"local_address must be a str or None, not {type(local_address).__name__}")
-            if path is not None:
-                raise ValueError("local_address= is for connections to a host and port, not to a Unix socket")
+        local = check_local_address(local_address)
+        if local is not None and path is not None:
+            raise ValueError("local_address= is for connections to a host and port, not to a Unix socket")
         if happy_eyeballs_delay is not None:
             happy_eyeballs_delay = check_timeout(happy_eyeballs_delay, "happy_eyeballs_delay")
         return cls(
-            split_address(address) if path is None else path,
+            split_address(address, other="'unix:/path'") if path is None else path,
             check_worker(worker),
             check_timeout(connect_timeout, "connect_timeout"),
             happy_eyeballs_delay,
-            local_address,
+            local,
         )
 
     @property
@@ -136,9 +135,13 @@ class _Way:
             if isinstance(self.target, str):
                 return await trio.open_unix_socket(self.target)
             host, port = self.target
+            local = None
+            if self.local is not None:
+                check_is_ours(self.local)  # Trio would say that it is incompatible with the remote address
+                local = self.local.ip
             # Trio's documentation says that None is one attempt at a time, but its code takes it for the default.
             delay = math.inf if self.delay is None else self.delay
-            return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=self.local_address)
+            return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=local)
         except OSError as error:
             if error.errno is not None:
                 error.strerror = f"connecting to {self.label}: {error.strerror}"
@@ -162,6 +165,12 @@ async def _open(way: _Way, entry: Entry, options: Options) -> Connection:
     registry = Registry.of(way.worker or shared_worker())
     if entry.ssl_context is not None and entry.server_hostname is None and not isinstance(way.target, str):
         entry = attrs.evolve(entry, server_hostname=way.target[0])
+    if entry.ssl_context is not None and entry.ssl_context.check_hostname and entry.server_hostname is None:
+        # The ssl module would check no name.
+        raise ValueError(
+            "server_hostname= is missing: say whom the certificate of the listener at a Unix socket must name, or use "
+            "an ssl_context with check_hostname=False"
+        )
     connecting = Connecting(registry, way.open_socket, way.label, entry, options, way.timeout)
     return Connection._wrap(await connecting.run())
 

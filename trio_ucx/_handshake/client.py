@@ -13,6 +13,7 @@ from .._link import Link
 from .._session import Options
 from .._wire import ProtocolError
 from ..ucp import UCXError
+from ..ucp._numbering import FILLERS_AT_ONCE, MAX_FILLERS
 from ..ucp._operations import under_way
 from .control import ControlSocket
 from .exchange import Assigned, Declined, Event, Exchange, Refused, Stranger, Welcomed
@@ -140,6 +141,7 @@ class Connecting:
             exchange.refuse(error.strerror or str(error))
             await self._send_last_words(stream, exchange)
             raise
+        introduction.check()
         introduction.control = control = ControlSocket(
             self.registry.control,
             stream.detach(),
@@ -184,14 +186,15 @@ class Connecting:
         introduction = self._introduction
         if introduction.leads is False:
             raise ProtocolError("the server leaves to us what it has to choose")
-        number = introduction.choose(event.numbers)
-        if not introduction.make_endpoint(number):
-            raise ProtocolError(
-                f"the server is at number {event.numbers.next} with its endpoints to this worker, which is too far "
-                "ahead: connect from another worker"
-            )
-        exchange.take(number, introduction.numbers.numbers())
-        return True
+        for _ in range(MAX_FILLERS // FILLERS_AT_ONCE + 1):
+            number = introduction.choose(event.numbers)
+            if introduction.make_endpoint(number):
+                exchange.take(number, introduction.numbers.numbers())
+                return True
+        raise ProtocolError(
+            f"the server is at number {event.numbers.next} with its endpoints to this worker, which is too far ahead: "
+            "connect from another worker"
+        )
 
     def _try(self, exchange: Exchange, number: int) -> bool:
         introduction = self._introduction

@@ -271,8 +271,8 @@ class Introduction:
         self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
 
     def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
-        while count:
-            number = _greeting(data[:length]) if lane == wire.CONTROL else None
+        while True:
+            number = _greeting(data[:length]) if count and lane == wire.CONTROL else None
             if number is None or number in self._greetings or len(self._greetings) > MAX_DECLINED:
                 self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something else than its greeting"))
                 return
@@ -282,6 +282,8 @@ class Introduction:
             if link is not None:
                 if count:
                     link.run_came(lane, count, length, data)
+                return
+            if not count:
                 return
 
     def _open_if_greeted(self) -> Link | None:
@@ -347,6 +349,11 @@ class Introduction:
     def _tcp(self) -> str:
         addresses = ", ".join(format_address(address) for address in self.theirs.tcp_addresses)
         return f"its UCX listens at {addresses or 'no TCP address'}"
+
+    def check(self) -> None:
+        """Raises what has made a connection impossible, if something has: a message that came too early, say."""
+        if self.answer.outcome is not None:
+            self.answer.result()
 
     def fail(self, error: Exception) -> None:
         """There will be no connection. Failed or opened already: no effect."""

@@ -18,6 +18,7 @@ from .._session import Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
 from ..ucp._address import format_address
+from ..ucp._numbering import FILLERS_AT_ONCE
 from ..ucp._pending import Waiters
 from .client import Entry, own_address, peer_address
 from .control import ControlSocket
@@ -161,9 +162,11 @@ class Acceptor:
             return
         client = Client(ControlStream(stream), label)
         if len(self._clients) >= MAX_EXCHANGES:
-            silent = next((each for each in self._clients if not each.spoke), None)
-            (silent or client).scope.cancel()
-        self._clients[client] = None
+            silent = next((each for each in self._clients if not each.spoke), client)
+            self._clients.pop(silent, None)
+            silent.scope.cancel()
+        if not client.scope.cancel_called:
+            self._clients[client] = None
         trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {label}")
 
     async def _serve(self, client: Client) -> None:
@@ -187,7 +190,7 @@ class Acceptor:
         except ProtocolError as error:
             kind, reason = "refused", str(error)
         except ssl.SSLError as error:
-            kind, reason = "its TLS handshake failed", error.reason or str(error)
+            kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             kind, reason = ("it left in the exchange" if client.spoke else "it left without a word"), str(error)
         except Exception as error:
@@ -237,6 +240,7 @@ class Acceptor:
                 except (OSError, ssl.SSLError):
                     pass
             raise
+        introduction.check()
         introduction.control = control = ControlSocket(
             introduction.registry.control,
             stream.detach(),
@@ -265,6 +269,9 @@ class Acceptor:
                 exchange.welcome(ours, number, introduction.numbers.numbers())
             case Taken(number=number, numbers=numbers):
                 introduction.numbers.heard(numbers)
+                missing = number - introduction.numbers.numbers().next
+                if missing > 0:
+                    self._check_room(min(missing, FILLERS_AT_ONCE))
                 if introduction.make_endpoint(number):
                     exchange.taken()
                     return
@@ -284,8 +291,11 @@ class Acceptor:
             case _:
                 raise ProtocolError(f"it said {type(event).__name__}")
 
-    def _check_room(self) -> None:
+    def _check_room(self, fillers: int = 0) -> None:
         """Refuses a client that there is no room for.
+
+        Args:
+            fillers: how many endpoints may have to be made besides its own.
 
         UCX must never run out of descriptors: its TCP stops listening at the first accept() that fails.
 
@@ -301,7 +311,7 @@ class Acceptor:
             lowest = limit
         else:
             os.close(lowest)
-        if lowest + SPARE_DESCRIPTORS + DESCRIPTORS_EACH * len(self._clients) >= limit:
+        if lowest + SPARE_DESCRIPTORS + DESCRIPTORS_EACH * (len(self._clients) + fillers) >= limit:
             logger.warning("file descriptors are running out (RLIMIT_NOFILE is %d): clients are turned away", limit)
             raise ProtocolError("the listener's process is running out of file descriptors; try again later")
 

@@ -85,7 +85,9 @@ class ControlStream:
                 await self._send_raw(tls.outgoing.read())
                 data = await self._receive_raw()
                 if not data:
-                    raise ssl.SSLError("the peer ended the connection in the TLS handshake") from None
+                    raise ssl.SSLEOFError(
+                        ssl.SSL_ERROR_EOF, "the peer ended the connection in the TLS handshake"
+                    ) from None
                 tls.incoming.write(data)
             except ssl.SSLError:
                 with trio.CancelScope(deadline=trio.current_time() + 1):

@@ -120,8 +120,11 @@ def format_address(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split_address(address: SocketAddress) -> tuple[str, int]:
+def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> tuple[str, int]:
     """``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` as ``(host, port)``.
+
+    Args:
+        other: what else the caller takes, for the message of an error.
 
     Raises:
         TypeError: something else.
@@ -136,7 +139,7 @@ def split_address(address: SocketAddress) -> tuple[str, int]:
         return host, check_integer(port, "the port", 0, 65535)
     if not isinstance(address, str):
         raise TypeError(
-            f"an address is 'host:port', '[v6]:port', (host, port) or a WorkerAddress, not {type(address).__name__}"
+            f"an address is 'host:port', '[v6]:port', (host, port) or {other}, not {type(address).__name__}"
         )
     host, colon, text = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):

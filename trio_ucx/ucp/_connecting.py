@@ -55,6 +55,21 @@ def connect_companion(engine: Engine, address: WorkerAddress) -> EndpointCore:
     return _make_to_worker(engine, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics", raw=True)
 
 
+def connect_for_memory(core: EndpointCore) -> EndpointCore:
+    """The endpoint beside a Connection's that reaches the peer's memory.
+
+    The peer answers gets and puts by the endpoint that is paired with it. UCX crashes there when that is closed with
+    answers under way, so it must not be a Connection's, which both sides may close at any time.
+    """
+    if core.memory_companion is None or core.memory_companion.handle is None:
+        assert core.peer_address is not None
+        label = f"{core.label}, for its memory"
+        core.memory_companion = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
+        core.memory_companion.peer = core.peer
+        core.memory_companion.peer_address = core.peer_address
+    return core.memory_companion
+
+
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
     """The endpoint with this number to a worker, which belongs to the worker's endpoint with the same number.
 

@@ -29,6 +29,9 @@ from ._operations import EndpointCore
 LIMIT = 65_000
 #: Fillers that one Connection may need. More are needed only by a peer that lies.
 MAX_FILLERS = 4096
+#: Those that are made at a time, as that takes UCX up to a millisecond each. If more are missing, the sides try again
+#: with another number.
+FILLERS_AT_ONCE = 64
 #: Endpoints without error handling that a side tells the other about.
 MAX_PLAIN = 1000
 #: Seconds after which nobody asks for a filler any more. (Whoever does gets another number.)
@@ -161,7 +164,7 @@ class PeerNumbers:
         Raises:
             OSError, UCXError: what ``make`` raises.
         """
-        self._close_old_fillers()
+        self.close_old_fillers()
         there = self._fillers.pop(number, None) or self._idle.pop(number, None)
         if there is not None:
             core, _ = there
@@ -171,16 +174,22 @@ class PeerNumbers:
             return None
         if number < self._next or number - self._next > MAX_FILLERS or number >= LIMIT:
             return None
-        while self._next < number:
+        last = min(number, self._next + FILLERS_AT_ONCE)
+        while self._next < last:
             following = self._next
             self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
-        return make(True)
+        return make(True) if last == number else None
 
     def keep_as_filler(self, number: int, core: EndpointCore) -> None:
         """An endpoint whose number the peer cannot use is a filler from now on."""
         self._fillers[number] = core, time.monotonic()
 
-    def _close_old_fillers(self) -> None:
+    @property
+    def has_temporary_fillers(self) -> bool:
+        return bool(self._fillers) and not self._peer_has_raw
+
+    def close_old_fillers(self) -> None:
+        """Closes fillers that nobody asks for any more."""
         oldest = time.monotonic() - FILLER_AGE
         for number, (core, made_at) in list(self._fillers.items()):
             # A filler may be the pair of a raw endpoint of the peer's, whose messages it answers: that one stays.
@@ -212,8 +221,15 @@ class Numbering:
         """How many endpoints wait for another connection."""
         return sum(numbers.idle for numbers in self._peers.values())
 
+    @property
+    def has_temporary(self) -> bool:
+        """Whether :meth:`close_idle` has something to do, now or later."""
+        return any(numbers.idle or numbers.has_temporary_fillers for numbers in self._peers.values())
+
     def close_idle(self) -> None:
         """Closes the endpoints that no other connection has come for."""
         for numbers in self._peers.values():
             if numbers.idle:
                 numbers.close_idle()
+            if numbers.has_temporary_fillers:
+                numbers.close_old_fillers()

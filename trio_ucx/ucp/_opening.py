@@ -82,6 +82,22 @@ def check_local_address(address: str | None) -> Resolved | None:
     return found
 
 
+def check_is_ours(local: Resolved) -> None:
+    """Refuses an address that no socket of this machine can be bound to.
+
+    Raises:
+        OSError: the kernel's.
+    """
+    with socket.socket(local.family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((local.ip, 0, 0, local.scope) if local.scope else (local.ip, 0))
+        except OSError as error:
+            assert error.errno is not None
+            raise OSError(
+                error.errno, f"connecting from local_address={local.ip!r}: {os.strerror(error.errno)}"
+            ) from None
+
+
 def check_source(local: Resolved, remote: Resolved) -> None:
     """UCX would say that connecting failed, or nothing; the kernel says why, when asked to bind a plain socket there.
 
@@ -92,14 +108,7 @@ def check_source(local: Resolved, remote: Resolved) -> None:
         raise OSError(
             errno.EAFNOSUPPORT, f"local_address={local.ip!r} is incompatible with the remote address {remote}"
         )
-    with socket.socket(local.family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((local.ip, 0, 0, local.scope) if local.scope else (local.ip, 0))
-        except OSError as error:
-            assert error.errno is not None
-            raise OSError(
-                error.errno, f"connecting from local_address={local.ip!r}: {os.strerror(error.errno)}"
-            ) from None
+    check_is_ours(local)
     if lib.tu_is_interface_address(native_address(local)) == 0:
         raise OSError(
             errno.EADDRNOTAVAIL,

@@ -182,6 +182,7 @@ class EndpointCore:
         "id",
         "inbox",
         "label",
+        "memory_companion",
         "on_close",
         "on_failure",
         "owner",
@@ -220,6 +221,8 @@ class EndpointCore:
         self.companion: EndpointCore | None = None
         #: The same for the atomics of request chains.
         self.chain_companion: EndpointCore | None = None
+        #: The endpoint beside a Connection's that reaches the peer's memory.
+        self.memory_companion: EndpointCore | None = None
         #: A companion's atomics under way.
         self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
@@ -303,6 +306,7 @@ class EndpointCore:
             and self.inbox is None
             and self.companion is None
             and self.chain_companion is None
+            and self.memory_companion is None
         )
 
     def pass_on(self, error: UCXError | None = None) -> EndpointCore:
@@ -347,8 +351,8 @@ class EndpointCore:
                 assert problem is not None
                 operation.finish(Error(problem))
                 operation.leave_over()
-        companions = self.companion, self.chain_companion
-        self.companion = self.chain_companion = None
+        companions = self.companion, self.chain_companion, self.memory_companion
+        self.companion = self.chain_companion = self.memory_companion = None
         for companion in companions:
             if companion is not None:
                 companion.follow(self)
@@ -390,7 +394,9 @@ class EndpointCore:
 
 
 def with_companion(core: EndpointCore) -> list[EndpointCore]:
-    return [core] if core.companion is None else [core, core.companion]
+    """An endpoint, and those beside it that carry what is asked of it."""
+    beside = [one for one in (core.memory_companion, core.companion) if one is not None]
+    return [core, *(each for one in beside for each in with_companion(one))]
 
 
 class CloseOperation(Operation):

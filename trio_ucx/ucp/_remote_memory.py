@@ -25,7 +25,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from ._buffers import Buffer, Pinned, new_bytes
-from ._connecting import connect_companion
+from ._connecting import connect_companion, connect_for_memory
 from ._context import Feature
 from ._loans import Loan
 from ._memory import Access, MemoryDescriptor, is_host_memory
@@ -532,5 +532,7 @@ def attach(endpoint: Endpoint, core: EndpointCore, descriptor: bytes | MemoryDes
         context.require(Feature.RMA, "using remote memory")
     if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
+    if core.owner is not None:
+        core = connect_for_memory(core)
     memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, endpoint, core, descriptor)
     return memory

@@ -67,7 +67,7 @@ class SafetyNet:
                 self._running = True
                 self._set(INTERVAL)
                 continue
-            if engine.numbering.idle:
+            if engine.numbering.has_temporary:
                 engine.guard(engine.numbering.close_idle)
             if not self._awaited():
                 self._running = False
@@ -88,7 +88,7 @@ class SafetyNet:
         engine = self._engine
         return bool(
             engine.in_flight
-            or engine.numbering.idle
+            or engine.numbering.has_temporary
             or engine.mail.boxes
             or engine.stream_watchers
             or any(waiters for waiters in engine.am_waiters.values())

@@ -1,0 +1,608 @@
+"""Who may connect: TLS, authkey, the permissions of a Unix socket; and what a man in the middle achieves: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trustme
+from helpers import PROMPT, Certificates, Stopwatch, pattern, until
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake import registry as registry_side
+from trio_ucx._handshake.exchange import Kind
+from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx.ucp._process import this_host
+
+KEY = b"correct horse battery staple"
+HEAD = struct.Struct("<IB")
+PREAMBLE = 44
+
+
+@asynccontextmanager
+async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any) -> AsyncIterator[trio_ucx.Listener]:
+    """A listener that accepts nobody, if the test does not."""
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
+    async with listener:
+        yield listener
+
+
+async def expect_works(worker: ucp.Worker, listener: trio_ucx.Listener, address: Any = None, **options: Any) -> None:
+    with trio.fail_after(10):
+        client = await trio_ucx.connect(address or listener.address, worker=worker, **options).__aenter__()
+        server = await listener.accept()
+        for one, other in ((client, server), (server, client)):
+            one.send_nowait(pattern(100_000))
+            assert await other.receive() == pattern(100_000)
+        client.abort()
+        server.abort()
+
+
+async def expect_nothing_left(worker: ucp.Worker, listener: trio_ucx.Listener, refused: int | None = None) -> None:
+    """Nobody was accepted, and no endpoint stays."""
+    await until(lambda: listener.statistics().handshaking == 0)
+    assert listener.statistics().waiting == 0
+    if refused is not None:
+        assert listener.statistics().refused == refused
+    await until(lambda: worker.statistics().endpoints == 0)
+
+
+def telling_facts(worker: ucp.Worker) -> list[bytes]:
+    """Parts of what a side says about itself."""
+    address = worker._engine.address.ucx
+    return [address[1:9], address[-12:], this_host().process.host]
+
+
+# ---- TLS ----
+
+
+def contexts(authority: trustme.CA, *names: str) -> Certificates:
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.issue_cert(*names).configure_cert(server)
+    authority.configure_trust(client)
+    authority.configure_trust(server)
+    return Certificates(server, client)
+
+
+async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
+    async with listening(worker, ssl_context=certificates.server) as listener:
+        port = listener.address[1]
+        context = certificates.client
+        await expect_works(worker, listener, ("localhost", port), ssl_context=context)
+        await expect_works(worker, listener, ssl_context=context, server_hostname="localhost")
+        before = listener.statistics().refused
+        for address, options in (
+            (listener.address, {}),  # the certificate does not name 127.0.0.1
+            (("localhost", port), {"server_hostname": "elsewhere"}),
+            (("localhost", port), {"ssl_context": ssl.create_default_context()}),  # does not know the authority
+        ):
+            with pytest.raises(ssl.SSLCertVerificationError) as caught:
+                await trio_ucx.connect(address, worker=worker, **{"ssl_context": context, **options}).__aenter__()
+            assert any("trust the other" in note for note in caught.value.__notes__)
+        await until(lambda: listener.statistics().refused == before + 3)
+        await until(lambda: listener.statistics().handshaking == 0)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_client_certificates(worker: ucp.Worker, version: ssl.TLSVersion) -> None:
+    ours, other = trustme.CA(), trustme.CA()
+    context = contexts(ours, "localhost")
+    context.server.verify_mode = ssl.CERT_REQUIRED
+    context.server.maximum_version = context.server.minimum_version = version
+    async with listening(worker, ssl_context=context.server, connect_timeout=3) as listener:
+        for authority in (None, other):
+            client = contexts(ours, "client").client
+            if authority is not None:
+                authority.issue_cert("client@example.org").configure_cert(client)
+            with Stopwatch(2), pytest.raises(OSError):
+                await trio_ucx.connect(
+                    listener.address, worker=worker, ssl_context=client, server_hostname="localhost"
+                ).__aenter__()
+        await expect_nothing_left(worker, listener, 2)
+        ours.issue_cert("client@example.org").configure_cert(context.client)
+        await expect_works(worker, listener, ssl_context=context.client, server_hostname="localhost")
+
+
+async def test_only_one_side_with_tls(
+    worker: ucp.Worker, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "trio_ucx")
+    for key in (None, KEY):
+        async with listening(worker, ssl_context=certificates.server, authkey=key) as listener:
+            with Stopwatch(2), pytest.raises(ConnectionRefusedError, match="wants TLS: connect with ssl_context="):
+                await trio_ucx.connect(listener.address, worker=worker, authkey=key).__aenter__()
+            await expect_nothing_left(worker, listener, 1)
+        async with listening(worker, authkey=key) as listener:
+            with Stopwatch(2), pytest.raises(OSError) as caught:
+                await trio_ucx.connect(
+                    listener.address,
+                    worker=worker,
+                    authkey=key,
+                    ssl_context=certificates.client,
+                    server_hostname="localhost",
+                ).__aenter__()
+            assert isinstance(caught.value, (ssl.SSLError, ConnectionError))
+            await expect_nothing_left(worker, listener, 1)
+    assert "a TLS client, and this listener has no ssl_context" in caplog.text
+
+
+async def test_deadline_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        with Stopwatch(0.3 + PROMPT), pytest.raises(TimeoutError, match="TLS handshake did not end"):
+            await trio_ucx.connect(
+                deaf.getsockname(),
+                worker=worker,
+                ssl_context=certificates.client,
+                server_hostname="localhost",
+                connect_timeout=0.3,
+            ).__aenter__()
+    async with listening(worker, ssl_context=certificates.server, connect_timeout=0.3) as listener:
+        for begin in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
+            async with await trio.open_tcp_stream(*listener.address) as slow:
+                with trio.fail_after(3), contextlib.suppress(trio.BrokenResourceError):
+                    if begin:
+                        await slow.send_all(begin)
+                    while await slow.receive_some():
+                        pass
+        await expect_nothing_left(worker, listener, 3)
+
+
+async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
+    """A health check, say: it costs nobody but itself anything."""
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"
+    async with listening(worker, ssl_context=certificates.server) as listener:
+        for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):  # the latter ends by RST
+            for length in (0, 1, 5, 9):
+                with socket.create_connection(listener.address) as client:
+                    client.sendall(hello[:length])
+                    await trio.sleep(0.01)
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        await until(lambda: listener.statistics().refused == 8)
+        await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
+
+
+async def test_tls_and_authkey_at_a_unix_socket(worker: ucp.Worker, certificates: Certificates, tmp_path: Path) -> None:
+    """Whoever wants certificates there says whom they must name."""
+    async with listening(worker, f"unix:{tmp_path}/socket", ssl_context=certificates.server, authkey=KEY) as listener:
+        options = {"ssl_context": certificates.client, "server_hostname": "localhost"}
+        await expect_works(worker, listener, authkey=KEY, **options)
+        for wrong in ({"authkey": b"x", **options}, {"authkey": KEY}, options):
+            with pytest.raises(ConnectionRefusedError):
+                await trio_ucx.connect(listener.address, worker=worker, **wrong).__aenter__()
+        with pytest.raises(ValueError, match="server_hostname= is missing"):
+            await trio_ucx.connect(
+                listener.address, worker=worker, authkey=KEY, ssl_context=certificates.client
+            ).__aenter__()
+
+
+# ---- a man in the middle ----
+
+
+@attrs.define(eq=False)
+class Proxy:
+    """Carries bytes between clients and a listener.
+
+    Attributes:
+        change: for the number of a connection, which direction to change ("client" is what it sends) and at which byte.
+        recorded: what each connection's sides have sent, as it reached the other.
+    """
+
+    target: tuple[str, int]
+    change: Callable[[int], tuple[str, int] | None] = lambda number: None
+    recorded: list[dict[str, bytearray]] = attrs.field(factory=list)
+    address: tuple[str, int] = ("", 0)
+
+    async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.address = listener.socket.getsockname()
+        await trio.serve_listeners(self._serve, [listener], task_status=task_status)
+
+    async def _serve(self, client: trio.SocketStream) -> None:
+        record = {"client": bytearray(), "server": bytearray()}
+        change = self.change(len(self.recorded))
+        self.recorded.append(record)
+        with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            async with await trio.open_tcp_stream(*self.target) as server, trio.open_nursery() as nursery:
+                nursery.start_soon(self._carry, client, server, record["client"], "client", change)
+                await self._carry(server, client, record["server"], "server", change)
+                nursery.cancel_scope.cancel()
+
+    async def _carry(
+        self,
+        source: trio.SocketStream,
+        sink: trio.SocketStream,
+        record: bytearray,
+        name: str,
+        change: tuple[str, int] | None,
+    ) -> None:
+        at = change[1] if change is not None and change[0] == name else -1
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for chunk in source:
+                if len(record) <= at < len(record) + len(chunk):
+                    chunk = bytearray(chunk)
+                    chunk[at - len(record)] ^= 1 << at % 8
+                record += chunk
+                await sink.send_all(chunk)
+            await sink.send_eof()
+
+
+@asynccontextmanager
+async def in_the_middle(target: tuple[str, int]) -> AsyncIterator[Proxy]:
+    proxy = Proxy(target)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(proxy.run)
+        yield proxy
+        nursery.cancel_scope.cancel()
+
+
+def frames(data: bytes) -> list[tuple[int, int]]:
+    """Where the frames of one side are in what it has sent: begins and ends, the preamble first."""
+    found = [(0, PREAMBLE)]
+    while found[-1][1] < len(data):
+        begin = found[-1][1]
+        found.append((begin, begin + 4 + HEAD.unpack_from(data, begin)[0]))
+    assert found[-1][1] == len(data)
+    return found
+
+
+def records(data: bytes) -> list[tuple[int, int]]:
+    """The same of the records of TLS."""
+    found: list[tuple[int, int]] = []
+    begin = 0
+    while begin < len(data):
+        end = begin + 5 + int.from_bytes(data[begin + 3 : begin + 5], "big")
+        found.append((begin, end))
+        begin = end
+    assert begin == len(data)
+    return found
+
+
+@asynccontextmanager
+async def counted_endpoints(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
+    """The numbers of the endpoints that are made for connections."""
+    made: list[int] = []
+    original = registry_side.connect_paired
+
+    def counting(*args: Any) -> Any:
+        made.append(args[3])
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_side, "connect_paired", counting)
+        yield made
+
+
+async def record_exchange(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> dict[str, bytes]:
+    """What the two sides say when nobody interferes."""
+    async with in_the_middle(listener.address) as proxy:
+        client = await trio_ucx.connect(proxy.address, worker=worker, **options).__aenter__()
+        server = await listener.accept()
+        [record] = proxy.recorded
+        said = {name: bytes(data) for name, data in record.items()}
+        client.abort()
+        server.abort()
+    await until(lambda: worker.statistics().endpoints == 0)
+    return said
+
+
+async def expect_all_refused(
+    worker: ucp.Worker, listener: trio_ucx.Listener, changes: list[tuple[str, int]], **options: Any
+) -> None:
+    """Connects once for each change; every attempt fails, and nothing is accepted."""
+    async with in_the_middle(listener.address) as proxy:
+        proxy.change = lambda number: changes[number]
+        opened: list[tuple[str, int]] = []
+        limiter = trio.CapacityLimiter(32)
+
+        async def attempt() -> None:
+            async with limiter:
+                try:
+                    connection = await trio_ucx.connect(proxy.address, worker=worker, **options).__aenter__()
+                except OSError:
+                    return
+                opened.append(connection.local_address)  # type: ignore[arg-type]
+                connection.abort()
+
+        async with trio.open_nursery() as nursery:
+            for _ in changes:
+                nursery.start_soon(attempt)
+        assert len(proxy.recorded) == len(changes)
+        assert not opened, f"{len(opened)} connections although something was changed"
+    await expect_nothing_left(worker, listener)
+
+
+@pytest.mark.parametrize("transports", ["tcp"])
+async def test_changed_byte_with_authkey(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place of the exchange, in both directions."""
+    async with listening(worker, authkey=KEY, connect_timeout=0.5) as listener:
+        options: dict[str, Any] = {"authkey": KEY, "connect_timeout": 0.5}
+        said = await record_exchange(worker, listener, **options)
+        before, last = [], []
+        for who, data in said.items():
+            *_, (begin, end) = frames(data)
+            before += [(who, at) for at in range(begin)]
+            last += [(who, at) for at in range(begin, end)]
+        async with counted_endpoints(monkeypatch) as made:
+            await expect_all_refused(worker, listener, before, **options)
+            assert made == []
+            await expect_all_refused(worker, listener, last, **options)
+            assert len(made) <= sum(who == "client" for who, _ in last)  # TAKE: the client has made its own
+        await expect_works(worker, listener, **options)
+
+
+@pytest.mark.parametrize("transports", ["tcp"])
+async def test_changed_byte_with_tls(
+    worker: ucp.Worker, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every place that is not encrypted, and every third one that is.
+
+    But TLS ignores the version in the head of an unencrypted record, and ChangeCipherSpec altogether.
+    """
+    async with listening(worker, ssl_context=certificates.server, connect_timeout=0.5) as listener:
+        options: dict[str, Any] = {
+            "ssl_context": certificates.client,
+            "server_hostname": "localhost",
+            "connect_timeout": 0.5,
+        }
+        said = await record_exchange(worker, listener, **options)
+        before: list[tuple[str, int]] = []
+        last: list[tuple[str, int]] = []
+        for who, data in said.items():
+            found = records(data)
+            for begin, end in found:
+                kind = data[begin]
+                if kind == 20:
+                    continue
+                # Whatever is encrypted, the head included, has a code over all of it.
+                encrypted = [*range(begin, begin + 5), *range(begin + 5, end, 3), end - 1]
+                places = [begin, *range(begin + 3, end)] if kind == 22 else encrypted
+                (last if (begin, end) == found[-1] else before).extend((who, at) for at in places)
+        async with counted_endpoints(monkeypatch) as made:
+            # Records differ in length from time to time, by a few bytes of signatures.
+            sure = [(who, at) for who, at in before if at < records(said[who])[-1][0] - 12]
+            await expect_all_refused(worker, listener, sure, **options)
+            assert made == []
+            unsure = [change for change in before if change not in sure]
+            await expect_all_refused(worker, listener, unsure + last[: len(last) - 12], **options)
+        await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
+
+
+async def test_man_in_the_middle_who_changes_nothing(worker: ucp.Worker, certificates: Certificates) -> None:
+    """...is not noticed; under TLS he sees nothing of what the sides say about themselves."""
+    async with listening(worker, ssl_context=certificates.server, authkey=KEY) as listener:
+        said = await record_exchange(
+            worker, listener, ssl_context=certificates.client, server_hostname="localhost", authkey=KEY
+        )
+        for data in said.values():
+            for fact in telling_facts(worker):
+                assert fact not in data
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_recorded_exchange_cannot_be_played_again(
+    worker: ucp.Worker, certificates: Certificates, with_tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = {"ssl_context": certificates.server} if with_tls else {}
+    async with listening(worker, authkey=None if with_tls else KEY, connect_timeout=0.5, **tls) as listener:
+        options: dict[str, Any] = {"authkey": None if with_tls else KEY}
+        if with_tls:
+            options |= {"ssl_context": certificates.client, "server_hostname": "localhost"}
+        said = await record_exchange(worker, listener, **options)
+        refused = listener.statistics().refused
+        async with counted_endpoints(monkeypatch) as made:
+            for _ in range(3):
+                async with await trio.open_tcp_stream(*listener.address) as stream:
+                    got = bytearray()
+                    with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+                        await stream.send_all(said["client"])
+                        async for chunk in stream:
+                            got += chunk
+                assert with_tls or b"authkeys" in got
+                for fact in telling_facts(worker):
+                    assert fact not in got
+            await expect_nothing_left(worker, listener, refused + 3)
+
+            async def play(stream: trio.SocketStream) -> None:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await stream.send_all(said["server"])
+                    async for _ in stream:
+                        pass
+
+            async with trio.open_nursery() as nursery:  # the server's side, to a client
+                [fake] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+                nursery.start_soon(trio.serve_listeners, play, [fake])
+                with Stopwatch(3), pytest.raises(OSError):
+                    await trio_ucx.connect(
+                        fake.socket.getsockname(), worker=worker, connect_timeout=1, **options
+                    ).__aenter__()
+                nursery.cancel_scope.cancel()
+            assert made == []
+
+
+# ---- authkey ----
+
+
+@pytest.mark.parametrize(
+    ("client_key", "server_key", "words"),
+    [
+        (None, KEY, "this client has no authkey, and its peer wants one|wants an authkey, and its peer has none"),
+        (KEY, None, "this client wants an authkey, and its peer has none|has no authkey, and its peer wants one"),
+        (KEY, KEY[:-1], "the authkeys of the two sides differ"),
+        (b"x", KEY, "the authkeys of the two sides differ"),
+    ],
+)
+async def test_keys_that_differ(
+    worker: ucp.Worker,
+    client_key: bytes | None,
+    server_key: bytes | None,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sides say so, and neither has told the other anything about itself that the other did not ask for."""
+    caplog.set_level("INFO", "trio_ucx")
+    async with listening(worker, authkey=server_key) as listener, counted_endpoints(monkeypatch) as made:
+        async with in_the_middle(listener.address) as proxy:
+            with Stopwatch(2), pytest.raises(ConnectionRefusedError, match=words):
+                await trio_ucx.connect(proxy.address, worker=worker, authkey=client_key).__aenter__()
+            await until(lambda: listener.statistics().refused == 1)
+            await expect_nothing_left(worker, listener, 1)
+            [record] = proxy.recorded
+            for fact in telling_facts(worker):
+                assert fact not in record["server"]
+                assert fact not in record["client"] or client_key is None
+        assert made == []
+    assert "turned away" in caplog.text and "authkey" in caplog.text
+
+
+async def test_authkey(worker: ucp.Worker, transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports}) as other:
+        for key in (b"x", KEY, bytes(1000), bytearray(b"a bytearray")):
+            async with listening(worker, authkey=key) as listener:
+                await expect_works(other, listener, authkey=key)
+    for bad, kind in (("text", TypeError), (b"", ValueError), (7, TypeError)):
+        with pytest.raises(kind, match="authkey"):
+            trio_ucx.connect("127.0.0.1:1", authkey=bad)
+        with pytest.raises(kind, match="authkey"):
+            await trio_ucx.open_ucx_listeners(0, worker=worker, authkey=bad)
+
+
+#: What a client without the key says after a preamble that claims to have it.
+WITHOUT_THE_KEY = {
+    "nothing": b"",
+    "open": HEAD.pack(1 + 400 + 32, Kind.OPEN) + bytes(432),
+    "open without a code": HEAD.pack(1, Kind.OPEN),
+    "proof": HEAD.pack(33, Kind.PROOF) + bytes(32),
+    "take": HEAD.pack(37, Kind.TAKE) + bytes(36),
+    "refusal": HEAD.pack(1, Kind.REFUSE),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_THE_KEY)
+@pytest.mark.parametrize("flags", [0, 1])
+async def test_stranger_learns_nothing(worker: ucp.Worker, what: str, flags: int) -> None:
+    async with listening(worker, authkey=KEY, connect_timeout=0.3) as listener:
+        async with await trio.open_tcp_stream(*listener.address) as stream:
+            got = bytearray()
+            with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+                await stream.send_all(MAGIC + struct.pack("<HH", VERSION, flags) + bytes(32) + WITHOUT_THE_KEY[what])
+                async for chunk in stream:
+                    got += chunk
+        for fact in telling_facts(worker):
+            assert fact not in got
+        assert len(got) < 500
+        await expect_nothing_left(worker, listener, 1)
+
+
+# ---- Unix sockets ----
+
+
+async def test_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):
+        async with listening(worker, f"unix:{path}") as listener:
+            assert listener.address == (f"unix:{path}", 0) and path.is_socket()
+            for address in (listener.address, f"unix:{path}"):
+                await expect_works(worker, listener, address)
+        assert not path.exists()
+    with pytest.raises(FileNotFoundError):
+        await trio_ucx.connect(f"unix:{path}", worker=worker).__aenter__()
+
+
+async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
+    """A socket that a dead server has left behind is replaced; nothing else is."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    with pytest.raises(ConnectionRefusedError):
+        await trio_ucx.connect(f"unix:{path}", worker=worker).__aenter__()
+    async with listening(worker, f"unix:{path}") as listener:
+        await expect_works(worker, listener)
+        with pytest.raises(OSError, match="somebody listens there already") as caught:
+            await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+        assert caught.value.errno == errno.EADDRINUSE
+        await expect_works(worker, listener)
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(str(path))
+        busy.listen(0)
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):  # its queue is full
+                probe = stack.enter_context(socket.socket(socket.AF_UNIX))
+                probe.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    probe.connect(str(path))
+            with pytest.raises(OSError, match="somebody listens") as caught:
+                await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+            assert caught.value.errno == errno.EADDRINUSE
+    path.unlink()
+    for make in (lambda: path.write_text("precious"), path.mkdir, lambda: path.symlink_to("/etc/hostname")):
+        make()
+        with pytest.raises(OSError, match="something else than a socket") as caught:
+            await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+        assert caught.value.errno == errno.EEXIST and os.path.lexists(path)
+        path.rmdir() if path.is_dir() else path.unlink()
+    for odd in (tmp_path / ("x" * 200), tmp_path / "no" / "folder"):
+        with pytest.raises(OSError):
+            await trio_ucx.open_ucx_listeners(0, host=f"unix:{odd}", worker=worker)
+        with pytest.raises(OSError):
+            await trio_ucx.connect(f"unix:{odd}", worker=worker).__aenter__()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError):
+        await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+    assert path.is_symlink()
+
+
+async def test_path_of_a_successor_is_kept(worker: ucp.Worker, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with listening(worker, f"unix:{path}"):
+        path.unlink()
+        async with listening(worker, f"unix:{path}") as successor:
+            pass
+        assert not path.exists()
+        path.write_text("precious")
+    assert path.read_text() == "precious"
+    assert successor.address == (f"unix:{path}", 0)
+
+
+@contextlib.contextmanager
+def nobody() -> Any:
+    """Without root's power, if we have it."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("transports", ["tcp"])
+async def test_permissions_of_the_path(worker: ucp.Worker, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    async with listening(worker, f"unix:{path}") as listener:
+        path.chmod(0)
+        with nobody(), pytest.raises(PermissionError, match="unix:") as caught:
+            await trio_ucx.connect(listener.address, worker=worker).__aenter__()
+        assert caught.value.errno == errno.EACCES
+        path.chmod(0o777)
+        with nobody():
+            await expect_works(worker, listener)
+    tmp_path.chmod(0o555)
+    with nobody(), pytest.raises(PermissionError, match="listening at unix:"):
+        await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+    tmp_path.chmod(0o755)

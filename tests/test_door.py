@@ -1,0 +1,434 @@
+"""Strangers at a listener's port: whatever they send, the server lives, serves, and says little about it.
+
+The server is a process of its own. So is an honest client, connected before the attack, which measures its round trips
+meanwhile. Machines that run tests are busy, so one round trip in a hundred may take longer than is allowed.
+
+As a program this file is the server's (``python -m`` style wrapper around ``peers.py``, with its log in a file) or the
+honest client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import resource
+import runpy
+import socket
+import ssl
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from helpers import Peer, open_peer, pattern, until
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake.exchange import Exchange, Kind
+from trio_ucx._handshake.facts import Facts, SharedMemory
+from trio_ucx._handshake.server import MAX_EXCHANGES
+from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx.ucp._process import this_host
+
+#: Seconds that a round trip of the honest client may take.
+PATIENCE = 0.1
+HEAD = struct.Struct("<IB")
+PREAMBLE = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32)
+
+
+# ---- the other processes ----
+
+
+def serve(log: str, peers: str, *arguments: str) -> None:
+    """Runs ``peers.py`` with a log."""
+    logging.basicConfig(filename=log, level=logging.INFO, format="%(levelname)s %(message)s")
+    sys.argv = [peers, *arguments]
+    runpy.run_path(peers, run_name="__main__")
+
+
+async def measure(address: list[Any]) -> None:
+    """The honest client: makes round trips, and says when asked how long they took."""
+    from peers import ask, say
+
+    seconds: list[float] = []
+
+    async def trips() -> None:
+        async with trio_ucx.connect(tuple(address)) as connection:
+            say("ready")
+            while True:
+                start = time.perf_counter()
+                await connection.send(b"are you there?")
+                await connection.receive()
+                seconds.append(time.perf_counter() - start)
+                await trio.sleep(0.005)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trips)
+        while True:
+            try:
+                await ask()
+            except EOFError:
+                break
+            say(seconds)
+            seconds.clear()
+        nursery.cancel_scope.cancel()
+
+
+@attrs.define(eq=False)
+class Door:
+    """A server, an honest client of it, and the server's log."""
+
+    address: tuple[str, int]
+    server: Peer
+    honest: Peer
+    log: Path
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.server.process.pid}/fd"))
+
+    async def is_well(self, kinds: int | None = None) -> None:
+        """The server has not suffered.
+
+        Args:
+            kinds: how many kinds of strangers have been turned away; that many lines are in the log.
+        """
+        assert self.server.process.poll() is None, "the server ended"
+        await self.honest.tell()
+        seconds = sorted(await self.honest.hear(30))
+        assert len(seconds) > 10
+        late = [each for each in seconds if each > PATIENCE]
+        summary = f"{len(seconds)} round trips, {len(late)} too long, the longest {seconds[-1]:.3f} s"
+        assert len(late) <= len(seconds) / 100 + 1 and seconds[-1] < 1, summary
+        async with ucp.open_worker() as worker:
+            for _ in range(3):
+                with trio.fail_after(5):
+                    async with trio_ucx.connect(self.address, worker=worker) as client:
+                        client.send_nowait(pattern(100_000))
+                        assert await client.receive() == pattern(100_000)
+        assert self.server.process.poll() is None, "the server ended"
+        found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in self.lines())
+        assert all(line.startswith("INFO turned away") for line in self.lines()), self.lines()[:5]
+        assert all(count == 1 for count in found.values()), found
+        if kinds is not None:
+            assert len(found) == kinds, found
+
+
+@asynccontextmanager
+async def open_door(tmp_path: Path, transports: str, **environment: str) -> AsyncIterator[Door]:
+    log = tmp_path / "log"
+    python = [sys.executable, "-W", "error", "-X", "faulthandler"]
+    wrapper = [*python, __file__, "serve", str(log)]
+    async with open_peer("echo", [0], transports=transports, under=wrapper, **environment) as server:
+        address, _ = await server.hear()
+        honest_client = [*python, __file__, "measure", json.dumps(address)]
+        async with open_peer("measure", transports=transports, under=honest_client) as honest:
+            assert await honest.hear() == "ready"
+            yield Door(tuple(address), server, honest, log)
+
+
+@pytest.fixture(params=["tcp,sm,self"])
+def transports(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def say_and_leave(address: tuple[str, int], data: bytes, patience: float = 0.0) -> bytes:
+    """What a stranger gets who says this and waits for an answer for so long."""
+    answer = b""
+    with contextlib.suppress(OSError, trio.BrokenResourceError):
+        async with await trio.open_tcp_stream(*address) as stream:
+            await stream.send_all(data)
+            if patience:
+                with trio.move_on_after(patience):
+                    async for chunk in stream:
+                        answer += chunk
+    return answer
+
+
+async def all_at_once(jobs: list[Callable[[], Any]], limit: int = 64) -> None:
+    limiter = trio.CapacityLimiter(limit)
+
+    async def one(job: Callable[[], Any]) -> None:
+        async with limiter:
+            await job()
+
+    async with trio.open_nursery() as nursery:
+        for job in jobs:
+            nursery.start_soon(one, job)
+            if len(nursery.child_tasks) > 2 * limit:
+                await trio.sleep(0.001)
+
+
+# ---- an attacker who speaks the protocol ----
+
+
+class Attacker:
+    """Knows the protocol, and says what it likes in it."""
+
+    def __init__(self, worker: ucp.Worker, elsewhere: bool) -> None:
+        host = this_host()
+        if elsewhere:
+            host = attrs.evolve(host, process=attrs.evolve(host.process, host=bytes(range(16))))
+        self.facts = Facts(
+            connection_id=2**31 + 5,
+            window=2**20,
+            threshold=65536,
+            shared_memory=SharedMemory.AUTO,
+            error_handling=True,
+            sees_local=True,
+            host=host,
+            address=worker._engine.address.ucx,
+            network_address=worker._engine.network_address.ucx,
+            software="attacker",
+        )
+
+    def opening(self, **changes: Any) -> bytes:
+        exchange = Exchange(is_client=True, software="", authkey=None)
+        exchange.open(attrs.evolve(self.facts, **changes))
+        return exchange.data_to_send()
+
+
+def mutated(data: bytes, chance: random.Random, most: int = 4) -> bytes:
+    copy = bytearray(data)
+    for _ in range(chance.randint(1, most)):
+        copy[chance.randrange(len(copy))] = chance.randrange(256)
+    return bytes(copy)
+
+
+@pytest.fixture
+async def attackers(transports: str) -> AsyncIterator[list[Attacker]]:
+    async with ucp.open_worker(config={"TLS": transports}) as worker:
+        yield [Attacker(worker, elsewhere) for elsewhere in (False, True)]
+
+
+# ---- the attacks ----
+
+
+async def test_garbage(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """Ten thousand times: random, constant, mutated and cut off."""
+    chance = random.Random(5)
+    opening = attackers[1].opening()
+    kinds: list[Callable[[], bytes]] = [
+        lambda: chance.randbytes(chance.randrange(1, 3000)),
+        lambda: bytes([chance.randrange(256)]) * chance.randrange(1, 200),
+        lambda: (
+            struct.pack("<QB7x", chance.choice([0, 1, 64, 2**31, 2**64 - 1]), 0)
+            + bytes([chance.choice([0, 0x11, 0x2F, 0x33, 0x66, 0x77, 0x99, 0xAA, 0xCC, 0xFF])]) * 64
+        ),
+        lambda: mutated(opening, chance),
+        lambda: opening[: chance.randrange(len(opening))],
+        lambda: PREAMBLE + HEAD.pack(chance.choice([0, 1, 40, 2**17, 2**32 - 1]), chance.randrange(10)) + bytes(50),
+        lambda: MAGIC + chance.randbytes(chance.randrange(100)),
+    ]
+    async with open_door(tmp_path, transports) as door:
+        with trio.fail_after(60):
+            await all_at_once(
+                [partial(say_and_leave, door.address, kinds[number % len(kinds)]()) for number in range(10_000)]
+            )
+        await door.is_well()
+
+
+async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
+    """Five thousand that say nothing: the oldest of them make room for others."""
+    with many_descriptors():
+        async with open_door(tmp_path, transports) as door:
+            before = door.descriptors
+            silent: list[socket.socket] = []
+            try:
+                for number in range(5000):
+                    one = socket.socket()
+                    silent.append(one)
+                    one.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        one.connect(door.address)
+                    if number % 50 == 0:
+                        await trio.sleep(0.005)
+                        assert door.descriptors <= before + MAX_EXCHANGES + 60
+                await door.is_well(1)
+                assert door.descriptors <= before + MAX_EXCHANGES + 60
+                assert "too many at once" in door.lines()[0]
+            finally:
+                for one in silent:
+                    one.close()
+            await until(lambda: door.descriptors <= before + 30)
+            await door.is_well()
+
+
+async def test_slow_strangers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """They send a byte every now and then; with many of them, too, others get in."""
+    async with open_door(tmp_path, transports) as door:
+        opening = attackers[1].opening()
+
+        async def slow() -> None:
+            with contextlib.suppress(OSError, trio.BrokenResourceError):
+                async with await trio.open_tcp_stream(*door.address) as stream:
+                    for at in range(4):
+                        await stream.send_all(opening[at : at + 1])
+                        await trio.sleep(1)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(MAX_EXCHANGES - 20):
+                nursery.start_soon(slow)
+            await trio.sleep(1)
+            await door.is_well()
+            nursery.cancel_scope.cancel()
+        await door.is_well()
+
+
+#: What comes to ports of all kinds, and what the log calls it.
+CALLERS = {
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "an HTTP client"),
+    "http post": (b"POST /login HTTP/1.0\r\n\r\n" + bytes(5000), "an HTTP client"),
+    "http2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "an HTTP client"),
+    "tls": (b"", "a TLS client, and this listener has no ssl_context"),
+    "proxy": (b"PROXY TCP4 192.0.2.1 192.0.2.2 1 2\r\n", "a proxy that sends the PROXY header"),
+    "proxy v2": (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c" + bytes(12), "a proxy that sends the PROXY header"),
+    "ssh": (b"SSH-2.0-OpenSSH_9.6\r\n", "no trio_ucx peer"),
+    "old version": (MAGIC + struct.pack("<HH", 2, 0) + bytes(60), "refused"),
+}
+
+
+def client_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+async def test_callers_of_all_kinds(transports: str, tmp_path: Path) -> None:
+    async with open_door(tmp_path, transports) as door:
+        for what, (data, kind) in CALLERS.items():
+            data = data or client_hello()
+            before = len(door.lines())
+            first = not any(f": {kind}: " in line for line in door.lines())
+            for _ in range(20):
+                with trio.fail_after(5):
+                    answer = await say_and_leave(door.address, data, 5)
+                assert answer == b"" or what == "old version"
+            await until(lambda: len(door.lines()) == before + first)  # noqa: B023
+            assert any(f": {kind}: " in line for line in door.lines())
+        await door.is_well(len({kind for _, kind in CALLERS.values()}))
+
+
+async def test_health_checks(transports: str, tmp_path: Path) -> None:
+    async with open_door(tmp_path, transports) as door:
+        for number in range(1000):
+            with socket.create_connection(door.address) as client:
+                if number % 2:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST
+            if number % 20 == 0:
+                await trio.sleep(0.01)
+        await door.is_well(1)
+        assert "it left without a word" in door.lines()[0]
+
+
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"], indirect=True)
+async def test_damaged_worker_addresses(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """With a checksum that is right, from a worker here and from one that says it is elsewhere."""
+    chance = random.Random(1)
+    [here, elsewhere] = attackers
+    good, network = here.facts.address, here.facts.network_address
+
+    def damaged(address: bytes) -> bytes:
+        how = chance.random()
+        if how < 0.1:
+            return chance.choice([b"", b"\0", b"\xff" * 64, bytes(200), address[: len(address) // 2], address * 2])
+        return mutated(address, chance)
+
+    openings = []
+    for number in range(600):
+        who = elsewhere if number % 3 else here
+        changes = {"address": damaged(good)} if number % 2 else {"network_address": damaged(network)}
+        if number % 5 == 0:
+            changes = {"address": damaged(good), "network_address": damaged(network)}
+        openings.append(who.opening(**changes))
+    take = HEAD.pack(1 + 4 + 7, Kind.TAKE) + struct.pack("<IIBH", 0, 0, 0, 0)
+    async with open_door(tmp_path, transports) as door:
+        with trio.fail_after(30):
+            await all_at_once([partial(say_and_leave, door.address, opening + take, 0.1) for opening in openings])
+        await door.is_well()
+
+
+async def test_flood_of_opens(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """Thousands of beginnings, each of a worker of its own, as far as the listener can see."""
+    chance = random.Random(3)
+    facts = attackers[1].facts
+    async with open_door(tmp_path, transports) as door:
+        memory = resident(door)
+
+        def opening() -> bytes:
+            uid = chance.randbytes(8)
+            parts = [blob[:1] + uid + blob[9:] for blob in (facts.address, facts.network_address)]
+            return attackers[1].opening(address=parts[0], network_address=parts[1])
+
+        with trio.fail_after(30):
+            await all_at_once([partial(say_and_leave, door.address, opening(), 0.02) for _ in range(4000)])
+        await door.is_well()
+        assert resident(door) < memory + 30 * 2**20
+
+
+def resident(door: Door) -> int:
+    pages = Path(f"/proc/{door.server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+async def test_lies_about_numbers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """A client whose endpoints are far ahead: the server neither makes thousands of them nor other workers."""
+    facts = attackers[1].facts
+
+    async def lie(uid: int, said: bytes) -> None:
+        parts = [blob[:1] + uid.to_bytes(8, "little") + blob[9:] for blob in (facts.address, facts.network_address)]
+        data = attackers[1].opening(address=parts[0], network_address=parts[1])
+        await say_and_leave(door.address, data + said, 0.3)
+
+    def frame(kind: Kind, *numbers: int) -> bytes:
+        body = b"".join(struct.pack("<I", number) for number in numbers[:-1])
+        body += struct.pack("<IBH", numbers[-1], 0, 0)
+        return HEAD.pack(1 + len(body), kind) + body
+
+    declines = frame(Kind.DECLINE, 64_999)
+    takes = b"".join(frame(Kind.TAKE, number, number) for number in (64_999, 5000, 4000))
+    async with open_door(tmp_path, transports) as door:
+        before = door.descriptors
+        with trio.fail_after(30):
+            for _ in range(20):
+                await all_at_once(
+                    [lambda uid=uid, said=said: lie(uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)]
+                )  # type: ignore[misc]
+        await until(lambda: door.descriptors <= before + 30)
+        await door.is_well()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        # What helpers.open_peer runs: a Python and its options, then peers.py and its arguments.
+        start = next(at for at, each in enumerate(sys.argv) if each.endswith("peers.py"))
+        serve(sys.argv[2], *sys.argv[start:])
+    else:
+        trio.run(measure, json.loads(sys.argv[2]))
