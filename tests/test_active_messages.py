@@ -27,7 +27,6 @@ from helpers import (
     until,
 )
 
-import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.ucp import _end, _engine
 

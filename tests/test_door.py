@@ -1,10 +1,10 @@
 """Strangers at a listener's port: whatever they send, the server lives, serves, and says little about it.
 
 The server is a process of its own. So is an honest client, connected before the attack, which measures its round trips
-meanwhile. Machines that run tests are busy, so one round trip in a hundred may take longer than is allowed.
+meanwhile, and how late its own sleeps end. Machines that run tests are busy: the lateness of 99 sleeps in a hundred is
+allowed for, three times, as a round trip needs both processes; and one round trip in a hundred may take longer.
 
-As a program this file is the server's (``python -m`` style wrapper around ``peers.py``, with its log in a file) or the
-honest client.
+As a program this file runs the server, which is ``peers.py`` with a log in a file, or the honest client.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ async def measure(address: list[Any]) -> None:
     from peers import ask, say
 
     seconds: list[float] = []
+    noise: list[float] = []
 
     async def trips() -> None:
         async with trio_ucx.connect(tuple(address)) as connection:
@@ -71,8 +72,10 @@ async def measure(address: list[Any]) -> None:
                 start = time.perf_counter()
                 await connection.send(b"are you there?")
                 await connection.receive()
-                seconds.append(time.perf_counter() - start)
+                end = time.perf_counter()
+                seconds.append(end - start)
                 await trio.sleep(0.005)
+                noise.append(time.perf_counter() - end - 0.005)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trips)
@@ -81,8 +84,9 @@ async def measure(address: list[Any]) -> None:
                 await ask()
             except EOFError:
                 break
-            say(seconds)
+            say([seconds, noise])
             seconds.clear()
+            noise.clear()
         nursery.cancel_scope.cancel()
 
 
@@ -109,12 +113,23 @@ class Door:
             kinds: how many kinds of strangers have been turned away; that many lines are in the log.
         """
         assert self.server.process.poll() is None, "the server ended"
-        await self.honest.tell()
-        seconds = sorted(await self.honest.hear(30))
-        assert len(seconds) > 10
-        late = [each for each in seconds if each > PATIENCE]
-        summary = f"{len(seconds)} round trips, {len(late)} too long, the longest {seconds[-1]:.3f} s"
-        assert len(late) <= len(seconds) / 100 + 1 and seconds[-1] < 1, summary
+        seconds: list[float] = []
+        noise: list[float] = []
+        with trio.fail_after(30):
+            while len(seconds) < 20:
+                await self.honest.tell()
+                for total, more in zip((seconds, noise), await self.honest.hear(30), strict=True):
+                    total += more
+                await trio.sleep(0.05)
+        seconds.sort()
+        noise.sort()
+        limit = PATIENCE + 3 * noise[len(noise) * 99 // 100]
+        late = [each for each in seconds if each > limit]
+        summary = (
+            f"{len(seconds)} round trips, {len(late)} longer than {limit:.3f} s, the longest {seconds[-1]:.3f} s; "
+            f"a sleep was late by {noise[-1]:.3f} s"
+        )
+        assert len(late) <= len(seconds) / 100 + 1 and seconds[-1] < 1 + 3 * noise[-1], summary
         async with ucp.open_worker() as worker:
             for _ in range(3):
                 with trio.fail_after(5):
@@ -376,7 +391,7 @@ async def test_damaged_worker_addresses(transports: str, tmp_path: Path, attacke
 
 
 async def test_flood_of_opens(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
-    """Thousands of beginnings, each of a worker of its own, as far as the listener can see."""
+    """Two thousand beginnings, each of a worker of its own, as far as the listener can see."""
     chance = random.Random(3)
     facts = attackers[1].facts
     async with open_door(tmp_path, transports) as door:
@@ -388,7 +403,7 @@ async def test_flood_of_opens(transports: str, tmp_path: Path, attackers: list[A
             return attackers[1].opening(address=parts[0], network_address=parts[1])
 
         with trio.fail_after(30):
-            await all_at_once([partial(say_and_leave, door.address, opening(), 0.02) for _ in range(4000)])
+            await all_at_once([partial(say_and_leave, door.address, opening(), 0.02) for _ in range(2000)])
         await door.is_well()
         assert resident(door) < memory + 30 * 2**20
 
@@ -417,12 +432,10 @@ async def test_lies_about_numbers(transports: str, tmp_path: Path, attackers: li
     async with open_door(tmp_path, transports) as door:
         before = door.descriptors
         with trio.fail_after(30):
-            for _ in range(20):
-                await all_at_once(
-                    [lambda uid=uid, said=said: lie(uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)]
-                )  # type: ignore[misc]
-        await until(lambda: door.descriptors <= before + 30)
+            for _ in range(6):
+                await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
         await door.is_well()
+        assert door.descriptors <= before + 500
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,14 @@ from trio_ucx import ucp
 from trio_ucx._handshake import registry as registry_side
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.client import Connecting, Entry
-from trio_ucx._handshake.exchange import Exchange
+from trio_ucx._handshake.exchange import Exchange, Taken
 from trio_ucx._handshake.facts import SharedMemory
 from trio_ucx._handshake.registry import Introduction
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._session import Options
 from trio_ucx._wire import ProtocolError
 from trio_ucx.ucp import _numbering as numbering_module
+from trio_ucx.ucp._connecting import connect_worker
 from trio_ucx.ucp._numbering import (
     FILLERS_AT_ONCE,
     LIMIT,
@@ -236,6 +238,13 @@ class Control:
         self.exchange.refuse(reason)
 
 
+def greet(end: Any) -> None:
+    """Says HELLO, once for each endpoint."""
+    greeted = end.__dict__.setdefault("greeted", set())
+    assert end._core is not None and end.number == end._core.index and end.number not in greeted
+    greeted.add(end.number)
+
+
 ENTRY = Entry(SharedMemory.AUTO, 20.0, None, None)
 
 
@@ -296,6 +305,7 @@ class Meeting:
                 end = self.ends[is_client]
                 if end.number is not None and end.control is None:
                     end.control = Control(exchange)  # type: ignore[assignment]
+                    end.greet()
         except (ProtocolError, OSError):
             self.give_up(is_client)
         if self.ends[is_client].answer.outcome is not None:
@@ -363,7 +373,9 @@ def fakes(request: pytest.FixtureRequest) -> Any:
                 engine, *rest
             ),
         )
-        patch.setattr(Introduction, "greet", lambda end: None if isinstance(end.registry, Node) else _real_greet(end))
+        patch.setattr(
+            Introduction, "greet", lambda end: (greet if isinstance(end.registry, Node) else _real_greet)(end)
+        )
         yield
 
 
@@ -422,6 +434,23 @@ def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) 
     world.check_finished()
 
 
+@pytest.mark.parametrize("client", [0, 1])
+def test_crowd_whose_choices_come_in_any_order(client: int) -> None:
+    """More endpoints are missing than are made at a time."""
+    for seed in range(5):
+        chance = random.Random(seed)
+        world = World()
+        for _ in range(200):
+            world.start(client)
+        for is_client in (False, True):
+            for meeting in world.meetings:
+                meeting.deliver(is_client)
+        while any(any(meeting.under_way.values()) for meeting in world.meetings):
+            chance.choice(world.meetings).deliver(chance.random() < 0.5)
+        world.check_finished()
+        assert not any(meeting.failed for meeting in world.meetings)
+
+
 def test_many_raw_endpoints_between() -> None:
     chance = random.Random(4)
     world = World()
@@ -455,6 +484,46 @@ def test_server_that_lies_about_its_numbers(theirs: Numbers) -> None:
 
 
 # ---- real endpoints ----
+
+
+async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """...after the client has chosen it, before the server has: they agree on another, and the raw endpoint works."""
+    answer = Acceptor._answer
+    raw: list[ucp.Endpoint] = []
+
+    def with_raw_endpoint(acceptor: Acceptor, client: Any, introduction: Introduction, *rest: Any) -> None:
+        if isinstance(rest[1], Taken) and not introduction.late_greetings:
+            core = connect_worker(acceptor.engine, other_of[acceptor.worker].address)
+            raw.append(ucp.Endpoint._create(acceptor.worker, core))
+        answer(acceptor, client, introduction, *rest)
+
+    async with open_two(transports) as workers, AsyncExitStack() as stack:
+        other_of = {workers[0]: workers[1], workers[1]: workers[0]}
+        monkeypatch.setattr(Acceptor, "_answer", with_raw_endpoint)
+        listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
+        for listener in listeners:
+            stack.push_async_callback(listener.aclose)
+        kept = []
+        with trio.fail_after(30):
+            for number in range(20):
+                listener = listeners[number % 2]
+                client = await trio_ucx.connect(listener.address, worker=other_of[listener.worker]).__aenter__()
+                server = await listener.accept()
+                kept += [(client, server), (server, client)]
+                assert client.endpoint is not None and len(raw) == number + 1
+            for one, other in kept:
+                one.send_nowait(pattern(100_000))
+                assert await other.receive() == pattern(100_000)
+            for number, endpoint in enumerate(raw):
+                buffer = bytearray(100_000)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(endpoint.tag_send, pattern(100_000, number), number)
+                    await other_of[listeners[number % 2].worker].tag_receive(buffer, number)
+                assert buffer == pattern(100_000, number)
+        for connection, _ in kept:
+            connection.abort()
+        for endpoint in raw:
+            endpoint.abort()
 
 
 async def test_aborting_one_disturbs_no_other(transports: str) -> None:

@@ -53,6 +53,10 @@ class SimulatedSend(Pending):
         self.finish(Value(None))
 
 
+#: On the simulated wire: what the control socket says of an abort. (It may also come earlier: see the step "lose".)
+ABORT = b"abort"
+
+
 class Simulated(Session):
     """One end."""
 
@@ -145,7 +149,9 @@ class Simulated(Session):
         if not self.can_deliver:
             return False
         thing = self.wire.popleft()
-        if isinstance(thing, bytes):
+        if thing == ABORT:
+            peer.cut_off("aborted the connection")
+        elif isinstance(thing, bytes):
             peer.told_by_peer(wire.decode_frame(thing))
         else:
             lane, data, send = thing
@@ -263,7 +269,8 @@ class Side:
 
     def abort(self) -> None:
         if not self.session.closed:
-            self.session.control(wire.Abort())
+            if not self.session.gone:
+                self.session.wire.append(ABORT)
             self._leave()
 
     def _leave(self) -> None:

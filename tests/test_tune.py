@@ -355,7 +355,7 @@ async def test_a_server_that_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -
                 with pytest.raises(trio.BrokenResourceError):
                     await exchange.serve(connection, trio.Lock())
 
-            [listener] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             asked = argparse.Namespace(
                 address=("127.0.0.1", listener.address[1]), transports=None, seconds=None, options=None, json=False
             )

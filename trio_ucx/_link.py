@@ -102,7 +102,7 @@ class Link(Session):
         self.core.changed()
 
     def cut_off(self, reason: str) -> None:
-        self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}"))
+        self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}"), linger=True)
 
     def check(self) -> None:
         """Refuses use after the close."""
@@ -319,7 +319,7 @@ class Link(Session):
         if self._pass_endpoint_on(error):
             self.lost()
         else:
-            self.core.fail(error)
+            self.core.fail(error, linger=True)
 
     def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
         """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""

@@ -214,8 +214,12 @@ class Connecting:
                     settled = self._choose(exchange, event)
                 case Assigned(number=number, numbers=numbers) if introduction.leads is not True:
                     introduction.numbers.heard(numbers)
-                    introduction.keep_as_filler()
-                    settled = self._try(exchange, number)
+                    if number == introduction.number:  # the server has made some of its fillers, and asks for more time
+                        exchange.take(number, introduction.numbers.numbers())
+                        settled = False
+                    else:
+                        introduction.keep_as_filler()
+                        settled = self._try(exchange, number)
                 case _:
                     introduction.peer_said(event)
                     return

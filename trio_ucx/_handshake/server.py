@@ -273,12 +273,13 @@ class Acceptor:
                 if missing > 0:
                     self._check_room(min(missing, FILLERS_AT_ONCE))
                 if introduction.make_endpoint(number):
+                    introduction.late_greetings.discard(number)
                     exchange.taken()
                     return
                 introduction.late_greetings.add(number)
                 if introduction.leads is False:
                     exchange.decline(introduction.numbers.numbers())
-                elif number == introduction.chosen:  # a raw endpoint has it
+                elif number == introduction.chosen:  # a raw endpoint has it, or there are not enough fillers yet
                     exchange.reassign(introduction.choose(None), introduction.numbers.numbers())
                 else:
                     raise ProtocolError(f"it took the number {number}, which was not its to take")

@@ -54,7 +54,7 @@ from ._end import dispose, drain, ignoring_late_run
 from ._loans import Loan
 from ._mail import Mail
 from ._numbering import Numbering
-from ._operations import EndpointCore, Operation, live_handles, under_way
+from ._operations import EndpointCore, Lingering, Operation, live_handles, under_way
 from ._pending import Signal, Waiters
 from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics, worker_statistics
@@ -174,6 +174,8 @@ class Engine:
         self.network_address = worker_address(self.handle, network_only=True)
         #: The numbers of its endpoints by worker address.
         self.numbering = Numbering()
+        #: Endpoints that are closed a moment later.
+        self.lingering = Lingering()
         live_handles.opened("worker")
         context.engines.add(self)
         engines.add(self)
@@ -528,6 +530,7 @@ class Engine:
             close()
         for core in list(self.endpoints.values()):
             core.close()
+        self.lingering.close(0)
         for operation in list(self.in_flight.values()):
             operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
             operation.leave_over()

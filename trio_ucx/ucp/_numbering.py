@@ -4,14 +4,13 @@ UCX pairs the n-th endpoint that a worker makes to the address of another with t
 a large message is answered by the endpoint that is paired with its sender's. So the two ends of a Connection must have
 the same number. One of the two workers, the one with the greater uid, chooses it, and each makes its endpoint with just
 that number: if others come first, because their Connections are still being opened, it makes those meanwhile, too, and
-keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is.
-
-A filler must handle errors as its pair does, or UCX destroys
-the pair; so the sides also say which of their endpoints are without error handling.
+keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is. A filler must
+handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
+error handling.
 
 Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
-nothing
-left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that pair.
+nothing left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that
+pair.
 
 UCX's numbers have 16 bits. When they are used up between two workers, the server goes on with another worker.
 """
@@ -31,7 +30,7 @@ LIMIT = 65_000
 MAX_FILLERS = 4096
 #: Those that are made at a time, as that takes UCX up to a millisecond each. If more are missing, the sides try again
 #: with another number.
-FILLERS_AT_ONCE = 64
+FILLERS_AT_ONCE = 32
 #: Endpoints without error handling that a side tells the other about.
 MAX_PLAIN = 1000
 #: Seconds after which nobody asks for a filler any more. (Whoever does gets another number.)
@@ -102,7 +101,7 @@ class PeerNumbers:
     @property
     def idle(self) -> int:
         """How many endpoints wait for another connection."""
-        return len(self._idle)
+        return sum(core.handle is not None for core, _ in self._idle.values())
 
     def keep(self, number: int, core: EndpointCore) -> None:
         """A connection was closed: its endpoint may serve another one."""
@@ -229,7 +228,6 @@ class Numbering:
     def close_idle(self) -> None:
         """Closes the endpoints that no other connection has come for."""
         for numbers in self._peers.values():
-            if numbers.idle:
-                numbers.close_idle()
+            numbers.close_idle()
             if numbers.has_temporary_fillers:
                 numbers.close_old_fillers()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -283,12 +284,20 @@ class EndpointCore:
             self.inbox = Inbox(self.engine)
         return self.inbox
 
-    def fail(self, error: UCXError) -> None:
-        """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before."""
+    def fail(self, error: UCXError, *, linger: bool = False) -> None:
+        """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before.
+
+        Args:
+            linger: UCX shall keep its endpoint for a moment, because the peer closes its own just now: see Lingering.
+        """
         if self.handle is None or self.error is not None:
             return
         self.error = error
-        self._force_close()
+        if linger and self.forcible:
+            self.engine.lingering.add(self, self._let_go())
+            self.engine.watch_events()
+        else:
+            self._force_close()
         if self.inbox is not None:
             self.inbox.wake()  # what has arrived can still be read
         callback, self.on_failure = self.on_failure, None
@@ -341,7 +350,8 @@ class EndpointCore:
         if watch is not None:
             watch.close()
 
-    def _force_close(self) -> None:
+    def _let_go(self) -> Any:
+        """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         self.stop_watching()
         handle, self.handle = self.handle, None
         engine = self.engine
@@ -360,6 +370,11 @@ class EndpointCore:
             problem = self.problem()
             assert problem is not None
             self.atomics.fail(problem)
+        return handle
+
+    def _force_close(self) -> None:
+        handle = self._let_go()
+        engine = self.engine
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.
@@ -369,12 +384,15 @@ class EndpointCore:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").leave_over()
             self.closed(handle)
         else:
-            verdict = lib.tu_endpoint_close(handle)
-            if verdict > 0:
-                CloseOperation(engine, verdict, self, handle)
-            else:
-                self.closed(handle)
+            self.close_native(handle)
         engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def close_native(self, handle: Any) -> None:
+        verdict = lib.tu_endpoint_close(handle)
+        if verdict > 0:
+            CloseOperation(self.engine, verdict, self, handle)
+        else:
+            self.closed(handle)
 
     def follow(self, other: EndpointCore) -> None:
         """Ends as the endpoint did that watched for it."""
@@ -411,3 +429,38 @@ class CloseOperation(Operation):
         self.release()
         self.core.closed(self.native)
         self.finish(Value(None))
+
+
+#: Seconds for which an endpoint lingers at least; and how many may.
+LINGER = 1.0
+MAX_LINGERING = 256
+
+
+class Lingering:
+    """UCX's endpoints whose peers have just closed theirs by force.
+
+    When both sides close a TCP connection by force in the same moment, with data under way, UCX 1.22 now and then frees
+    its end while it handles an event of it, and the process ends. So the side that is told closes a moment later.
+    """
+
+    def __init__(self) -> None:
+        self._endpoints: list[tuple[EndpointCore, Any, float]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._endpoints)
+
+    def add(self, core: EndpointCore, handle: Any) -> None:
+        self._endpoints.append((core, handle, time.monotonic()))
+        if len(self._endpoints) > MAX_LINGERING:
+            self._close(1)
+
+    def close(self, age: float = LINGER) -> None:
+        """Closes those that have lingered for so many seconds."""
+        limit = time.monotonic() - age
+        self._close(sum(since <= limit for _, _, since in self._endpoints))
+
+    def _close(self, count: int) -> None:
+        ended, self._endpoints = self._endpoints[:count], self._endpoints[count:]
+        for core, handle, _ in ended:
+            core.close_native(handle)
+            core.engine.settle()

@@ -69,6 +69,8 @@ class SafetyNet:
                 continue
             if engine.numbering.has_temporary:
                 engine.guard(engine.numbering.close_idle)
+            if engine.lingering:
+                engine.guard(engine.lingering.close)
             if not self._awaited():
                 self._running = False
                 self._set(0)
@@ -89,6 +91,7 @@ class SafetyNet:
         return bool(
             engine.in_flight
             or engine.numbering.has_temporary
+            or engine.lingering
             or engine.mail.boxes
             or engine.stream_watchers
             or any(waiters for waiters in engine.am_waiters.values())

@@ -61,7 +61,7 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         operations_in_flight=len(engine.in_flight),
         left_over_operations=engine.left_over,
         completed_operations=engine.counters["completed"],
-        endpoints=len(engine.endpoints) - engine.numbering.idle,
+        endpoints=sum(core.handle is not None for core in engine.endpoints.values()) - engine.numbering.idle,
         wakeups=engine.counters["wakeups"],
         busy_arms=counts.arm_busy,
         backoffs=engine.counters["backoffs"],

@@ -92,7 +92,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
         children = self._engine.children
         for id, earlier in list(self._successors.items()):
-            if not earlier._engine.endpoints:
+            if not earlier._engine.mail.boxes:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
                 earlier._engine.close_now()
         successor = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
