@@ -53,7 +53,7 @@ class SimulatedSend(Pending):
         self.finish(Value(None))
 
 
-#: On the simulated wire: what the control socket says of an abort. (It may also come earlier: see the step "lose".)
+#: On the simulated wire: what the control socket says of an abort.
 ABORT = b"abort"
 
 
