@@ -1,4 +1,4 @@
-"""Endpoints of connections that were closed gracefully serve the next ones; other workers do when numbers are used up."""
+"""Endpoints of connections that were closed gracefully serve the next ones; other workers do when numbers run out."""
 
 from __future__ import annotations
 

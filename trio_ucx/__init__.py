@@ -7,7 +7,8 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     here           two trio_ucx peers that shook hands:
                      _wire, _flow, _lanes, _stream,     the rules, without I/O
                        _farewell; _session: all of them
-                     _transfers, _link, _handshake      one connection over UCX; how it comes about
+                     _transfers, _link                  one connection over UCX
+                     _handshake                         how it comes about: the control socket, authentication
                      _connection, _listener             what the user holds
                      _shared, _highlevel                opening and serving
                      anyio                              Connections for libraries written for anyio

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -40,12 +40,21 @@ from .ucp._status import broken, error_from_status
 from .ucp._tag import post_bytes_send, post_pinned_send
 
 if TYPE_CHECKING:
-    from ._handshake.control import ControlSocket
     from ._wire import Frame
 
 
 #: Seconds to wait for the peer to say that it has our acknowledgement; that is all that is missing then.
 LINGER = 1.0
+
+
+class ControlSocket(Protocol):
+    """Tells the peer, and us, that the other side has gone."""
+
+    def abort(self) -> None:
+        """Tells the peer that we close by force, and closes."""
+
+    def close(self) -> None:
+        """Closes."""
 
 
 class Link(Session):

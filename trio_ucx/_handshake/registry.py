@@ -238,6 +238,7 @@ class Introduction:
         # First of all: the peer may answer our HELLO with messages before this function returns.
         self._open_if_greeted()
         try:
+            core.check()
             post_bytes_send(
                 core, wire.encode_frame(wire.Hello(self.number)), (self.theirs.facts.connection_id << 32) | wire.CONTROL
             )

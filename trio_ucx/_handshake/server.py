@@ -28,7 +28,8 @@ from .streams import ControlStream, keep_alive, leads_to_this_machine
 
 logger = logging.getLogger("trio_ucx")
 
-#: Exchanges that go on at the same time at one listener. When there are more, the oldest silent one ends.
+#: Exchanges that go on at one time at one listener. When another client comes, the oldest one that has said nothing
+#: ends, or else the oldest.
 MAX_EXCHANGES = 256
 #: What a connection needs, with one TCP lane for each of several network devices; what the program may need besides.
 DESCRIPTORS_EACH = 7
@@ -162,11 +163,11 @@ class Acceptor:
             return
         client = Client(ControlStream(stream), label)
         if len(self._clients) >= MAX_EXCHANGES:
-            silent = next((each for each in self._clients if not each.spoke), client)
-            self._clients.pop(silent, None)
-            silent.scope.cancel()
-        if not client.scope.cancel_called:
-            self._clients[client] = None
+            # An exchange takes milliseconds, so the one that takes longest is nobody's who means it.
+            oldest = next((each for each in self._clients if not each.spoke), next(iter(self._clients)))
+            del self._clients[oldest]
+            oldest.scope.cancel()
+        self._clients[client] = None
         trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {label}")
 
     async def _serve(self, client: Client) -> None:

@@ -354,7 +354,6 @@ class EndpointCore:
         """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         self.stop_watching()
         handle, self.handle = self.handle, None
-        engine = self.engine
         for operation in list(self.pending):
             if operation.outcome is None and not operation.left_over:
                 problem = self.problem()
