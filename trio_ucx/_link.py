@@ -83,6 +83,8 @@ class Link(Session):
         self.remote_address: tuple[str, int] | None = None
         #: Takes the endpoint of a connection that was closed gracefully.
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
+        #: Whether the endpoint is closed a moment later than the peer's; over a network, not over shared memory.
+        self.lingers = False
         self._deadline = math.inf
         self._outbox = Outbox()
         #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
@@ -111,7 +113,8 @@ class Link(Session):
         self.core.changed()
 
     def cut_off(self, reason: str) -> None:
-        self.core.fail(UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}"), linger=True)
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}")
+        self.core.fail(error, linger=self.lingers)
 
     def check(self) -> None:
         """Refuses use after the close."""
@@ -328,7 +331,7 @@ class Link(Session):
         if self._pass_endpoint_on(error):
             self.lost()
         else:
-            self.core.fail(error, linger=True)
+            self.core.fail(error, linger=self.lingers)
 
     def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
         """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""

@@ -195,7 +195,8 @@ class Exchange:
         #: What the peer says it is, once it has said so.
         self.peer_software = ""
         self._software = software
-        self._authkey = authkey
+        # Hashed, because HMAC takes keys that differ in zero bytes at their end for the same.
+        self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
         self._buffer = bytearray()
         self._out = bytearray()
         self._transcript = hashlib.sha256()

@@ -141,6 +141,14 @@ class Introduction:
         while self.id in boxes:
             self.id = wire.new_connection_id()
         boxes[self.id] = self
+        self._is_opening = True
+        registry.engine.numbering.opening += 1
+
+    def _leave(self) -> None:
+        """No number will be chosen for it any more."""
+        if self._is_opening:
+            self._is_opening = False
+            self.registry.engine.numbering.opening -= 1
 
     # ---- the exchange ----
 
@@ -153,6 +161,7 @@ class Introduction:
         registry = self.registry.toward(Reach.of(facts).uid)
         if registry is not self.registry:
             del self.registry.engine.mail.boxes[self.id]
+            self._leave()
             self._enter(registry)
 
     def say(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
@@ -306,6 +315,7 @@ class Introduction:
         link.late_greetings = self.late_greetings - self._greetings
         link.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
+        link.lingers = not self._shared_memory
         if self.leads is not None and self.number is not None:
             number, numbers = self.number, self.numbers
             link.keep_endpoint = lambda core: numbers.keep(number, core)
@@ -371,10 +381,11 @@ class Introduction:
         if isinstance(self.answer.outcome, Value):
             self.answer.outcome.value.abort()
         elif self.answer.outcome is None:
-            self.answer.finish(Error(ConnectionError("given up")))
+            self._finish(Error(ConnectionError("given up")))
             self._let_go(reason)
 
     def _finish(self, result: Outcome[Link]) -> None:
+        self._leave()
         self.answer.finish(result)
 
     def _let_go(self, reason: str) -> None:
@@ -385,3 +396,5 @@ class Introduction:
         if self.control is not None:
             self.control.refuse(reason) if reason else self.control.abort()
         self.drop_endpoint()
+        if self._theirs is not None:
+            engine.numbering.forget_unused(self._theirs.uid)

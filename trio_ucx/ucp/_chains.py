@@ -471,11 +471,9 @@ class RequestChain(ChainBuilder):
             trio.ClosedResourceError: the chain was closed, and nobody has the outcomes.
         """
         found = self._native.outcomes
-        if found is not None:
-            return found
-        if self._native.handle is None:
+        if found is None and self._native.handle is None:
             raise trio.ClosedResourceError("this request chain was closed: take its outcomes before")
-        return self._native.new_outcomes(self._requests, self._targets.values())
+        return found or self._native.new_outcomes(self._requests, self._targets.values())
 
     @property
     def nbytes(self) -> int:

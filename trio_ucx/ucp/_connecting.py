@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .._native import ffi, lib
@@ -80,12 +81,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         None when the number cannot be used: see :meth:`PeerNumbers.make`.
     """
 
-    def make(error_handling: bool) -> EndpointCore:
-        options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-        core = _make_to_worker(engine, address, options, repr(address), raw=False)
-        core.peer_address = address
-        return core
-
+    make = partial(_make_numbered, engine, address)
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
@@ -97,9 +93,19 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
     return core
 
 
+def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
+    options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
+    core = _make_to_worker(engine, address, options, repr(address), raw=False)
+    core.peer_address = address
+    return core
+
+
 def _make_to_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
+    if raw and address.uid != engine.address.uid:
+        numbering = engine.numbering
+        numbering.of(address.uid).make_way(numbering.opening, partial(_make_numbered, engine, address))
     native, how = ffi.from_buffer("char[]", address.ucx + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:

@@ -291,6 +291,7 @@ class EndpointCore:
             linger: UCX shall keep its endpoint for a moment, because the peer closes its own just now: see Lingering.
         """
         if self.handle is None or self.error is not None:
+            self.engine.lingering.close_one(self)
             return
         self.error = error
         if linger and self.forcible:
@@ -452,6 +453,14 @@ class Lingering:
         self._endpoints.append((core, handle, time.monotonic()))
         if len(self._endpoints) > MAX_LINGERING:
             self._close(1)
+
+    def close_one(self, core: EndpointCore) -> None:
+        """UCX says that the peer has closed its end, so there is nothing to wait for."""
+        for index, (each, _, _) in enumerate(self._endpoints):
+            if each is core:
+                self._endpoints.insert(0, self._endpoints.pop(index))
+                self._close(1)
+                return
 
     def close(self, age: float = LINGER) -> None:
         """Closes those that have lingered for so many seconds."""
