@@ -34,7 +34,7 @@ logger = logging.getLogger("trio_ucx")
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
 Address = SocketAddress
 
-#: A window smaller than this would hold hardly a message.
+#: A smaller window holds hardly any message.
 MINIMUM_WINDOW = 4096
 DEFAULT_BACKLOG = 1024
 #: Trio's.
@@ -126,10 +126,10 @@ class _Way:
         return f"unix:{self.target}" if isinstance(self.target, str) else format_address(self.target)
 
     async def open_socket(self) -> trio.SocketStream:
-        """Connects the control socket, by Trio's means.
+        """Connects the control socket, by ``trio.open_tcp_stream`` or ``trio.open_unix_socket``.
 
         Raises:
-            OSError: with an errno, which Trio leaves to the causes.
+            OSError: always with an errno. (When all attempts failed, Trio's own error has none.)
         """
         try:
             if isinstance(self.target, str):
@@ -222,8 +222,8 @@ def connect(
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
         worker: where the connection shall live; by default the run's shared worker.
-        connect_timeout: seconds for the look-up of the name, the control socket, the exchange and the first message
-            over UCX together.
+        connect_timeout: seconds for the look-up of the name, the control socket, the exchange and the greeting over UCX
+            together.
         close_timeout: seconds that closing may take.
         window: bytes that we hold unread at most, before the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
@@ -238,7 +238,7 @@ def connect(
             UCX sends them as they are.
         server_hostname: whom the listener's certificate must name; by default the host of ``address``.
 
-    Cancellation: of entering: no connection is left behind.
+    Cancellation: if entering the block is cancelled, no connection is left behind.
 
     Raises:
         TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
@@ -302,7 +302,7 @@ async def open_ucx_listeners(
             is a Unix socket; its file's permissions decide who can connect.
         worker: where the connections shall live; by default the run's shared worker.
         backlog: connections that may wait to be accepted; more clients are turned away. None is 1024.
-        connect_timeout: seconds that a client has for the exchange and its first message over UCX.
+        connect_timeout: seconds that a client has for the exchange and its greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
         authkey: a secret that clients must have, too.

@@ -44,7 +44,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
     @property
     def worker(self) -> Worker:
-        """The worker that its connections live on."""
+        """The worker that it was opened with. (A connection may live on another one: see ``Connection.worker``.)"""
         return self._acceptor.worker
 
     def statistics(self) -> ListenerStatistics:

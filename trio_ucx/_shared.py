@@ -10,7 +10,7 @@ _worker: trio.lowlevel.RunVar[Worker] = trio.lowlevel.RunVar("trio_ucx worker")
 
 
 def shared_worker() -> Worker:
-    """The worker that everything uses for which the user names none."""
+    """The worker of everything that is opened without ``worker=``; opened on first use, and again if it was closed."""
     try:
         worker = _worker.get()
     except LookupError:

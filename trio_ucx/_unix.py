@@ -1,4 +1,4 @@
-"""Unix sockets to listen at: Trio opens the socket, and this gives it its place in the file system."""
+"""Listening at Unix sockets: binds the path, replaces a socket that nobody listens at, removes the path at the end."""
 
 from __future__ import annotations
 

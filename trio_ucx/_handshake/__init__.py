@@ -3,8 +3,8 @@
     exchange   what is said on the control socket: frames, states and authentication; without I/O
     facts      what each side says about itself, and what follows for the transports; without I/O
     streams    the bytes of the control socket, with or without TLS
-    control    control sockets after the exchange: they tell that a peer aborted, ended or vanished
-    registry   a worker's Connections: their ids, control sockets and endpoints
+    control    watches control sockets from the end of the exchange on
+    registry   from the exchange to a Connection: ids, endpoints, the greeting over UCX
     client     the side that connects
     server     the side that listens
 

@@ -24,7 +24,7 @@ from .streams import ControlStream, keep_alive, leads_to_this_machine
 
 @attrs.frozen
 class Entry:
-    """How a side authenticates itself and its peers, and watches over the control socket.
+    """The options of the exchange: authentication, keepalive of the control socket, shared memory.
 
     Attributes:
         server_hostname: whom the server's certificate must name.
@@ -43,7 +43,7 @@ class Connecting:
 
     Args:
         open_socket: connects the control socket.
-        label: the listener's address, in messages.
+        label: the listener's address, for error messages.
         timeout: seconds for everything.
     """
 
@@ -137,6 +137,10 @@ class Connecting:
             exchange.refuse(str(error))
             await self._send_last_words(stream, exchange)
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"cannot connect to {self.label}: {reason}") from error
+        except UCXError as error:
+            exchange.refuse(str(error))
+            await self._send_last_words(stream, exchange)
+            raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
         except OSError as error:  # UCX cannot reach the server, or the socket broke, and then nobody hears this
             exchange.refuse(error.strerror or str(error))
             await self._send_last_words(stream, exchange)
@@ -185,14 +189,14 @@ class Connecting:
     def _choose(self, exchange: Exchange, event: Welcomed | Declined) -> bool:
         introduction = self._introduction
         if introduction.leads is False:
-            raise ProtocolError("the server leaves to us what it has to choose")
+            raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
         for _ in range(MAX_FILLERS // FILLERS_AT_ONCE + 1):
             number = introduction.choose(event.numbers)
             if introduction.make_endpoint(number):
                 exchange.take(number, introduction.numbers.numbers())
                 return True
         raise ProtocolError(
-            f"the server is at number {event.numbers.next} with its endpoints to this worker, which is too far ahead: "
+            f"the listener's worker has made {event.numbers.next} endpoints to this worker, and this worker far fewer: "
             "connect from another worker"
         )
 
@@ -205,7 +209,7 @@ class Connecting:
         return False
 
     def _said_later(self, exchange: Exchange, event: Event) -> None:
-        """What the server says while we wait for its greeting."""
+        """Handles what the server says while we wait for its greeting."""
         introduction = self._introduction
         try:
             match event:

@@ -1,7 +1,8 @@
-"""Control sockets after the exchange: they tell that a peer aborted, ended or vanished.
+"""Watches the control sockets of a worker, from TAKE on.
 
-The kernel says so on every transport, at once: it closes the sockets of a process that ends, and probes the peer's
-host. All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
+Until the connection is open they carry the rest of the exchange. After that they tell that the peer aborted, ended or
+vanished, whatever the transport is: the kernel closes the sockets of a process that ends, and probes the host of a
+silent peer. All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ControlSocket:
         live_handles.opened("control socket")
 
     def start(self) -> None:
-        """Takes what came with the last bytes that the task read."""
+        """Processes the bytes of the last read that came after the exchange."""
         data = b""
         if self._tls is not None:
             try:
@@ -101,7 +102,7 @@ class ControlSocket:
         try:
             self._socket.send(data if self._tls is None else self._tls.encrypt(data))
         except (OSError, ssl.SSLError):
-            pass  # the peer has gone, which it is told by other means
+            pass  # the peer has gone, which the next look at the socket shows
 
     def abort(self) -> None:
         """Tells the peer that we close by force, and closes."""

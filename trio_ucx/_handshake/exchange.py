@@ -13,16 +13,16 @@
              [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
                                                    number; then the client goes on as before TAKE]
 
-Without an authkey the client does not wait for the server's PREAMBLE. After TAKE each side makes its endpoint, and the
-peers greet each other over UCX (``registry.py``). Either side may send REFUSE, with a reason, until then, and ABORT
-afterwards. ``docs/wire.md`` has the layout.
+Without an authkey the client does not wait for the server's PREAMBLE. The client makes its endpoint before it sends
+TAKE, and the server when TAKE comes. Then the peers greet each other over UCX (``registry.py``). REFUSE, with a reason,
+is allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 
-Authentication. Both sides know the ``authkey``. Each frame after the preambles ends with HMAC-SHA256, keyed with the
-authkey, over the sender's role and every byte of the exchange so far, in both directions. Both preambles carry a fresh
-nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils the next code. With an
-authkey the two sides take turns, so both see the bytes in the same order. The server proves first: a client says
-nothing about itself to a server that does not know the key, nor the server to such a client. REFUSE carries no code,
-because it may have to say that the keys differ.
+Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
+HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
+Both preambles carry a fresh nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils
+the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server proves
+first: a client says nothing about itself to a server that does not know the key, nor the server to such a client.
+REFUSE carries no code, because it may have to say that the keys differ.
 """
 
 from __future__ import annotations

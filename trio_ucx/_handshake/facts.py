@@ -201,8 +201,9 @@ def _names_shared_memory(address: ParsedAddress) -> bool:
 def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     """Why the two cannot use shared memory, in words for the user; None if they can.
 
-    UCX itself looks at less. It maps segments by their IPC namespace, copies by process id, and wakes a sleeping peer
-    by an abstract Unix socket, which ends at the network namespace; it allows access to the same user only.
+    UCX itself checks less. Shared segments need the same IPC namespace, copies by process id the same PID namespace,
+    and waking a sleeping peer, by an abstract Unix socket, the same network namespace. The kernel lets only the same
+    user in.
     """
     here, there = ours.facts.host, theirs.facts.host
     differences = [
@@ -219,7 +220,7 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     if differences:
         return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
     if not (ours.facts.sees_local and theirs.facts.sees_local):
-        return "the control socket leads over another machine"
+        return "the control socket leads through a proxy or over another machine"
     if _releases_differ(ours, theirs):
         return "UCX 1.22 describes shared memory in another way than older releases, and one side has an older one"
     if not (ours.facts.error_handling and theirs.facts.error_handling):

@@ -41,7 +41,7 @@ SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
 
 
 class Registry:
-    """What the Connections of one worker have in common."""
+    """What a worker needs for its exchanges: its addresses, control sockets, and workers that still have numbers."""
 
     def __init__(self, worker: Worker) -> None:
         if not worker.context.features & Feature.TAG:
@@ -110,7 +110,7 @@ class Introduction:
     """One side of a connection that comes about: from its id to its link.
 
     Args:
-        label: what to call the peer in messages.
+        label: what to call the peer in error messages.
     """
 
     def __init__(self, registry: Registry, options: Options, label: str) -> None:

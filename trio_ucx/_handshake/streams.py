@@ -1,7 +1,7 @@
 """The bytes of the control socket, with or without TLS.
 
-During the exchange a task reads and writes by a :class:`ControlStream`, which is Trio's. Afterwards the socket is taken
-out of Trio's hands: ``control.py`` looks at all of a worker's with one descriptor, and so keeps what TLS needs, too.
+During the exchange a task reads and writes by a :class:`ControlStream`, which wraps a stream of Trio's. Afterwards the
+socket and its TLS state move to ``control.py``, which watches all control sockets of a worker with one descriptor.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def keep_alive(control: trio.socket.SocketType, interval: float) -> None:
     that is stopped or busy.
 
     Args:
-        interval: seconds, at least 1 to be of use; ``math.inf`` or 0 is never.
+        interval: seconds, rounded to whole ones, at least 1; 0, or 30,000 and more, switches this off.
     """
     if control.family not in (socket.AF_INET, socket.AF_INET6) or not 0 < interval < 30_000:
         return

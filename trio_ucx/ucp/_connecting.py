@@ -51,7 +51,7 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
 
 
 def connect_companion(engine: Engine, address: WorkerAddress) -> EndpointCore:
-    """An endpoint that another one watches for."""
+    """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
     engine.has_companions = True
     return _make_to_worker(engine, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics", raw=True)
 
@@ -72,7 +72,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
 
 
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
-    """The endpoint with this number to a worker, which belongs to the worker's endpoint with the same number.
+    """Makes our endpoint with this number, or takes one that was made before. UCX pairs it with the peer's.
 
     Args:
         uid: of that worker.

@@ -28,17 +28,18 @@ from ._operations import EndpointCore
 LIMIT = 65_000
 #: Fillers that one Connection may need. More are needed only by a peer that lies.
 MAX_FILLERS = 4096
-#: Those that are made at a time, as that takes UCX up to a millisecond each. If more are missing, the sides try again
-#: with another number.
+#: How many are made in one step, which takes UCX up to a millisecond each. If more are missing, the number is
+#: negotiated again.
 FILLERS_AT_ONCE = 32
 #: Endpoints without error handling that a side tells the other about.
 MAX_PLAIN = 1000
-#: Seconds after which nobody asks for a filler any more. (Whoever does gets another number.)
+#: Seconds before an unused filler is closed. A connection that asks for it later gets another number.
 FILLER_AGE = 15.0
-#: Seconds for which the endpoint of a connection that was closed is kept for another one; for how many of them it is
-#: offered, which is less, because both sides must still have it; and how many are kept for each peer worker.
+#: Seconds before an idle endpoint is closed.
 IDLE_TIME = 2.0
+#: Seconds during which it is offered to a new connection: less, so that the peer still has its own end.
 OFFER_TIME = 1.0
+#: Idle endpoints that are kept for each peer worker.
 MAX_IDLE = 64
 
 
@@ -123,7 +124,7 @@ class PeerNumbers:
 
         Args:
             theirs: how far the other side is, if that is known.
-            address: of the peer; an idle endpoint that was made by another of its addresses goes other ways.
+            address: of the peer; only an idle endpoint that was made by it is offered; others may use other transports.
 
         Raises:
             UsedUp: none is left.
@@ -133,7 +134,9 @@ class PeerNumbers:
             self.heard(theirs)
             lowest = max(lowest, theirs.next)
         oldest = time.monotonic() - OFFER_TIME
-        for number, (core, since) in list(self._idle.items()):  # the other side has most likely kept the oldest
+        for number, (core, since) in list(
+            self._idle.items()
+        ):  # the oldest first: the peer has had the most time to finish its close
             if since > oldest and _fits(core, address):
                 self._fillers[number] = self._idle.pop(number)
                 return number

@@ -285,10 +285,10 @@ class EndpointCore:
         return self.inbox
 
     def fail(self, error: UCXError, *, linger: bool = False) -> None:
-        """It is dead: every waiter is told, and UCX lets go of it. Nothing to do if it was closed or failed before.
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect.
 
         Args:
-            linger: UCX shall keep its endpoint for a moment, because the peer closes its own just now: see Lingering.
+            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`.
         """
         if self.handle is None or self.error is not None:
             self.engine.lingering.close_one(self)
@@ -431,16 +431,18 @@ class CloseOperation(Operation):
         self.finish(Value(None))
 
 
-#: Seconds for which an endpoint lingers at least; and how many may.
+#: Seconds before a lingering endpoint is closed.
 LINGER = 1.0
+#: When one more lingers, the oldest is closed at once.
 MAX_LINGERING = 256
 
 
 class Lingering:
-    """UCX's endpoints whose peers have just closed theirs by force.
+    """UCX's endpoints whose peer has just closed, aborted or vanished.
 
-    When both sides close a TCP connection by force in the same moment, with data under way, UCX 1.22 now and then frees
-    its end while it handles an event of it, and the process ends. So the side that is told closes a moment later.
+    If both sides close a TCP connection by force at the same moment, with data under way, UCX 1.22 sometimes frees its
+    endpoint while it handles an event of it, and the process crashes. So the side that learns of the peer's close
+    delays its own.
     """
 
     def __init__(self) -> None:
