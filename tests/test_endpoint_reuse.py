@@ -137,6 +137,17 @@ async def test_used_up_numbers(worker: ucp.Worker, transports: str, monkeypatch:
             await until(lambda: len(live_handles()) > 0 and live_handles()["worker"] <= 5)
 
 
+async def test_worker_that_is_full(worker: ucp.Worker, transports: str) -> None:
+    """UCX has room for 255 kinds of endpoints in a worker. A client that names ever other devices could use it up."""
+    async with open_echo(transports) as (server, listener):
+        async with trio_ucx.connect(listener.address, worker=worker) as before:
+            server._engine.is_full = True  # as EXCEEDS_LIMIT has it
+            async with trio_ucx.connect(listener.address, worker=worker) as connection:
+                await works(connection, 1)
+            await works(before, 2)
+        assert len(server._successors) == 1
+
+
 async def test_raw_endpoints_use_numbers_up_too(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -731,7 +731,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"host": elsewhere(user=0, ipc_namespace=1, namespace=1)},
         "different IPC namespaces, PID namespaces and users$",
     ),
-    "another machine between": ({"sees_local": False}, "leads over another machine"),
+    "another machine between": ({"sees_local": False}, "leads through a proxy or over another machine"),
     "another release": ({"ucx": (1, 21)}, "one side has an older one"),
     "no error handling": ({"error_handling": False}, "MM_ERROR_HANDLING=n"),
     "no shared memory": ({"address": NETWORK}, "no shared memory"),

@@ -56,9 +56,9 @@ class Registry:
         self.engine.mail.claim()
 
     def toward(self, uid: int) -> Registry:
-        """The registry whose worker still has numbers for endpoints to a peer worker: this one, or a successor's."""
+        """The registry whose worker still has room for endpoints to a peer worker: this one, or a successor's."""
         for worker in (self.worker, *self.worker._successors.values()):
-            if not worker._engine.numbering.of(uid).used_up:
+            if not worker._engine.is_full and not worker._engine.numbering.of(uid).used_up:
                 return Registry.of(worker)
         return Registry.of(self.worker._open_successor())
 
@@ -141,14 +141,6 @@ class Introduction:
         while self.id in boxes:
             self.id = wire.new_connection_id()
         boxes[self.id] = self
-        self._is_opening = True
-        registry.engine.numbering.opening += 1
-
-    def _leave(self) -> None:
-        """No number will be chosen for it any more."""
-        if self._is_opening:
-            self._is_opening = False
-            self.registry.engine.numbering.opening -= 1
 
     # ---- the exchange ----
 
@@ -161,7 +153,6 @@ class Introduction:
         registry = self.registry.toward(Reach.of(facts).uid)
         if registry is not self.registry:
             del self.registry.engine.mail.boxes[self.id]
-            self._leave()
             self._enter(registry)
 
     def say(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
@@ -385,7 +376,6 @@ class Introduction:
             self._let_go(reason)
 
     def _finish(self, result: Outcome[Link]) -> None:
-        self._leave()
         self.answer.finish(result)
 
     def _let_go(self, reason: str) -> None:

@@ -103,9 +103,6 @@ def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool)
 def _make_to_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
-    if raw and address.uid != engine.address.uid:
-        numbering = engine.numbering
-        numbering.of(address.uid).make_way(numbering.opening, partial(_make_numbered, engine, address))
     native, how = ffi.from_buffer("char[]", address.ucx + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:
@@ -123,6 +120,8 @@ def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> 
     id = engine.next_id()
     out = ffi.new("tu_endpoint_t **")
     status = create(id, out)
+    if status == Status.EXCEEDS_LIMIT:
+        engine.is_full = True
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", engine.context.reach_hint(status))
     core = EndpointCore(engine, id, out[0], label)

@@ -174,6 +174,8 @@ class Engine:
         self.network_address = worker_address(self.handle, network_only=True)
         #: The numbers of its endpoints by worker address.
         self.numbering = Numbering()
+        #: Whether UCX has no room for another kind of endpoint (it has it for 255, once for a worker).
+        self.is_full = False
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering()
         live_handles.opened("worker")

@@ -187,19 +187,6 @@ class PeerNumbers:
             self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True) if last == number else None
 
-    def make_way(self, opening: int, make: Callable[[bool], EndpointCore]) -> None:
-        """Makes fillers, so that a raw endpoint does not get a number that a Connection is about to have.
-
-        Args:
-            opening: how many Connections are being opened, whose numbers the peer may have chosen.
-            make: see :meth:`make`.
-        """
-        if not self._next and not self._promised:
-            return  # this peer has no Connections with us
-        last = min(max(self._promised, self._next + opening), self._next + FILLERS_AT_ONCE)
-        while self._next < last:
-            self._fillers[self._next] = make(True), time.monotonic()
-
     def keep_as_filler(self, number: int, core: EndpointCore) -> None:
         """An endpoint whose number the peer cannot use is a filler from now on."""
         self._fillers[number] = core, time.monotonic()
@@ -228,8 +215,6 @@ class Numbering:
 
     def __init__(self) -> None:
         self._peers: dict[int, PeerNumbers] = {}
-        #: How many Connections are being opened, to whatever peer.
-        self.opening = 0
 
     def of(self, uid: int) -> PeerNumbers:
         """Those for one peer worker. (They are kept as long as UCX keeps its own, until the worker is closed.)"""
