@@ -59,6 +59,10 @@ TCP_WITHOUT_KEYS = (1, 19)
 DEFAULT_OPTIONS: Mapping[str, str] = {
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
+    # Endpoints by worker address learn at once who answers, and are up when they know. Otherwise the first large
+    # message finds that out. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
+    # and an atomic that waits for it ends our process when its peer dies meanwhile.
+    "RESOLVE_REMOTE_EP_ID": "y",
 }
 if ucx.version >= WELL_CONFIGURABLE:
     DEFAULT_OPTIONS = {
@@ -85,13 +89,6 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
         "TCP_PUT_ENABLE": "n",
         **DEFAULT_OPTIONS,
     }
-
-#: The same, for contexts with atomics.
-ATOMICS_OPTIONS: Mapping[str, str] = {
-    # Endpoints by worker address, as atomics have them, learn at once who answers, and are up when they know. Else the
-    # first atomic waits for that, and UCX ends our process if the peer dies meanwhile.
-    "RESOLVE_REMOTE_EP_ID": "y",
-}
 
 
 @attrs.define(eq=False, repr=False)
@@ -130,9 +127,10 @@ class Context(metaclass=OpenedNotConstructed):
         native = native_name(check_name(name))
         chosen = _check_config(config)
         keepalive = _keepalive_options(keepalive_interval, chosen)
-        ours = {**DEFAULT_OPTIONS, **(ATOMICS_OPTIONS if features & (Feature.AMO32 | Feature.AMO64) else {})}
         defaults = {
-            name: value for name, value in ours.items() if name not in chosen and f"UCX_{name}" not in os.environ
+            name: value
+            for name, value in DEFAULT_OPTIONS.items()
+            if name not in chosen and f"UCX_{name}" not in os.environ
         }
         options = {**defaults, **keepalive, **chosen}
         out = ffi.new("tu_context_t **")
