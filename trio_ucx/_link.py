@@ -45,13 +45,15 @@ if TYPE_CHECKING:
 
 #: Seconds to wait for the peer to say that it has our acknowledgement; that is all that is missing then.
 LINGER = 1.0
+#: Seconds to wait for messages that a peer had sent before it aborted.
+ABORT_GRACE = 0.5
 
 
 class ControlSocket(Protocol):
     """Tells the peer, and us, that the other side has gone."""
 
-    def abort(self) -> None:
-        """Tells the peer that we close by force, and closes."""
+    def abort(self, sent: int = 0) -> None:
+        """Tells the peer that we close by force, after so many messages, and closes."""
 
     def close(self) -> None:
         """Closes."""
@@ -85,6 +87,7 @@ class Link(Session):
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
         #: Whether the endpoint is closed a moment later than the peer's; over a network, not over shared memory.
         self.lingers = False
+        self._aborted = False
         self._deadline = math.inf
         self._outbox = Outbox()
         #: Whether messages may be held back: not if UCX would keep a batch here until the peer receives it.
@@ -342,11 +345,28 @@ class Link(Session):
         return True
 
     def control_said(self, event: object) -> None:
-        """The peer said something on the control socket: that can only be ABORT."""
-        self.cut_off("aborted the connection")
+        """The peer said something on the control socket: that can only be ABORT.
+
+        Messages that it had sent before may still be on their way over UCX: waits for them, for a moment.
+        """
+        self._aborted = True
+        sent: int = getattr(event, "sent", 0)
+        if self.inbound.received < sent:
+            trio.lowlevel.spawn_system_task(self._cut_off_later, sent, name=f"trio_ucx abort of {self.core.label}")
+        else:
+            self.cut_off("aborted the connection")
+
+    async def _cut_off_later(self, sent: int) -> None:
+        deadline = trio.current_time() + ABORT_GRACE
+        while self.core.handle is not None and self.inbound.received < sent and trio.current_time() < deadline:
+            await trio.sleep(0.005)
+        if self.engine.usable:
+            self.engine.guard(lambda: self.cut_off("aborted the connection"))
 
     def control_lost(self, reason: str) -> None:
         """The peer's end of the control socket was closed, or its host does not answer."""
+        if self._aborted:
+            return
         if self.farewell.peer is Peer.SAID_GOODBYE:
             self.peer_left()
         else:
@@ -361,7 +381,7 @@ class Link(Session):
     def _abort(self) -> None:
         self.send_held()
         if self.control_socket is not None:
-            self.control_socket.abort()
+            self.control_socket.abort(self.outbound.sent)
         self.close_now()
 
     def close_now(self) -> None:

@@ -104,10 +104,10 @@ class ControlSocket:
         except (OSError, ssl.SSLError):
             pass  # the peer has gone, which the next look at the socket shows
 
-    def abort(self) -> None:
-        """Tells the peer that we close by force, and closes."""
+    def abort(self, sent: int = 0) -> None:
+        """Tells the peer that we close by force, after so many messages, and closes."""
         if self._socket is not None:
-            self.exchange.abort()
+            self.exchange.abort(sent)
             self.flush()
             self.close()
 

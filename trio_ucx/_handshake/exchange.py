@@ -44,6 +44,7 @@ _PREAMBLE = struct.Struct("<8sHH32s")
 #: The length of what follows, and the kind, which is counted.
 _HEAD = struct.Struct("<IB")
 _NUMBER = struct.Struct("<I")
+_SENT = struct.Struct("<Q")
 #: The next number, whether there are raw endpoints, how many of them are without error handling; then their numbers.
 _NUMBERS = struct.Struct("<IBH")
 _NO_NUMBER = 0xFFFFFFFF
@@ -158,7 +159,13 @@ class Refused:
 
 @attrs.frozen
 class Aborted:
-    """ABORT came."""
+    """ABORT came.
+
+    Attributes:
+        sent: how many messages the peer had sent over UCX. They may come later than ABORT.
+    """
+
+    sent: int = 0
 
 
 Event = Opened | Welcomed | Assigned | Taken | Declined | Refused | Aborted
@@ -288,10 +295,10 @@ class Exchange:
         """The peers have greeted each other over UCX: the connection is open."""
         self.state = State.OPENED
 
-    def abort(self) -> None:
-        """Says that we close by force."""
+    def abort(self, sent: int = 0) -> None:
+        """Says that we close by force, after so many messages over UCX."""
         if self.state in (State.GREETING, State.OPENED):
-            self._send(Kind.ABORT)
+            self._send(Kind.ABORT, _SENT.pack(sent))
         self.state = State.ENDED
 
     def _count_declined(self) -> None:
@@ -413,7 +420,7 @@ class Exchange:
                 return Refused(_text(body))
             case Kind.ABORT:
                 self.state = State.ENDED
-                return Aborted()
+                return Aborted(*_SENT.unpack(body)) if len(body) == _SENT.size else Aborted()
             case Kind.PROOF:
                 _expect_empty(body)
                 self.state = State.WELCOME
