@@ -134,16 +134,13 @@ class Connecting:
             raise
         except ProtocolError as error:
             reason = f"{error}; is it a trio_ucx listener?" if isinstance(error, Stranger) else str(error)
-            exchange.refuse(str(error))
-            await self._send_last_words(stream, exchange)
+            await self._refuse(stream, exchange, str(error))
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"cannot connect to {self.label}: {reason}") from error
         except UCXError as error:
-            exchange.refuse(str(error))
-            await self._send_last_words(stream, exchange)
+            await self._refuse(stream, exchange, str(error))
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
         except OSError as error:  # UCX cannot reach the server, or the socket broke, and then nobody hears this
-            exchange.refuse(error.strerror or str(error))
-            await self._send_last_words(stream, exchange)
+            await self._refuse(stream, exchange, error.strerror or str(error))
             raise
         introduction.check()
         introduction.control = control = ControlSocket(
@@ -158,7 +155,9 @@ class Connecting:
         introduction.greet()
         control.start()
 
-    async def _send_last_words(self, stream: ControlStream, exchange: Exchange) -> None:
+    async def _refuse(self, stream: ControlStream, exchange: Exchange, reason: str) -> None:
+        """Tells the server why there will be no connection, if it can still be told."""
+        exchange.refuse(reason)
         try:
             await stream.send_all(exchange.data_to_send())
         except (OSError, ssl.SSLError):
@@ -192,20 +191,24 @@ class Connecting:
             raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
         for _ in range(MAX_FILLERS // FILLERS_AT_ONCE + 1):
             number = introduction.choose(event.numbers)
-            if introduction.make_endpoint(number):
-                exchange.take(number, introduction.numbers.numbers())
+            if self._take(exchange, number):
                 return True
         raise ProtocolError(
             f"the listener's worker has made {event.numbers.next} endpoints to this worker, and this worker far fewer: "
             "connect from another worker"
         )
 
-    def _try(self, exchange: Exchange, number: int) -> bool:
+    def _take(self, exchange: Exchange, number: int) -> bool:
         introduction = self._introduction
-        if introduction.make_endpoint(number):
-            exchange.take(number, introduction.numbers.numbers())
+        if not introduction.make_endpoint(number):
+            return False
+        exchange.take(number, introduction.numbers.numbers())
+        return True
+
+    def _try(self, exchange: Exchange, number: int) -> bool:
+        if self._take(exchange, number):
             return True
-        exchange.decline(introduction.numbers.numbers())
+        exchange.decline(self._introduction.numbers.numbers())
         return False
 
     def _said_later(self, exchange: Exchange, event: Event) -> None:

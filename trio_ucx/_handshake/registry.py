@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 
-from outcome import Error, Outcome, Value
+from outcome import Error, Value
 
 from .. import _wire as wire
 from .._link import Link
@@ -311,7 +311,7 @@ class Introduction:
             number, numbers = self.number, self.numbers
             link.keep_endpoint = lambda core: numbers.keep(number, core)
         control.on_event, control.on_lost = link.control_said, link.control_lost
-        self._finish(Value(link))
+        self.answer.finish(Value(link))
         return link
 
     # ---- failures ----
@@ -360,7 +360,7 @@ class Introduction:
     def fail(self, error: Exception) -> None:
         """There will be no connection. Failed or opened already: no effect."""
         if self.answer.outcome is None:
-            self._finish(Error(error))
+            self.answer.finish(Error(error))
             self._let_go("")
 
     def close(self, reason: str = "") -> None:
@@ -372,11 +372,8 @@ class Introduction:
         if isinstance(self.answer.outcome, Value):
             self.answer.outcome.value.abort()
         elif self.answer.outcome is None:
-            self._finish(Error(ConnectionError("given up")))
+            self.answer.finish(Error(ConnectionError("given up")))
             self._let_go(reason)
-
-    def _finish(self, result: Outcome[Link]) -> None:
-        self.answer.finish(result)
 
     def _let_go(self, reason: str) -> None:
         engine = self.registry.engine

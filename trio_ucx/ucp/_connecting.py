@@ -44,8 +44,6 @@ def accept_request(engine: Engine, request: int, client: tuple[str, int], option
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
     core = _make_to_worker(engine, address, options, repr(address), raw=True)
-    core.peer = address.process
-    core.peer_address = address
     watch_process(core, address.process)
     return core
 
@@ -66,8 +64,6 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
         assert core.peer_address is not None
         label = f"{core.label}, for its memory"
         core.memory_companion = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
-        core.memory_companion.peer = core.peer
-        core.memory_companion.peer_address = core.peer_address
     return core.memory_companion
 
 
@@ -88,16 +84,12 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
-        core.peer = address.process
-        core.peer_address = address
     return core
 
 
 def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
     options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-    core = _make_to_worker(engine, address, options, repr(address), raw=False)
-    core.peer_address = address
-    return core
+    return _make_to_worker(engine, address, options, repr(address), raw=False)
 
 
 def _make_to_worker(
@@ -112,7 +104,10 @@ def _make_to_worker(
             engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
         return status
 
-    return _make(engine, label, options, create)
+    core = _make(engine, label, options, create)
+    core.peer = address.process
+    core.peer_address = address
+    return core
 
 
 def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> EndpointCore:

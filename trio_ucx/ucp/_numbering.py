@@ -111,9 +111,9 @@ class PeerNumbers:
             oldest.close()
         self._idle[number] = core, time.monotonic()
 
-    def close_idle(self, age: float = IDLE_TIME) -> None:
+    def close_idle(self) -> None:
         """Closes those that nobody has come for."""
-        limit = time.monotonic() - age
+        limit = time.monotonic() - IDLE_TIME
         for number, (core, since) in list(self._idle.items()):
             if core.handle is None or since <= limit:
                 del self._idle[number]
@@ -134,9 +134,7 @@ class PeerNumbers:
             self.heard(theirs)
             lowest = max(lowest, theirs.next)
         oldest = time.monotonic() - OFFER_TIME
-        for number, (core, since) in list(
-            self._idle.items()
-        ):  # the oldest first: the peer has had the most time to finish its close
+        for number, (core, since) in self._idle.items():  # the peer has most likely finished its close of the oldest
             if since > oldest and _fits(core, address):
                 self._fillers[number] = self._idle.pop(number)
                 return number

@@ -291,7 +291,7 @@ class EndpointCore:
             linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`.
         """
         if self.handle is None or self.error is not None:
-            self.engine.lingering.close_one(self)
+            self.engine.lingering.close_one(self)  # UCX says that the peer has closed its end
             return
         self.error = error
         if linger and self.forcible:
@@ -446,31 +446,26 @@ class Lingering:
     """
 
     def __init__(self) -> None:
-        self._endpoints: list[tuple[EndpointCore, Any, float]] = []
+        #: UCX's endpoint of each, and since when it lingers; the oldest first.
+        self._endpoints: dict[EndpointCore, tuple[Any, float]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._endpoints)
 
     def add(self, core: EndpointCore, handle: Any) -> None:
-        self._endpoints.append((core, handle, time.monotonic()))
+        self._endpoints[core] = handle, time.monotonic()
         if len(self._endpoints) > MAX_LINGERING:
-            self._close(1)
+            self.close_one(next(iter(self._endpoints)))
 
     def close_one(self, core: EndpointCore) -> None:
-        """UCX says that the peer has closed its end, so there is nothing to wait for."""
-        for index, (each, _, _) in enumerate(self._endpoints):
-            if each is core:
-                self._endpoints.insert(0, self._endpoints.pop(index))
-                self._close(1)
-                return
+        """There is nothing more to wait for. If it does not linger: no effect."""
+        if core in self._endpoints:
+            handle, _ = self._endpoints.pop(core)
+            core.close_native(handle)
+            core.engine.settle()
 
     def close(self, age: float = LINGER) -> None:
         """Closes those that have lingered for so many seconds."""
         limit = time.monotonic() - age
-        self._close(sum(since <= limit for _, _, since in self._endpoints))
-
-    def _close(self, count: int) -> None:
-        ended, self._endpoints = self._endpoints[:count], self._endpoints[count:]
-        for core, handle, _ in ended:
-            core.close_native(handle)
-            core.engine.settle()
+        for core in [core for core, (_, since) in self._endpoints.items() if since <= limit]:
+            self.close_one(core)
