@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 #: Seconds to wait for the peer to say that it has our acknowledgement; that is all that is missing then.
-LINGER = 1.0
+DONE_TIMEOUT = 1.0
 #: Seconds to wait for messages that a peer had sent before it aborted.
 ABORT_GRACE = 0.5
 
@@ -307,7 +307,7 @@ class Link(Session):
                 self.control(wire.Goodbye())
                 self.engine.watch_events()
                 await self.core.wait_until(lambda: self.core.handle is None or self.farewell.acknowledged)
-            with trio.move_on_after(LINGER):
+            with trio.move_on_after(DONE_TIMEOUT):
                 self.engine.watch_events()
                 await self.core.wait_until(lambda: self.core.handle is None or not self.farewell.peer_waits)
         undelivered = self.undelivered
