@@ -49,6 +49,7 @@ async def test_connections_in_turn_share_endpoints(worker: ucp.Worker, transport
         for number in range(30):
             async with trio_ucx.connect(listener.address, worker=worker) as connection:
                 await works(connection, number)
+            await until(lambda: server.statistics().endpoints == 0)  # it has closed its side, too
         assert endpoints_made(worker, server) < 15
         assert worker.statistics().endpoints == 0
         with trio.fail_after(10):  # nobody comes: they are closed
