@@ -550,6 +550,14 @@ async def knock(address: list[Any]) -> None:
             (await worker.open_endpoint(tuple(address))).abort()
 
 
+@role
+async def client_of(address: list[Any], number: int) -> None:
+    """Connects, sends the number with tag 1, and stays, reading nothing, until it is killed."""
+    async with trio_ucx.connect(tuple(address)) as connection:
+        await connection.send(b"%d" % number, 1)
+        await trio.sleep_forever()
+
+
 def transports_of(connection: trio_ucx.Connection) -> list[str]:
     return sorted({transport.name for transport in connection.endpoint.transports})
 

@@ -20,6 +20,7 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
+from .ucp._status import origin_of
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
@@ -508,6 +509,26 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         else:
             self.abort()
             await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _split_loss(self, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
+        """Tells the errors that this connection raised because its peer was lost from all others.
+
+        Returns:
+            The first of these, and what is left of ``error`` without them: each None if there is nothing.
+        """
+        if self._link.engine.broken is not None:
+            return None, error  # the worker broke, not the connection
+
+        def is_ours(one: BaseException) -> bool:
+            return isinstance(one, trio.BrokenResourceError) and origin_of(one) is self._link.core.origin
+
+        if not isinstance(error, BaseExceptionGroup):
+            return (error, None) if is_ours(error) else (None, error)
+        ours, rest = error.split(is_ours)
+        first: BaseException | None = ours
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        return first, rest
 
     def __del__(self) -> None:
         link = self._link

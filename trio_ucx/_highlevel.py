@@ -395,8 +395,12 @@ async def serve_ucx(
 ) -> None:
     """Listens, and runs ``handler(connection)`` in a task for each client, as ``trio.serve_tcp`` does over TCP.
 
-    A handler that returns has its connection closed gracefully, one that raises by force; an exception that a handler
-    does not catch ends the server, as in Trio.
+    A handler that returns has its connection closed gracefully, one that raises by force.
+
+    A ``trio.BrokenResourceError`` that a handler does not catch, and that this handler's own connection raised, says
+    that one client was lost: it is logged (logger ``trio_ucx``, level INFO), and the server goes on. It is taken out of
+    exception groups, too. Every other exception ends the server, as in Trio: one of another connection that the handler
+    uses, ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception raised from a lost client's.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
@@ -409,14 +413,23 @@ async def serve_ucx(
     listeners = await open_ucx_listeners(port, host=host, worker=worker, **options)
 
     async def handle(connection: Connection) -> None:
+        rest: BaseException | None
         try:
             await handler(connection)
-        except BaseException:
+        except BaseException as error:
+            loss, rest = connection._split_loss(error)
+            if loss is not None:
+                logger.info("%r: %s", connection, loss)
             connection.abort()
-            raise
-        try:
-            await connection.aclose()
-        except trio.BrokenResourceError as error:
-            logger.info("%r: %s", connection, error)  # one client's loss is no reason to end the server
+            if loss is None:
+                raise
+        else:
+            rest = None
+            try:
+                await connection.aclose()
+            except trio.BrokenResourceError as error:
+                logger.info("%r: %s", connection, error)
+        if rest is not None:
+            raise rest  # from here, so that what is left out is not its context
 
     await trio.serve_listeners(handle, listeners, handler_nursery=handler_nursery, task_status=task_status)

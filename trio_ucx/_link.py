@@ -110,7 +110,7 @@ class Link(Session):
         return self.core.problem()
 
     def broken(self, reason: str) -> Exception:
-        return broken(reason, self.core.error)
+        return broken(reason, self.core.error, self.core.origin)
 
     def changed(self) -> None:
         self.core.changed()
@@ -279,7 +279,7 @@ class Link(Session):
         """UCX has finished writing a message to memory, or will not."""
         error: Exception | None = None
         if status != Status.OK:
-            error = self.core.problem() or error_from_status(status, "receiving a message")
+            error = self.core.problem() or error_from_status(status, "receiving a message", self.core.origin)
         self.moved(message, pins, error)
 
     def discard(self, message: Message) -> None:
@@ -322,7 +322,7 @@ class Link(Session):
             else:
                 limit = f"close_timeout, {self.options.close_timeout} seconds"
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
-            raise broken(f"closing: what was sent may not have been delivered: {reason}", error)
+            raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.core.origin)
 
     def lost(self) -> None:
         super().lost()

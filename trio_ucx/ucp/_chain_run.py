@@ -219,8 +219,9 @@ class Target:
         return key
 
     def error(self, status: int, doing: str) -> Exception:
-        problem: Exception | None = self.core.problem() if self.core is not None else None
-        return problem or error_from_status(status, doing)
+        if self.core is None:
+            return error_from_status(status, doing)
+        return self.core.problem() or error_from_status(status, doing, self.core.origin)
 
 
 class Run(Operation):

@@ -48,10 +48,13 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
     return core
 
 
-def connect_companion(engine: Engine, address: WorkerAddress) -> EndpointCore:
+def connect_companion(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
     """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
-    engine.has_companions = True
-    return _make_to_worker(engine, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics", raw=True)
+    core.engine.has_companions = True
+    label, options = f"{address!r}, for atomics", opening.WITHOUT_ERROR_HANDLING
+    companion = _make_to_worker(core.engine, address, options, label, raw=True)
+    companion.origin = core.origin
+    return companion
 
 
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
@@ -64,6 +67,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
         assert core.peer_address is not None
         label = f"{core.label}, for its memory"
         core.memory_companion = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
+        core.memory_companion.origin = core.origin
     return core.memory_companion
 
 

@@ -91,7 +91,7 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
     if status == Status.NOT_IMPLEMENTED:
         raise UCXError(status, "asking for an endpoint's transports needs trio_ucx built against UCX 1.14 or later")
     if status != Status.OK:
-        raise error_from_status(status, "asking for an endpoint's transports")
+        raise error_from_status(status, "asking for an endpoint's transports", core.origin)
     lines = ffi.string(text).decode().splitlines()
     lanes = (Transport(*line.split("/", 1)) for line in lines)
     # The one without a device is the connection manager, which carries no data.
@@ -103,7 +103,7 @@ def query_name(core: EndpointCore) -> str:
     out = ffi.new("char[]", 64)
     status = lib.tu_endpoint_name(core.handle, out, 64)
     if status != Status.OK:
-        raise error_from_status(status, "asking for an endpoint's name")
+        raise error_from_status(status, "asking for an endpoint's name", core.origin)
     return text(out)
 
 
@@ -116,7 +116,7 @@ def evaluate(core: EndpointCore, nbytes: int) -> float:
     if status == Status.NO_RESOURCE:
         raise UCXError(status, "estimating the time of a transfer: the connection is not up yet, send something first")
     if status != Status.OK:
-        raise error_from_status(status, "estimating the time of a transfer")
+        raise error_from_status(status, "estimating the time of a transfer", core.origin)
     return float(seconds[0])
 
 

@@ -94,7 +94,7 @@ class Operation(Pending):
             problem = self.endpoint.problem()
             if problem is not None:
                 return problem
-        return error_from_status(status, self.doing)
+        return error_from_status(status, self.doing, self.endpoint.origin if self.endpoint is not None else None)
 
     def release(self) -> None:
         if self.left_over:
@@ -186,6 +186,7 @@ class EndpointCore:
         "memory_companion",
         "on_close",
         "on_failure",
+        "origin",
         "owner",
         "peer",
         "peer_address",
@@ -202,6 +203,8 @@ class EndpointCore:
         self.label = label
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
+        #: Marks the errors about it, and about the endpoints beside it: see :func:`_status.origin_of`.
+        self.origin = object()
         #: Whether the user has ever had it in hand, and so may have left something at it.
         self.exposed = False
         #: Called once, when it is closed (not when it fails).
@@ -242,7 +245,7 @@ class EndpointCore:
     def problem(self) -> Exception | None:
         """The exception for using it now, if it cannot be used."""
         if self.error is not None:
-            return broken(f"the connection to {self.label} broke: {self.error}", self.error)
+            return broken(f"the connection to {self.label} broke: {self.error}", self.error, self.origin)
         if self.handle is None:
             return trio.ClosedResourceError("this endpoint was closed")
         return None

@@ -64,8 +64,9 @@ def pending_operation(
     if pins is not None:
         pins.release()
     if verdict < 0:
-        problem = core.problem() if core is not None else None
-        raise problem or error_from_status(verdict, doing)
+        if core is None:
+            raise error_from_status(verdict, doing)
+        raise core.problem() or error_from_status(verdict, doing, core.origin)
     return None
 
 

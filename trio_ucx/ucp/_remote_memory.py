@@ -410,14 +410,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """The endpoint without error handling beside ours."""
         core = self._core
         if core.companion is None:
-            core.companion = connect_companion(self._core.engine, self._worker_address())
+            core.companion = connect_companion(core, self._worker_address())
         return core.companion
 
     def _chain_companion(self) -> EndpointCore:
         """The same for the atomics of request chains, of which C decides how many are under way."""
         core = self._core
         if core.chain_companion is None:
-            core.chain_companion = connect_companion(self._core.engine, self._worker_address())
+            core.chain_companion = connect_companion(core, self._worker_address())
         return core.chain_companion
 
     def _worker_address(self) -> WorkerAddress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -130,20 +131,36 @@ _ERRNO = {
 }
 
 
-def error_from_status(status: int, doing: str) -> Exception:
-    """The exception for an operation that failed on something that had been working."""
+def error_from_status(status: int, doing: str, origin: object = None) -> Exception:
+    """The exception for an operation that failed on something that had been working. ``origin``: see :func:`broken`."""
     native = UCXError(status, doing)
     if native.status is Status.NO_MEMORY:
         return MemoryError(str(native))
     if native.status in _BROKEN:
-        return broken(str(native), native)
+        return broken(str(native), native, origin)
     return native
 
 
-def broken(message: str, cause: BaseException | None) -> trio.BrokenResourceError:
+#: Which connection an error is about, for as long as the error exists.
+_origins: weakref.WeakKeyDictionary[BaseException, object] = weakref.WeakKeyDictionary()
+
+
+def broken(message: str, cause: BaseException | None, origin: object = None) -> trio.BrokenResourceError:
+    """Makes the exception for something that is lost.
+
+    Args:
+        origin: the connection that it is about (``EndpointCore.origin``), for :func:`origin_of`.
+    """
     error = trio.BrokenResourceError(message)
     error.__cause__ = cause
+    if origin is not None:
+        _origins[error] = origin
     return error
+
+
+def origin_of(error: BaseException) -> object:
+    """Which connection this very error is about, or None. (Its cause and context do not count.)"""
+    return _origins.get(error)
 
 
 def os_error_from_status(status: int, doing: str, hint: str = "") -> Exception:

@@ -1,0 +1,298 @@
+"""What ends a server, and what does not: a client that is lost is no reason, every other error is, as in Trio."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+from helpers import open_pair, open_peer, pattern, until
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx.ucp._operations import EndpointCore
+from trio_ucx.ucp._status import Status, UCXError
+
+Handler = Callable[[trio_ucx.Connection], Awaitable[object]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler, worker: ucp.Worker) -> AsyncIterator[trio_ucx.Listener]:
+    async with trio.open_nursery() as nursery:
+        serve = partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1", worker=worker)
+        [listener] = await nursery.start(serve)
+        yield listener
+        nursery.cancel_scope.cancel()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "trio_ucx" and each.levelname == "INFO"]
+
+
+# ---- what a handler may do while its client goes away; each waits for ever otherwise ----
+
+
+async def receives(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.receive()
+
+
+async def sends(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.send(pattern(1000))
+        await trio.sleep(0)
+
+
+async def sends_large(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.send(pattern(2**20))
+
+
+async def writes(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.send_all(pattern(2**20))
+
+
+async def asks_its_endpoint(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.endpoint.flush()
+        await trio.sleep(0.001)
+
+
+async def in_tasks(connection: trio_ucx.Connection) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receives, connection)
+        nursery.start_soon(sends_large, connection)
+        async with trio.open_nursery() as inner:
+            inner.start_soon(connection.receive, 5)
+            inner.start_soon(connection.receive_some)
+
+
+async def in_a_group(connection: trio_ucx.Connection) -> None:
+    async with connection.worker.open_request_group() as group:
+        group.send(connection, pattern(2**20))
+        group.receive_into(connection, bytearray(10))
+
+
+HANDLERS = [receives, sends, sends_large, writes, asks_its_endpoint, in_tasks, in_a_group]
+
+
+@pytest.mark.parametrize("end", ["killed", "aborted"])
+async def test_lost_client_does_not_end_the_server(
+    transports: str, worker: ucp.Worker, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    caplog.set_level(logging.INFO, "trio_ucx")
+    begun = 0
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        nonlocal begun
+        number = int(await connection.receive(1))
+        begun += 1
+        if number < len(HANDLERS):
+            await HANDLERS[number](connection)
+        await connection.send(b"served", 1)
+
+    async with serving(handler, worker) as listener:
+        for number, one in enumerate(HANDLERS):
+            before = len(lines(caplog))
+            if end == "killed":
+                async with open_peer("client_of", list(listener.address), number, transports=transports) as peer:
+                    await until(lambda number=number: begun == number + 1)
+                    peer.process.kill()
+            else:
+                client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+                await client.send(b"%d" % number, 1)
+                await until(lambda number=number: begun == number + 1)
+                client.abort()
+            await until(lambda before=before: len(lines(caplog)) > before)
+            assert len(lines(caplog)) == before + 1, (one, lines(caplog)[before:])
+            assert lines(caplog)[-1].startswith("<trio_ucx.Connection to "), lines(caplog)[-1]
+        async with trio_ucx.connect(listener.address, worker=worker) as client:
+            await client.send(b"99", 1)
+            assert await client.receive(1) == b"served"
+
+
+async def test_client_that_closes_while_it_is_sent_to(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trio_ucx")
+    ended = 0
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        nonlocal ended
+        try:
+            await sends(connection)
+        finally:
+            ended += 1
+
+    async with serving(handler, worker) as listener:
+        for count in (1, 2):
+            async with trio_ucx.connect(listener.address, worker=worker) as client:
+                await client.receive()
+            await until(lambda count=count: ended == count)
+    assert len([line for line in lines(caplog) if "closed the connection" in line]) == 2, lines(caplog)
+
+
+# ---- what ends it ----
+
+
+async def own_loss(connection: trio_ucx.Connection) -> trio.BrokenResourceError:
+    try:
+        await connection.receive()
+    except trio.BrokenResourceError as error:
+        return error
+    raise AssertionError("the client was not lost")
+
+
+async def raises_another(connection: trio_ucx.Connection) -> None:
+    raise trio.BrokenResourceError("of something else")
+
+
+async def raises_from_its_own(connection: trio_ucx.Connection) -> None:
+    error = await own_loss(connection)
+    raise trio.BrokenResourceError("another") from error
+
+
+async def raises_while_handling_its_own(connection: trio_ucx.Connection) -> None:
+    try:
+        await connection.receive()
+    except trio.BrokenResourceError:
+        raise ValueError("mine")  # noqa: B904 -- what is its context, not its cause
+
+
+async def uses_it_after_its_close(connection: trio_ucx.Connection) -> None:
+    await connection.aclose()
+    await connection.receive()
+
+
+async def does_not_expect_the_end(connection: trio_ucx.Connection) -> None:
+    while True:
+        await connection.receive()
+
+
+async def uses_one_that_was_lost(connection: trio_ucx.Connection) -> None:
+    async with open_pair(connection.worker) as (mine, other):
+        other.abort()
+        await mine.receive()
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        (raises_another, trio.BrokenResourceError),
+        (raises_from_its_own, trio.BrokenResourceError),
+        (raises_while_handling_its_own, ValueError),
+        (uses_it_after_its_close, trio.ClosedResourceError),
+        (uses_one_that_was_lost, trio.BrokenResourceError),
+        (does_not_expect_the_end, trio.EndOfChannel),
+    ],
+)
+async def test_other_errors_end_the_server(worker: ucp.Worker, handler: Handler, expected: type[Exception]) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        with trio.fail_after(20):
+            async with serving(handler, worker) as listener:
+                client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+                if expected is trio.EndOfChannel:
+                    await client.aclose()
+                else:
+                    client.abort()
+                await trio.sleep_forever()
+    assert caught.group_contains(expected)
+
+
+async def test_of_a_group_only_the_own_loss_is_taken_out(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trio_ucx")
+    raised: list[BaseException] = []
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        loss = await own_loss(connection)
+        foreign = trio.BrokenResourceError("foreign")
+        cause = KeyError("cause")
+        raised.extend([loss, foreign])
+        inner = ExceptionGroup("inner", [loss, foreign])
+        raise ExceptionGroup("outer", [loss, inner, ValueError("mine")]) from cause
+
+    with pytest.raises(ExceptionGroup) as caught:
+        with trio.fail_after(20):
+            async with serving(handler, worker) as listener:
+                (await trio_ucx.open_ucx_stream(*listener.address, worker=worker)).abort()
+                await trio.sleep_forever()
+    loss, foreign = raised
+    _, rest = caught.value.split(lambda error: error is loss)
+    found = caught.value
+    while isinstance(found, ExceptionGroup) and found.message != "outer":
+        [found] = found.exceptions  # the nurseries' groups
+    assert rest is not None and isinstance(found, ExceptionGroup)
+    inner, mine = found.exceptions
+    assert isinstance(mine, ValueError) and isinstance(inner, ExceptionGroup) and inner.exceptions == (foreign,)
+    assert isinstance(found.__cause__, KeyError)
+    assert found.__context__ is None or found.__context__ is found.__cause__
+    assert caught.value.split(lambda error: error is loss)[0] is None
+    assert str(loss) in lines(caplog)[-1]
+
+
+async def test_loss_beside_a_cancellation(worker: ucp.Worker) -> None:
+    """A handler that is cancelled while its client is lost ends as it was told to."""
+    waiting = trio.Event()
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def last_words() -> None:
+                with trio.CancelScope(shield=True):
+                    await own_loss(connection)
+                    await connection.receive()  # again, uncaught
+
+            nursery.start_soon(last_words)
+            nursery.start_soon(trio.sleep_forever)
+            waiting.set()
+
+    async with trio.open_nursery() as nursery:
+        serve = partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1", worker=worker)
+        [listener] = await nursery.start(serve)
+        client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+        with trio.fail_after(20):
+            await waiting.wait()
+        nursery.cancel_scope.cancel()
+        client.abort()
+    assert nursery.cancel_scope.cancelled_caught
+
+
+async def test_broken_worker_ends_the_server() -> None:
+    """It is no client that was lost then."""
+    with pytest.raises(ExceptionGroup) as caught:
+        with trio.fail_after(20):
+            async with ucp.open_worker() as mine, ucp.open_worker() as theirs:
+                async with serving(lambda connection: connection.receive(), mine) as listener:
+                    client = await trio_ucx.open_ucx_stream(*listener.address, worker=theirs)
+                    try:
+                        await until(lambda: listener.statistics().accepted)
+                        mine._engine._break(RuntimeError("a bug"))
+                        await trio.sleep_forever()
+                    finally:
+                        client.abort()
+    assert caught.group_contains(trio.BrokenResourceError, match="worker broke")
+
+
+async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> None:
+    """What reaches the client's memory, and atomics, are endpoints of their own: their errors say the same."""
+    remote = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
+    open_worker = partial(ucp.open_worker, config={"TLS": transports}, features=remote)
+    async with open_worker() as mine, open_worker() as theirs:
+        async with open_pair(mine, theirs) as (connection, _), contextlib.AsyncExitStack() as stack:
+            memory = stack.enter_context(theirs.context.allocate(64))
+            remote_memory = stack.enter_context(connection.endpoint.attach(memory.descriptor))
+            await remote_memory.put(bytes(8), 0)
+            assert await remote_memory.fetch_add(1, 0) == 0
+            core = connection._link.core
+            beside = [core.memory_companion, core.companion]
+            beside += [one.companion for one in beside if one is not None]
+            found = [one for one in beside if isinstance(one, EndpointCore)]
+            assert len(found) >= 2
+            for one in found:
+                one.error = UCXError(Status.CONNECTION_RESET, "pretended")
+                loss, rest = connection._split_loss(one.problem() or AssertionError())
+                one.error = None
+                assert isinstance(loss, trio.BrokenResourceError) and rest is None
