@@ -19,6 +19,7 @@ NATIVE = Path("trio_ucx", "_native")
 ROOT = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
 SOURCES = [
     "library.c",
+    "log.c",
     "context.c",
     "worker.c",
     "poll.c",

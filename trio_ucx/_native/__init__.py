@@ -43,19 +43,26 @@ class UCXLibrary:
     system: bool
 
 
+#: What UCX does to the process while it is loaded, unless the user chose: it would install handlers for SIGSEGV, SIGHUP
+#: and others, and print to stdout. (Where it logs from then on: ``log.c``.)
+_WHILE_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_FILE": "stderr"}
+
+
 @contextlib.contextmanager
-def _without_signal_handlers() -> Iterator[None]:
-    """Keeps UCX from installing handlers for SIGSEGV, SIGHUP and others while it is loaded."""
-    wanted = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+def _unobtrusive() -> Iterator[None]:
+    """Has UCX loaded without effects on the process; leaves the environment as it was."""
+    before = {name: os.environ.get(name) for name in _WHILE_LOADING}
+    for name, value in _WHILE_LOADING.items():
+        if not before[name]:
+            os.environ[name] = value
     try:
         yield
     finally:
         for name, old in before.items():
             if old is None:
                 os.environ.pop(name, None)
+            else:
+                os.environ[name] = old
 
 
 def _system_wanted() -> bool | None:
@@ -79,7 +86,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     system = _system_wanted()
     if system is None:  # not said: the choice that was made at build time holds
         system = _built_for_system()
-    with _without_signal_handlers():
+    with _unobtrusive():
         if not system:
             _preload_wheel()
         try:
@@ -100,6 +107,8 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     compiled = (numbers[0], numbers[1])
     library = UCXLibrary(version, compiled, ffi.string(lib.tu_library_file()).decode(), system)
     check_versions(library)
+    if not os.environ.get("UCX_LOG_FILE"):  # else the user has said where the lines go
+        lib.tu_log_begin()
     return lib, ffi, library
 
 

@@ -151,6 +151,21 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
 int tu_wait_create(int efd, int timer);
 int tu_readable(int fd);
 
+/* log.c */
+typedef struct tu_log_line {
+    int level;                 /* a ucs_log_level_t */
+    unsigned number;           /* in the file of UCX's sources that wrote it */
+    const char *file;
+    const char *function;
+    const char *text;
+} tu_log_line_t;
+
+void tu_log_begin(void);
+unsigned tu_log_open(void);
+void tu_log_close(void);
+const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost);
+void tu_log_print(const tu_log_line_t *line);
+
 /* context.c */
 int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, const char *name,
                       tu_context_t **out, size_t *rejected);

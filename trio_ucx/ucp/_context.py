@@ -16,6 +16,7 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from . import _log as ucx_log
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._buffers import Buffer
 from ._memory import Access, Memory, allocate, register
@@ -133,34 +134,18 @@ class Context(metaclass=OpenedNotConstructed):
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
         options = {**defaults, **keepalive, **chosen}
-        out = ffi.new("tu_context_t **")
-        rejected = ffi.new("size_t *")
-        while True:
-            names = [ffi.new("char[]", name.encode()) for name in options]
-            values = [ffi.new("char[]", value.encode()) for value in options.values()]
-            status = lib.tu_context_create(
-                ffi.new("char *[]", names),
-                ffi.new("char *[]", values),
-                len(options),
-                int(features),
-                native,
-                out,
-                rejected,
-            )
-            if status == Status.OK:
-                break
-            if rejected[0] == len(options):
-                raise _initialisation_error(status, options)
-            option = list(options)[rejected[0]]
-            if option in chosen:
-                raise _refused_option(option, chosen[option], status)
-            del options[option]  # a default of ours that this UCX does not know
+        ucx_log.open()
+        try:
+            handle = _create(options, chosen, features, native)
+        except BaseException:
+            ucx_log.close()
+            raise
         context = cls._create(
             config=options,
             features=features,
             family=_family(options),
             rendezvous_threshold=_rendezvous_threshold(options),
-            handle=out[0],
+            handle=handle,
         )
         _live_contexts.add(context)
         return context
@@ -298,6 +283,7 @@ class Context(metaclass=OpenedNotConstructed):
             if self._closed and self._handle is not None and not self.engines and not self.memories:
                 handle, self._handle = self._handle, None
                 lib.tu_context_destroy(handle)
+                ucx_log.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else str(self.features)
@@ -342,6 +328,32 @@ def open_context(
         yield context
     finally:
         context._close()
+
+
+def _create(options: dict[str, str], chosen: Mapping[str, str], features: Feature, name: Any) -> Any:
+    """The native context. Takes those of our defaults out of ``options`` that this UCX does not know."""
+    out = ffi.new("tu_context_t **")
+    rejected = ffi.new("size_t *")
+    while True:
+        names = [ffi.new("char[]", option.encode()) for option in options]
+        values = [ffi.new("char[]", value.encode()) for value in options.values()]
+        status = lib.tu_context_create(
+            ffi.new("char *[]", names),
+            ffi.new("char *[]", values),
+            len(options),
+            int(features),
+            name,
+            out,
+            rejected,
+        )
+        if status == Status.OK:
+            return out[0]
+        if rejected[0] == len(options):
+            raise _initialisation_error(status, options)
+        option = list(options)[rejected[0]]
+        if option in chosen:
+            raise _refused_option(option, chosen[option], status)
+        del options[option]
 
 
 def _check_config(config: Config | None) -> dict[str, str]:

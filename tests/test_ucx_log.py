@@ -1,0 +1,255 @@
+"""What UCX prints: it goes to the logger ``trio_ucx.ucx``, and never to stdout unless the user says so."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trio_ucx import ucp
+
+#: Prints the environment's state, has UCX say something, and provokes an error.
+PROGRAM = """
+import ctypes, json, logging, os, sys
+
+def environment():
+    first = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    native = []
+    while first[len(native)]:
+        native.append(first[len(native)])
+    return dict(os.environ), sorted(native)
+
+before = environment()
+import trio
+from trio_ucx import ucp
+
+records = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append((record.levelname, record.name, record.getMessage()))
+if "unconfigured" not in sys.argv:
+    logging.getLogger().addHandler(Keep())
+
+async def main():
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        async with await worker.open_listener("127.0.0.1", 0) as listener:
+            try:
+                await worker.open_listener("127.0.0.1", listener.address[1])
+            except OSError:
+                logged_at_once = any("failed" in message for _, _, message in records)
+
+    print(json.dumps({"same": before == environment(), "at_once": logged_at_once, "records": records}))
+
+print("begin", flush=True)
+trio.run(main)
+"""
+
+#: Calls UCX's logging function as UCX does, with any level and from any thread.
+DISPATCH = """
+import ctypes, logging, sys, threading, time
+from trio_ucx import ucp, _native
+with open("/proc/self/maps") as maps:
+    library = [line.split()[-1] for line in maps if "/libucs.so" in line][0]
+class Component(ctypes.Structure):
+    _fields_ = [("level", ctypes.c_int), ("name", ctypes.c_char * 16), ("filter", ctypes.c_char_p)]
+component = Component(11, b"TEST", b"*")
+libucs = ctypes.CDLL(library)  # lets go of the GIL
+def dispatch(level, text):
+    libucs.ucs_log_dispatch(b"/some/file.c", 7, b"f", level, ctypes.byref(component), b"%s", text.encode())
+records = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append(record)
+logging.getLogger().addHandler(Keep())
+"""
+
+
+def run(
+    code: str, *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_LOG")}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        env={**env, **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def check(result: subprocess.CompletedProcess[str]) -> None:
+    assert result.returncode == 0, (result.stdout, result.stderr)
+
+
+def test_lines_go_to_the_logger_and_the_environment_stays() -> None:
+    result = run(PROGRAM, UCX_LOG_LEVEL="info", UCX_UNHEARD_OF="1")
+    check(result)
+    begin, report = result.stdout.splitlines()
+    assert begin == "begin"
+    said = json.loads(report)
+    assert said["same"], "the environment was changed"
+    assert said["at_once"], "an error is logged before its exception is raised"
+    assert {name for _, name, _ in said["records"]} == {"trio_ucx.ucx"}
+    found = {level: text for level, _, text in said["records"]}
+    assert "Address already in use" in found["ERROR"]
+    assert "UCX_UNHEARD_OF" in found["WARNING"]
+    assert "INFO" in found
+    assert result.stderr == ""
+
+
+def test_without_logging_set_up_lines_go_to_stderr() -> None:
+    result = run(PROGRAM, "unconfigured", UCX_LOG_LEVEL="info", UCX_UNHEARD_OF="1")
+    check(result)
+    assert len(result.stdout.splitlines()) == 2
+    for text in ("UCX ERROR", "Address already in use", "UCX WARN", "UCX_UNHEARD_OF", "UCX INFO"):
+        assert text in result.stderr
+
+
+def test_only_warnings_by_default() -> None:
+    result = run(PROGRAM, UCX_UNHEARD_OF="1")
+    check(result)
+    assert '"WARNING"' in result.stdout and '"INFO"' not in result.stdout
+
+
+def test_a_full_pipe_on_stdout_blocks_nothing() -> None:
+    reader, writer = os.pipe()
+    try:
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(writer, bytes(4096))
+        code = PROGRAM.replace('print("begin", flush=True)', "").replace("print(json", "sys.stderr.write(json")
+        result = run(code, stdout=writer, UCX_LOG_LEVEL="info")
+        check(result)
+        assert "Address already in use" in result.stderr
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("target", ["file", "stdout", "stderr"])
+def test_what_the_user_chose_holds(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    result = run(PROGRAM, UCX_LOG_LEVEL="info", UCX_LOG_FILE=str(file) if target == "file" else target)
+    check(result)
+    assert '"records": []' in result.stdout and '"same": true' in result.stdout
+    written = {"file": file.read_text() if file.exists() else "", "stdout": result.stdout, "stderr": result.stderr}
+    assert {name for name, text in written.items() if "bind(" in text} == {target}
+
+
+def test_protocol_information_goes_to_stderr() -> None:
+    code = """
+import trio
+from trio_ucx.testing import open_connection_pair
+async def main():
+    one, other = await open_connection_pair()
+    async with one, other:
+        await one.send(b"x")
+        await other.receive()
+trio.run(main)
+"""
+    result = run(code, UCX_PROTO_INFO="y", UCX_TLS="tcp")
+    check(result)
+    assert result.stdout == ""
+    assert "tag" in result.stderr
+
+
+def test_levels() -> None:
+    code = (
+        DISPATCH
+        + """
+with ucp.open_context({"TLS": "tcp"}):
+    for level in (1, 2, 3, 4, 5, 6, 10, 13):
+        dispatch(level, f"level {level}")
+    thread = threading.Thread(target=dispatch, args=(1, "foreign"))
+    thread.start(); thread.join()
+for record in records:
+    print(record.levelname, record.getMessage(), record.pathname, record.lineno, record.funcName)
+"""
+    )
+    result = run(code, UCX_LOG_LEVEL="trace")
+    check(result)
+    ours = [line for line in result.stdout.splitlines() if "/some/file.c" in line]
+    levels = ["ERROR", "WARNING", "INFO", "INFO", "DEBUG", "DEBUG", "DEBUG", "INFO", "ERROR"]
+    texts = [f"level {level}" for level in (1, 2, 3, 4, 5, 6, 10, 13)] + ["foreign"]
+    assert ours == [f"{level} file.c:7 {text} /some/file.c 7 f" for level, text in zip(levels, texts, strict=True)], (
+        result.stderr
+    )
+
+
+def test_lines_without_a_reader_and_from_a_forked_child_go_to_stderr() -> None:
+    code = (
+        DISPATCH
+        + """
+import os
+dispatch(2, "before")
+with ucp.open_context({"TLS": "tcp"}):
+    if (child := os.fork()) == 0:
+        dispatch(1, "in the child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+assert threading.active_count() == 1
+dispatch(2, "after")
+assert not records, records
+"""
+    )
+    result = run(code)
+    check(result)
+    assert result.stderr.splitlines() == [
+        "file.c:7 UCX WARN before",
+        "file.c:7 UCX ERROR in the child",
+        "file.c:7 UCX WARN after",
+    ]
+    assert result.stdout == ""
+
+
+def test_a_handler_that_blocks_or_raises_does_not_stop_ucx() -> None:
+    code = (
+        DISPATCH
+        + """
+go_on = threading.Event()
+class Blocks(logging.Handler):
+    def emit(self, record):
+        go_on.wait(30)
+        if "raise" in record.getMessage():
+            raise ValueError
+logging.getLogger().addHandler(Blocks())
+with ucp.open_context({"TLS": "tcp"}):
+    began = time.monotonic()
+    for number in range(300):
+        dispatch(1, f"error {number}")
+    dispatch(2, "raise")
+    for number in range(30_000):
+        dispatch(2, "x" * 900)
+    took = time.monotonic() - began
+    assert took < 10, took
+    go_on.set()
+texts = [record.getMessage() for record in records]
+assert [text for text in texts if "error" in text] == [f"file.c:7 error {number}" for number in range(300)]
+lost = [int(text.split()[0]) for text in texts if "are lost" in text]
+assert sum(lost) > 0 and sum(lost) + sum("xxx" in text for text in texts) == 30_000, lost
+"""
+    )
+    result = run(code)
+    check(result)
+    assert "UCX WARN raise" in result.stderr
+
+
+def test_nothing_is_lost_when_ucx_ends_the_process() -> None:
+    result = run(PROGRAM, "unconfigured", UCX_LOG_LEVEL_TRIGGER="error", UCX_UNHEARD_OF="1")
+    assert result.returncode == -signal.SIGABRT
+    assert result.stdout == "begin\n"
+    assert "UCX_UNHEARD_OF" in result.stderr and "Address already in use" in result.stderr
+
+
+def test_the_thread_ends_with_the_last_context() -> None:
+    with ucp.open_context({"TLS": "tcp"}), ucp.open_context({"TLS": "tcp"}):
+        assert sum(thread.name == "trio_ucx log of UCX" for thread in threading.enumerate()) == 1
+    assert not any(thread.name == "trio_ucx log of UCX" for thread in threading.enumerate())

@@ -1,0 +1,229 @@
+/* UCX's log: its lines are kept here until a thread of Python's takes them, so that no Python runs inside UCX.
+ *
+ * UCX logs from whatever thread it runs in, its own included, and may hold locks of its own meanwhile. Without a reader
+ * (before the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
+#define _GNU_SOURCE
+#include <alloca.h>
+#include <fnmatch.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "native.h"
+
+#include <ucs/debug/log_def.h>
+
+/* Kept at most; the lines after that are counted, and lost. */
+#define LOG_BYTES (16 * 1024 * 1024)
+/* UCX waits so long, in nanoseconds, until an error was logged: it may be about to end the process. */
+#define ERROR_PATIENCE 20000000
+
+extern ucs_status_t ucs_global_opts_get_value(const char *name, char *value, size_t max);
+
+typedef struct line {
+    struct line *next;
+    size_t size;
+    tu_log_line_t line;        /* for Python; the text follows */
+} line_t;
+
+static struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t came;       /* a line, or the reader is to end */
+    pthread_cond_t logged;     /* everything that was there is */
+    line_t *first;
+    line_t **last;
+    size_t bytes;
+    uint64_t lost;
+    unsigned reader;           /* the number of the one that takes lines; 0: none does */
+    unsigned readers;
+    int reading;               /* the reader is logging what it took */
+    int patient;               /* whether it keeps up, so that errors may wait for it */
+    int trigger;               /* UCX ends the process at a line of this level */
+    char files[256];           /* UCX_LOG_FILE_FILTER */
+} self = {
+    .mutex  = PTHREAD_MUTEX_INITIALIZER,
+    .came   = PTHREAD_COND_INITIALIZER,
+    .logged = PTHREAD_COND_INITIALIZER,
+    .last   = &self.first,
+};
+
+static const char *base_name(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+
+    return slash == NULL ? path : slash + 1;
+}
+
+static const char *level_name(int level)
+{
+    return level == UCS_LOG_LEVEL_PRINT ? "PRINT" : level < UCS_LOG_LEVEL_LAST ? ucs_log_level_names[level] : "?";
+}
+
+/* To stderr, where a line goes that nobody can log. */
+void tu_log_print(const tu_log_line_t *line)
+{
+    dprintf(STDERR_FILENO, "%s:%u UCX %s %s\n", base_name(line->file), line->number, level_name(line->level),
+            line->text);
+}
+
+static void wait_until_logged(void)
+{
+    struct timespec until;
+    uint64_t end;
+
+    clock_gettime(CLOCK_REALTIME, &until);
+    end           = (uint64_t)until.tv_nsec + ERROR_PATIENCE;
+    until.tv_sec += (time_t)(end / 1000000000u);
+    until.tv_nsec = (long)(end % 1000000000u);
+    while (self.reader != 0 && self.patient && (self.first != NULL || self.reading)) {
+        self.patient = pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0;
+    }
+}
+
+/* Whether it was kept. */
+static int keep(const tu_log_line_t *line)
+{
+    size_t length = strlen(line->text) + 1;
+    line_t *copy;
+
+    if (self.reader == 0) {
+        return 0;
+    }
+    copy = self.bytes < LOG_BYTES ? malloc(sizeof(*copy) + length) : NULL;
+    if (copy == NULL) {
+        self.lost++;
+        return 1;
+    }
+    copy->next = NULL;
+    copy->size = sizeof(*copy) + length;
+    copy->line = *line;
+    copy->line.text = memcpy(copy + 1, line->text, length);
+    *self.last   = copy;
+    self.last    = &copy->next;
+    self.bytes  += copy->size;
+    pthread_cond_signal(&self.came);
+    return 1;
+}
+
+static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char *function, ucs_log_level_t level,
+                                  const ucs_log_component_config_t *component, const char *format, va_list arguments)
+{
+    size_t size        = ucs_log_get_buffer_size();
+    char *text         = alloca(size);
+    tu_log_line_t line = {.level = (int)level, .number = number, .file = file, .function = function, .text = text};
+    int kept;
+
+    if ((int)level <= self.trigger) {
+        return UCS_LOG_FUNC_RC_CONTINUE; /* UCX writes it to stderr, and aborts */
+    }
+    if ((level > component->log_level && level != UCS_LOG_LEVEL_PRINT) ||
+        (self.files[0] != '\0' && fnmatch(self.files, file, 0) == FNM_NOMATCH)) {
+        return UCS_LOG_FUNC_RC_STOP;
+    }
+    vsnprintf(text, size, format, arguments);
+    pthread_mutex_lock(&self.mutex);
+    kept = keep(&line);
+    if (kept && level <= UCS_LOG_LEVEL_ERROR) {
+        wait_until_logged();
+    }
+    pthread_mutex_unlock(&self.mutex);
+    if (!kept) {
+        tu_log_print(&line);
+    }
+    return UCS_LOG_FUNC_RC_STOP;
+}
+
+/* The child has the thread that forked, and no other. */
+static void after_fork(void)
+{
+    pthread_mutex_init(&self.mutex, NULL);
+    pthread_cond_init(&self.came, NULL);
+    pthread_cond_init(&self.logged, NULL);
+    self.first   = NULL; /* the parent logs them */
+    self.last    = &self.first;
+    self.bytes   = 0;
+    self.lost    = 0;
+    self.reader  = 0;
+    self.reading = 0;
+}
+
+/* UCX's lines come here from now on. */
+void tu_log_begin(void)
+{
+    char name[32] = "";
+    int level;
+
+    self.trigger = UCS_LOG_LEVEL_FATAL;
+    if (ucs_global_opts_get_value("LOG_LEVEL_TRIGGER", name, sizeof(name)) == UCS_OK) {
+        for (level = UCS_LOG_LEVEL_FATAL; level < UCS_LOG_LEVEL_LAST; level++) {
+            if (strcasecmp(name, ucs_log_level_names[level]) == 0) {
+                self.trigger = level;
+            }
+        }
+    }
+    if (ucs_global_opts_get_value("LOG_FILE_FILTER", self.files, sizeof(self.files)) != UCS_OK) {
+        self.files[0] = '\0';
+    }
+    pthread_atfork(NULL, NULL, after_fork);
+    ucs_log_push_handler(log_line);
+}
+
+/* A reader may take lines: its number. */
+unsigned tu_log_open(void)
+{
+    unsigned reader;
+
+    pthread_mutex_lock(&self.mutex);
+    if (++self.readers == 0) {
+        self.readers = 1;
+    }
+    reader       = self.reader = self.readers;
+    self.patient = 1;
+    pthread_mutex_unlock(&self.mutex);
+    return reader;
+}
+
+/* The reader is to take what is there, and end. */
+void tu_log_close(void)
+{
+    pthread_mutex_lock(&self.mutex);
+    self.reader = 0;
+    pthread_cond_broadcast(&self.came);
+    pthread_cond_broadcast(&self.logged);
+    pthread_mutex_unlock(&self.mutex);
+}
+
+/* Waits for a line, which is the caller's until it calls this again; *lost is how many there was no room for. NULL: the
+ * reader is to end. */
+const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost)
+{
+    line_t *line;
+
+    if (before != NULL) {
+        free((char *)(uintptr_t)before - offsetof(line_t, line));
+    }
+    pthread_mutex_lock(&self.mutex);
+    self.reading = 0;
+    if (self.first == NULL) {
+        self.patient = 1;
+        pthread_cond_broadcast(&self.logged);
+    }
+    while (self.first == NULL && self.reader == reader) {
+        pthread_cond_wait(&self.came, &self.mutex);
+    }
+    line = self.first;
+    if (line != NULL) {
+        self.first = line->next;
+        if (self.first == NULL) {
+            self.last = &self.first;
+        }
+        self.bytes  -= line->size;
+        self.reading = 1;
+    }
+    *lost     = self.lost;
+    self.lost = 0;
+    pthread_mutex_unlock(&self.mutex);
+    return line == NULL ? NULL : &line->line;
+}

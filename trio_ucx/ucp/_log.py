@@ -1,0 +1,103 @@
+"""UCX's log in Python's: a thread takes UCX's lines while contexts are open and gives them to ``trio_ucx.ucx``."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from typing import Any
+
+from .._native import ffi, lib
+
+logger = logging.getLogger("trio_ucx.ucx")
+
+#: By UCX's levels (``ucs_log_level_t``): fatal, error, warn, diag, info. Then come debug and the kinds of trace, and
+#: what is printed at any level.
+_LEVELS = [logging.ERROR, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO]
+_PRINT = 13
+#: Seconds in which the thread should have logged what is left when the last context is closed.
+_PATIENCE = 1.0
+
+_lock = threading.Lock()
+_contexts = 0
+_thread: threading.Thread | None = None
+
+if os.environ.get("UCX_LOG_LEVEL") and logger.level == logging.NOTSET:
+    logger.setLevel(logging.DEBUG)  # UCX drops what the user does not want
+
+
+def open() -> None:
+    """A context is about to be opened."""
+    global _contexts, _thread
+    with _lock:
+        _contexts += 1
+        if _thread is None:
+            _thread = threading.Thread(
+                target=_log_lines, args=(lib.tu_log_open(),), name="trio_ucx log of UCX", daemon=True
+            )
+            _thread.start()
+
+
+def close() -> None:
+    """A context was closed: the last one waits until everything that UCX said is logged."""
+    global _contexts
+    with _lock:
+        _contexts = max(0, _contexts - 1)  # it may be the parent's, in a forked child
+        if _contexts == 0:
+            _end()
+
+
+@atexit.register
+def _end() -> None:
+    """From now on UCX's lines go to stderr."""
+    global _thread
+    thread, _thread = _thread, None
+    if thread is not None:
+        lib.tu_log_close()
+        thread.join(_PATIENCE)
+
+
+def _after_fork() -> None:
+    """The child has no such thread, and contexts of its own only."""
+    global _lock, _contexts, _thread
+    _lock, _contexts, _thread = threading.Lock(), 0, None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _log_lines(reader: int) -> None:
+    lost = ffi.new("uint64_t *")
+    line = ffi.NULL
+    while True:
+        line = lib.tu_log_take(reader, line, lost)
+        if lost[0]:
+            logger.warning(
+                "%d lines of UCX's log came too fast and are lost: UCX_LOG_FILE has UCX write them itself", lost[0]
+            )
+        if line == ffi.NULL:
+            return
+        try:
+            _log(line)
+        except Exception:  # a handler's or filter's
+            lib.tu_log_print(line)
+
+
+def _log(line: Any) -> None:
+    if not logger.hasHandlers():
+        lib.tu_log_print(line)
+        return
+    level = _level(line.level)
+    if logger.isEnabledFor(level):
+        file, function, text = (
+            ffi.string(each).decode(errors="replace") for each in (line.file, line.function, line.text)
+        )
+        message = f"{os.path.basename(file)}:{line.number} {text}"
+        logger.handle(logger.makeRecord(logger.name, level, file, line.number, message, (), None, function))
+
+
+def _level(level: int) -> int:
+    if level == _PRINT:
+        return logging.INFO
+    return _LEVELS[level] if level < len(_LEVELS) else logging.DEBUG
