@@ -24,6 +24,7 @@ from ._session import Options
 from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
 from .ucp import Worker
+from .ucp import _descriptors as descriptors
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._listener import check_port
 from .ucp._opening import check_is_ours, check_local_address
@@ -162,6 +163,7 @@ def _with_errno(error: OSError) -> OSError:
 
 async def _open(way: _Way, entry: Entry, options: Options) -> Connection:
     await trio.lowlevel.checkpoint()
+    descriptors.require(descriptors.CONNECTION, f"connecting to {way.label}")
     registry = Registry.of(way.worker or shared_worker())
     if entry.ssl_context is not None and entry.server_hostname is None and not isinstance(way.target, str):
         entry = attrs.evolve(entry, server_hostname=way.target[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 import ssl
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from .._link import Link
 from .._session import Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
+from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._numbering import FILLERS_AT_ONCE
 from ..ucp._pending import Waiters
@@ -306,16 +306,13 @@ class Acceptor:
         """
         if len(self._ready) >= self._backlog:
             raise ProtocolError("too many clients are waiting to be accepted; try again later")
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
-            lowest = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            lowest = limit
-        else:
-            os.close(lowest)
-        if lowest + SPARE_DESCRIPTORS + DESCRIPTORS_EACH * (len(self._clients) + fillers) >= limit:
-            logger.warning("file descriptors are running out (RLIMIT_NOFILE is %d): clients are turned away", limit)
-            raise ProtocolError("the listener's process is running out of file descriptors; try again later")
+            descriptors.require(
+                SPARE_DESCRIPTORS + DESCRIPTORS_EACH * (len(self._clients) + fillers), "serving the next clients"
+            )
+        except OSError as error:
+            logger.warning("clients are turned away: %s", error.strerror)
+            raise ProtocolError("the listener's process is running out of file descriptors; try again later") from None
 
     def _connected(self, link: Link) -> None:
         if not self._acceptors.give(link):

@@ -1,9 +1,12 @@
 /* Facts about the UCX library in use, and a few of Linux's system calls that Python 3.11 lacks. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
@@ -69,20 +72,48 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
     return timerfd_settime(fd, 0, &spec, NULL);
 }
 
-/* A descriptor that is readable when either of two is. */
+/* A descriptor that is readable when either of two is; -1, and errno, when there is none. */
 int tu_wait_create(int efd, int timer)
 {
     struct epoll_event event = {.events = EPOLLIN, .data = {.fd = 0}};
     int fd                   = epoll_create1(EPOLL_CLOEXEC);
+    int error;
 
     if (fd < 0) {
         return -1;
     }
     if (epoll_ctl(fd, EPOLL_CTL_ADD, efd, &event) < 0 || epoll_ctl(fd, EPOLL_CTL_ADD, timer, &event) < 0) {
+        error = errno;
         close(fd);
+        errno = error;
         return -1;
     }
     return fd;
+}
+
+/* How many descriptors are left, up to `wanted` (at most TU_DESCRIPTORS); with fewer, errno says why. */
+int tu_descriptors_left(int wanted)
+{
+    int taken[TU_DESCRIPTORS];
+    int count = 0;
+    int error = 0;
+    int fd    = eventfd(0, EFD_CLOEXEC);
+
+    while (fd >= 0) {
+        taken[count++] = fd;
+        if (count == wanted || count == TU_DESCRIPTORS) {
+            break;
+        }
+        fd = fcntl(taken[0], F_DUPFD_CLOEXEC, 0);
+    }
+    if (fd < 0) {
+        error = errno;
+    }
+    for (int i = 0; i < count; i++) {
+        close(taken[i]);
+    }
+    errno = error;
+    return count;
 }
 
 int tu_readable(int fd)

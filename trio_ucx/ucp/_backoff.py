@@ -7,6 +7,7 @@ import os
 import trio
 
 from .._native import lib
+from ._descriptors import opened
 
 #: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest.
 _SHORTEST, _LONGEST = 0.00005, 0.002
@@ -19,9 +20,13 @@ class Backoff:
 
     def __init__(self, efd: int) -> None:
         self._efd = efd
-        self._timer = lib.tu_timer_create()
-        #: Readable when the timer is, or the worker's descriptor.
-        self._either = lib.tu_wait_create(efd, self._timer)
+        self._timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        try:
+            #: Readable when the timer is, or the worker's descriptor.
+            self._either = opened(lib.tu_wait_create(efd, self._timer), "creating a worker's epoll")
+        except BaseException:
+            os.close(self._timer)
+            raise
         self._delay = 0.0
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from ._chain_errors import (
     DependencyNotEvaluated,
     DependencyReferenceError,
 )
+from ._descriptors import opened
 from ._end import ignoring_late_run
 from ._endpoint import Endpoint
 from ._memory import is_host_memory
@@ -265,9 +265,7 @@ class ChainTimer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._fd = lib.tu_timer_create()
-        if self._fd < 0:
-            raise OSError(errno.EMFILE, "no file descriptor for the timer of delayed retries: see ulimit -n")
+        self._fd = opened(lib.tu_timer_create(), "creating the timer of delayed retries")
         self._id = engine.next_id()
         lib.tu_chain_timer(engine.handle, self._fd)
         engine.at_end[self._id] = self._close

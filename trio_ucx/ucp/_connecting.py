@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from .._native import ffi, lib
+from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address
 from ._address_format import PADDING
@@ -116,6 +117,7 @@ def _make_to_worker(
 
 def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> EndpointCore:
     engine.check()
+    descriptors.require(descriptors.ENDPOINT, f"connecting to {label}")
     id = engine.next_id()
     out = ffi.new("tu_endpoint_t **")
     status = create(id, out)

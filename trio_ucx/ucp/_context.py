@@ -16,6 +16,7 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from . import _descriptors as descriptors
 from . import _log as ucx_log
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._buffers import Buffer
@@ -109,6 +110,8 @@ class Context(metaclass=OpenedNotConstructed):
     family: socket.AddressFamily
     rendezvous_threshold: int | None
     _handle: Any
+    #: How many file descriptors one of its workers needs.
+    descriptors_per_worker: int
     engines: set[Engine] = attrs.field(factory=set)
     memories: set[Memory] = attrs.field(factory=set)
     #: Whether peers may ever have read memory of it.
@@ -146,6 +149,7 @@ class Context(metaclass=OpenedNotConstructed):
             family=_family(options),
             rendezvous_threshold=_rendezvous_threshold(options),
             handle=handle,
+            descriptors_per_worker=descriptors.for_worker(_take_text(lib.tu_context_info_text(handle))),
         )
         _live_contexts.add(context)
         return context
@@ -322,6 +326,7 @@ def open_context(
     Raises:
         ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
         UCXError: UCX cannot start, for instance because no transport is left.
+        OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
     """
     context = Context._open(config, features, name, keepalive_interval)
     try:
@@ -332,6 +337,8 @@ def open_context(
 
 def _create(options: dict[str, str], chosen: Mapping[str, str], features: Feature, name: Any) -> Any:
     """The native context. Takes those of our defaults out of ``options`` that this UCX does not know."""
+    doing = "starting UCX"
+    descriptors.require(descriptors.CONTEXT, doing)
     out = ffi.new("tu_context_t **")
     rejected = ffi.new("size_t *")
     while True:
@@ -349,6 +356,7 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
         if status == Status.OK:
             return out[0]
         if rejected[0] == len(options):
+            descriptors.require(descriptors.CONTEXT, doing)  # another thread may have taken them
             raise _initialisation_error(status, options)
         option = list(options)[rejected[0]]
         if option in chosen:

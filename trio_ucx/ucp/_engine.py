@@ -37,6 +37,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -44,6 +45,7 @@ import trio
 from outcome import Error
 
 from .._native import ffi, lib
+from . import _descriptors as descriptors
 from ._address import worker_address
 from ._attributes import native_name, query_worker
 from ._backoff import Backoff
@@ -81,6 +83,17 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
+    doing = "opening a worker"
+    descriptors.require(context.descriptors_per_worker, doing)
+    out = ffi.new("tu_worker_t **")
+    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
+    if status != Status.OK:
+        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken them
+        raise UCXError(status, "creating a worker")
+    return out[0]
+
+
 class Engine:
     """One UCX worker, moved by one Trio run."""
 
@@ -95,20 +108,25 @@ class Engine:
     ) -> None:
         self.context = context
         self.client_id = client_id
-        out = ffi.new("tu_worker_t **")
-        status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
-        if status != Status.OK:
-            raise UCXError(status, "creating a worker")
-        self.handle: Any = out[0]  # None once closed
+        self._token = trio.lowlevel.current_trio_token()
+        self.handle: Any = _create_worker(context, name, client_id)  # None once closed
         self._thread = threading.get_ident()
         self._forks = _forks
-        self._token = trio.lowlevel.current_trio_token()
         self.efd = lib.tu_worker_efd(self.handle)
-        self._net = SafetyNet(self)
+        with ExitStack() as undo:
+            undo.callback(lib.tu_worker_destroy, self.handle)
+            self._net = SafetyNet(self)
+            undo.callback(self._net.close)
+            self._backoff = Backoff(self.efd)
+            undo.callback(self._backoff.close)
+            self.max_am_header = min(query_worker(self.handle, client_id).max_am_header, context.longest_am_header)
+            self.address = worker_address(self.handle)
+            #: The same without shared memory.
+            self.network_address = worker_address(self.handle, network_only=True)
+            undo.pop_all()
         self.waiting = Waiting(self, spin, yield_interval)
         self.between = Between(self)
         self._prompt = Prompt(self)
-        self._backoff = Backoff(self.efd)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
@@ -122,7 +140,6 @@ class Engine:
         self.tags = Feature.TAG in context.features
         #: Ids of active messages that are taken, and by what.
         self.am_ids: dict[int, str] = {}
-        self.max_am_header = min(query_worker(self.handle, client_id).max_am_header, context.longest_am_header)
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Who waits for active messages, by the queue's id.
@@ -169,9 +186,6 @@ class Engine:
         self.statistics_at_close: WorkerStatistics | None = None
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
-        self.address = worker_address(self.handle)
-        #: The same without shared memory.
-        self.network_address = worker_address(self.handle, network_only=True)
         #: The numbers of its endpoints by worker address.
         self.numbering = Numbering()
         #: Whether UCX has no room for another kind of endpoint (it has it for 255, once for a worker).

@@ -14,6 +14,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from . import _descriptors as descriptors
 from ._address import Resolved, format_address
 from ._attributes import check_name
 from ._connecting import accept_request
@@ -67,6 +68,7 @@ class ListenerCore:
     def __init__(self, engine: Engine, address: Resolved) -> None:
         self.engine = engine
         self.id = engine.next_id()
+        descriptors.require(descriptors.LISTENER, f"listening at {address}")
         out = ffi.new("tu_listener_t **")
         status = lib.tu_listener_create(
             engine.handle, self.id, int(address.family), address.ip.encode(), address.port, address.scope, out
@@ -225,7 +227,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
         Raises:
             trio.ClosedResourceError: it was answered before, or the listener was closed.
-            OSError: the client went away meanwhile.
+            OSError: the client went away meanwhile; too few file descriptors are left (EMFILE), and the request can
+                still be answered.
         """
         options = EndpointOptions(check_error_mode(error_mode), check_name(name))
         target = self._worker if worker is None else worker
@@ -233,6 +236,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             raise ValueError("a connection can only be accepted on a worker of the listener's context")
         target._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        descriptors.require(descriptors.ENDPOINT, f"accepting {format_address(self.client_address)}")
         request = self._take()
         self._core.unanswered.discard(request)
         core = accept_request(target._engine, request, self.client_address, options)

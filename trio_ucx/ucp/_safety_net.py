@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from .._native import lib
+from ._descriptors import opened
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -26,7 +27,7 @@ class SafetyNet:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.timer = lib.tu_timer_create()
+        self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
         self._running = False
         self._arming = False
 

@@ -155,7 +155,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer; ``local_address``
-                is not ours, or of another family than ``address``.
+                is not ours, or of another family than ``address``; too few file descriptors are left (EMFILE).
             NotImplementedError: this UCX does not know the ``error_mode``.
         """
         self._engine.check()
@@ -187,7 +187,7 @@ class Worker(metaclass=OpenedNotConstructed):
             port: 0 chooses a free one; ``listener.address`` tells.
 
         Raises:
-            OSError: the address is in use, or not ours.
+            OSError: the address is in use, or not ours; too few file descriptors are left (EMFILE).
         """
         self._engine.check()
         port = check_port(port)
@@ -466,6 +466,7 @@ async def open_worker(
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
 
     Raises:
+        OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
         UCXError, ValueError: see :func:`open_context`.
     """
     await trio.lowlevel.checkpoint()

@@ -1,0 +1,160 @@
+"""Opening things with hardly any file descriptors left: an error that says so, nothing left behind, never a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trio_ucx import ucp
+from trio_ucx.ucp import _descriptors as descriptors
+
+#: Opens one kind of thing with 0 to 20 descriptors left, and once more when there are enough again. Says what happened.
+PROGRAM = """
+import contextlib, errno, json, os, resource, sys
+import trio, trio_ucx
+from trio_ucx import ucp
+from trio_ucx.testing import live_handles
+
+KIND, TLS, SPARES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+_, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(HARD, 4096), HARD))
+SOFT, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+def open_descriptors():
+    return sorted(map(int, os.listdir("/proc/self/fd")))[:-1]  # without listdir's own, the highest
+
+@contextlib.contextmanager
+def spare(count):
+    fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]
+    for filler in fillers[:count]:
+        os.close(filler)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1, HARD))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
+        for filler in fillers[count:]:
+            os.close(filler)
+
+async def settled():
+    # The other ends of what was closed go a moment later.
+    last, since = None, trio.current_time()
+    while trio.current_time() < since + 0.03:
+        state = len(open_descriptors()), live_handles()
+        if state != last:
+            last, since = state, trio.current_time()
+        await trio.sleep(0.005)
+    return last
+
+async def exchange(one, other):
+    with trio.fail_after(10):
+        await one.send(b"x" * 10_000)
+        assert len(await other.receive()) == 10_000
+
+async def attempt(kind, stack):
+    if kind == "context":
+        stack.enter_context(ucp.open_context({"TLS": TLS}))
+    elif kind == "worker":
+        await stack.enter_async_context(ucp.open_worker(config={"TLS": TLS}))
+    elif kind == "second worker":
+        await stack.enter_async_context(ucp.open_worker(context=common["context"]))
+    elif kind == "raw listener":
+        listener = await common["worker"].open_listener("127.0.0.1", 0)
+        stack.push_async_callback(listener.aclose)
+    elif kind == "endpoint":
+        endpoint = await common["worker"].open_endpoint(common["peer"].address)
+        stack.callback(endpoint.abort)
+    elif kind == "listener":
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=common["worker"])
+        stack.push_async_callback(listener.aclose)
+    elif kind == "connection":
+        client = await trio_ucx.open_ucx_stream(*common["listener"].address, worker=common["worker"], connect_timeout=5)
+        stack.callback(client.abort)
+        server = await common["listener"].accept()
+        stack.callback(server.abort)
+        await exchange(client, server)
+    elif kind == "shared worker":
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+        stack.push_async_callback(listener.aclose)
+
+common = {}
+
+async def main():
+    async with contextlib.AsyncExitStack() as outer:
+        if KIND == "second worker":
+            common["context"] = outer.enter_context(ucp.open_context({"TLS": TLS}))
+        elif KIND not in ("context", "worker", "shared worker"):
+            common["worker"] = await outer.enter_async_context(ucp.open_worker(config={"TLS": TLS}))
+            common["peer"] = await outer.enter_async_context(ucp.open_worker(config={"TLS": TLS}))
+        if KIND == "connection":
+            [common["listener"]] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=common["peer"])
+            outer.push_async_callback(common["listener"].aclose)
+        async with contextlib.AsyncExitStack() as stack:  # what is opened once is open from now on
+            if KIND != "shared worker":
+                await attempt(KIND, stack)
+        opened = 0
+        for count in SPARES:
+            before = await settled()
+            error = None
+            async with contextlib.AsyncExitStack() as stack:
+                with spare(count):
+                    try:
+                        await attempt(KIND, stack)
+                    except OSError as found:
+                        refused = KIND == "connection" and "process is running out of file descriptors" in str(found)
+                        assert found.errno == errno.EMFILE or refused, found
+                        error = str(found)
+                if error is None:
+                    opened += 1
+            if error is not None or KIND != "shared worker":  # that one stays
+                after = await settled()
+                assert after == before, (count, error, before, after)
+            print(json.dumps([count, error]), flush=True)
+            async with contextlib.AsyncExitStack() as stack:
+                if KIND != "shared worker" or opened:
+                    await attempt(KIND, stack)
+trio.run(main)
+assert not live_handles()
+"""
+
+SPARES = [*range(21), 30, 40]
+KINDS = [
+    "context",
+    "worker",
+    "second worker",
+    "shared worker",
+    "raw listener",
+    "endpoint",
+    "listener",
+    "connection",
+]
+
+
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_descriptors(kind: str, transports: str) -> None:
+    command = [sys.executable, "-W", "error", "-X", "faulthandler", "-c", PROGRAM, kind, transports, json.dumps(SPARES)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, (result.stdout[-1000:], result.stderr[-3000:])
+    errors = dict(json.loads(line) for line in result.stdout.splitlines())
+    assert sorted(errors) == SPARES
+    assert errors[0] is not None, "there are no descriptors"
+    if kind in ("context", "worker", "second worker", "raw listener", "endpoint", "connection"):
+        assert "file descriptors, and 0 are left" in errors[0]
+    opened = [count for count, error in errors.items() if error is None]
+    assert opened and opened == SPARES[-len(opened) :], "more are enough, too"
+
+
+@pytest.mark.parametrize("transports", ["self", "tcp", "sysv,self", "posix,self", "sm,self", "tcp,sm,self", "all"])
+async def test_what_a_worker_needs_is_what_it_takes(transports: str) -> None:
+    with ucp.open_context({"TLS": transports}) as context:
+        async with ucp.open_worker(context=context):  # the first one starts what all have in common
+            before = len(os.listdir("/proc/self/fd"))
+            async with ucp.open_worker(context=context):
+                taken = len(os.listdir("/proc/self/fd")) - before
+        assert taken <= context.descriptors_per_worker <= taken + 4
+        assert descriptors.for_worker("") >= 5
