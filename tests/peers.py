@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
 import os
+import random
 import resource
+import signal
 import struct
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from typing import Any
 
 import trio
 from helpers import pattern
+from shared_queue import take_an_element
 
 import trio_ucx
 from trio_ucx import ucp
@@ -80,7 +84,7 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: b
 
 
 @role
-async def echo(tags: list[int], tell_missed: bool = False) -> None:
+async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False) -> None:
     """Sends every message back on the tag it came by, and the byte stream, too.
 
     With ``tell_missed`` it says at the end how many events its workers have missed.
@@ -103,7 +107,7 @@ async def echo(tags: list[int], tell_missed: bool = False) -> None:
         except* trio.BrokenResourceError:
             pass
 
-    await serve(handler, tell_missed=tell_missed)
+    await serve(handler, tell_missed=tell_missed, isolate=isolate)
 
 
 @role
@@ -530,12 +534,12 @@ async def closes_listeners(count: int) -> None:
 
 
 @role
-async def tight(spare: int) -> None:
+async def tight(spare: int, isolate: bool = False) -> None:
     """``echo`` with hardly any file descriptors left."""
     async with ucp.open_worker():
         used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    await echo([0])
+    await echo([0], isolate=isolate)
 
 
 @role
@@ -798,6 +802,172 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
     say(lost)
 
 
+def worker_of(connection: trio_ucx.Connection) -> ucp.WorkerAddress:
+    """The worker at the other end."""
+    address = connection.endpoint._core.peer_address
+    assert address is not None
+    return address
+
+
+@role
+async def dying_client(transport: str) -> None:
+    """Connects to the address that it is told, and dies in the middle of writing when it is told to."""
+    connection = await trio_ucx.connect(tuple(await ask())).__aenter__()
+    await connection.send(b"hello")
+    await connection.receive()
+    say(sorted(lane.name for lane in connection.endpoint.transports))
+    await ask()
+    take_an_element(worker_of(connection), transport)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@role
+async def dying_server(transport: str) -> None:
+    """The same as a server: for its first client."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        await connection.send(await connection.receive())
+        say(sorted(lane.name for lane in connection.endpoint.transports))
+        await connection.receive(1)
+        take_an_element(worker_of(connection), transport)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    await serve(handler)
+
+
+@role
+async def dying_raw_peer(transport: str) -> None:
+    """A raw peer, told the address of a worker: answers one message, then dies in the middle of writing."""
+    async with ucp.open_worker() as worker:
+        say(bytes(worker.address).hex())
+        address = ucp.WorkerAddress(bytes.fromhex(await ask()))
+        endpoint = await worker.open_endpoint(address)
+        await endpoint.tag_send(b"hello", 1)
+        await ask()
+        take_an_element(address, transport)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@role
+async def caller(size: int, shared_memory: bool | str = "auto") -> None:
+    """A client that is told an address, and then when to make a round trip; says how each went, and its transports."""
+    address = tuple(await ask())
+    connection = await trio_ucx.connect(address, shared_memory=shared_memory).__aenter__()  # type: ignore[arg-type]
+    say(sorted(lane.name for lane in connection.endpoint.transports))
+    try:
+        while True:
+            waiting = await ask()
+            try:
+                with trio.fail_after(10):
+                    if not waiting:
+                        await connection.send(bytes(size))
+                    say(len(await connection.receive()))
+            except Exception as error:
+                say(type(error).__name__)
+                break
+        await until_told()
+    except EOFError:
+        pass
+    connection.abort()
+
+
+@role
+async def steady_client(limit: float) -> None:
+    """Makes round trips until told to stop, and connects again whenever it has to.
+
+    Says how many there were, how often it connected, and the longest time between two.
+    """
+    address = tuple(await ask())
+    trips = connects = 0
+    longest = 0.0
+    last = time.monotonic()
+    say("ready")
+    stop = trio.Event()
+
+    async def go() -> None:
+        nonlocal trips, connects, longest, last
+        while not stop.is_set():
+            try:
+                async with trio_ucx.connect(address, shared_memory=True, connect_timeout=limit) as connection:
+                    connects += 1
+                    while not stop.is_set():
+                        with trio.fail_after(limit):
+                            await connection.send(b"round")
+                            await connection.receive()
+                        trips += 1
+                        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                        await trio.sleep(0.005)
+            except (OSError, trio.BrokenResourceError, trio.EndOfChannel, trio.TooSlowError) as error:
+                if isinstance(error, trio.TooSlowError):
+                    longest = max(longest, 2 * limit)  # neither an answer nor an error
+                await trio.sleep(0.02)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(go)
+        await until_told()
+        stop.set()
+    say([trips, connects, longest])
+
+
+def brood() -> None:
+    """Kills so many clients at random moments, one after the other in each of a few rows, while they send.
+
+    They are forked, as a process takes its time to start.
+    """
+    [port, size, kills, seed] = json.loads(sys.argv[2])
+    chance = random.Random(seed)
+    children: dict[int, float] = {}
+    connected = 0
+    try:
+        while kills or children:
+            while kills and len(children) < 3:
+                kills -= 1
+                told, tell = os.pipe()
+                pid = os.fork()
+                if not pid:
+                    os.close(told)
+                    end_with_parent()
+                    try:
+                        trio.run(send_without_end, port, size, tell)
+                    finally:
+                        os._exit(1)
+                os.close(tell)
+                with open(told, "rb") as file:  # until it has connected, or ended
+                    connected += len(file.read(1))
+                children[pid] = time.monotonic() + chance.random() * 0.02
+            pid = min(children, key=lambda each: children[each])
+            time.sleep(max(0.0, children.pop(pid) - time.monotonic()))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    say(connected)
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+async def send_without_end(port: int, size: int, tell: int) -> None:
+    """Sends messages to tag 2 without end."""
+    while True:
+        try:
+            connection = await trio_ucx.connect(("127.0.0.1", port), connect_timeout=4).__aenter__()
+        except OSError:
+            continue  # the server's queue has stopped just now
+        os.write(tell, b"x")
+        os.close(tell)
+        data = bytes(size)
+        try:
+            while True:
+                await connection.send(data, 2)
+        except trio.BrokenResourceError:
+            await trio.sleep_forever()
+
+
 def interrupted() -> None:
     """Runs ``busy`` as a program of its own would be run, as often as it is told to, and reports how each run ended."""
     import gc
@@ -832,8 +1002,9 @@ async def told_to_go_on() -> bool:
 
 def main() -> None:
     name, arguments = sys.argv[1:]
-    if name == "busy":
-        interrupted()
+    without_run = {"busy": interrupted, "brood": brood}
+    if name in without_run:
+        without_run[name]()
         return
     trio.run(lambda: ROLES[name](*json.loads(arguments)))
 

@@ -106,7 +106,7 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
 @pytest.mark.parametrize("by", ["tcp", "unix"])
 async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> None:
     """At ten moments. Each with a worker of its own: a peer that dies while it writes to the shared-memory queue of a
-    worker, which all its peers share, stops that queue for good (docs/guide.md, "What UCX cannot do")."""
+    worker, which all its peers share, stops that queue for good (tests/test_receive_queue.py)."""
     limit = trio.CapacityLimiter(3)
 
     async def receive_until_killed(moment: int) -> None:

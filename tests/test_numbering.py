@@ -255,7 +255,8 @@ class Meeting:
         self.connecting = Connecting(client, None, "server", ENTRY, Options(), 10)  # type: ignore[arg-type]
         self.acceptor = Acceptor.__new__(Acceptor)
         self.acceptor._entry = ENTRY
-        self.acceptor._check_room = lambda fillers=0: None  # type: ignore[method-assign]
+        self.acceptor._isolate = False
+        self.acceptor._check_room = lambda more=0: None  # type: ignore[method-assign]
         self.ends = {
             True: self.connecting._introduction,
             False: Introduction(server, Options(), "client"),  # type: ignore[arg-type]

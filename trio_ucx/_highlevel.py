@@ -295,6 +295,7 @@ async def open_ucx_listeners(
     keepalive_interval: float = KEEPALIVE_INTERVAL,
     authkey: bytes | None = None,
     ssl_context: ssl.SSLContext | None = None,
+    isolate: bool = False,
 ) -> list[Listener]:
     """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
 
@@ -309,6 +310,9 @@ async def open_ucx_listeners(
             :func:`connect`.
         authkey: a secret that clients must have, too.
         ssl_context: runs the exchanges under TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
+        isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
+            writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
+            descriptors, and 10 ms to open, during which the program stands still.
 
     Cancellation: no listener is left behind.
 
@@ -323,6 +327,8 @@ async def open_ucx_listeners(
     timeout = check_timeout(connect_timeout, "connect_timeout")
     entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context)
     options = make_options(close_timeout, window, max_message_size)
+    if not isinstance(isolate, bool):
+        raise TypeError(f"isolate must be a bool, not {type(isolate).__name__}")
     if host is not None and not isinstance(host, str):
         raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
@@ -334,7 +340,8 @@ async def open_ucx_listeners(
     try:
         target = worker or shared_worker()
         for control, on_close in sockets:
-            listeners.append(Listener._create(Acceptor(target, control, entry, options, timeout, backlog, on_close)))
+            acceptor = Acceptor(target, control, entry, options, timeout, backlog, on_close, isolate=isolate)
+            listeners.append(Listener._create(acceptor))
     except BaseException:
         for listener in listeners:
             listener._acceptor.close()

@@ -85,6 +85,8 @@ class Link(Session):
         self.remote_address: tuple[str, int] | None = None
         #: Takes the endpoint of a connection that was closed gracefully.
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
+        #: Called when it has been closed.
+        self.on_closed: Callable[[], None] | None = None
         #: Whether the endpoint is closed a moment later than the peer's; over a network, not over shared memory.
         self.lingers = False
         self._aborted = False
@@ -344,6 +346,9 @@ class Link(Session):
         self.engine.watch_events()  # which also closes it when no other connection comes
         return True
 
+    def queue_stopped(self, error: UCXError) -> None:
+        """Nothing arrives over shared memory any more: its endpoint has failed, if it uses that."""
+
     def control_said(self, event: object) -> None:
         """The peer said something on the control socket: that can only be ABORT.
 
@@ -399,6 +404,8 @@ class Link(Session):
         self.engine.mail.boxes.pop(self.my_id, None)
         self.let_go()
         live_handles.closed("connection")
+        if self.on_closed is not None:
+            self.on_closed()
 
     #: What the worker's closing calls; replaced by the Connection, which warns.
     on_unclosed: Callable[[], None] | None = None

@@ -56,7 +56,6 @@ class Connecting:
         options: Options,
         timeout: float,
     ) -> None:
-        self.registry = registry
         self.label = label
         self.entry = entry
         self.options = options
@@ -102,7 +101,7 @@ class Connecting:
             raise
         introduction = self._introduction
         self.stage = f"messages did not get through over UCX ({introduction.tried}); is there a firewall between?"
-        link: Link = await self.registry.engine.waiting.wait(introduction.answer)
+        link: Link = await introduction.registry.engine.waiting.wait(introduction.answer)
         return link
 
     async def _exchange(self, stream: ControlStream) -> None:
@@ -113,9 +112,11 @@ class Connecting:
             if entry.ssl_context is not None:
                 self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
                 await stream.start_tls(entry.ssl_context, is_client=True, server_hostname=entry.server_hostname)
+            introduction.leave_stopped_worker()
             exchange.open(introduction.say(entry.shared_memory, leads_to_this_machine(stream.socket)))
             await stream.send_all(exchange.data_to_send())
             while True:
+                introduction.check()
                 event = exchange.next_event()
                 if event is not None:
                     if self._answer(exchange, event):
@@ -144,7 +145,7 @@ class Connecting:
             raise
         introduction.check()
         introduction.control = control = ControlSocket(
-            self.registry.control,
+            introduction.registry.control,
             stream.detach(),
             stream.tls,
             exchange,

@@ -93,6 +93,7 @@ class ControlSocket:
     def _lose(self, reason: str) -> None:
         self.close()
         self.on_lost(reason)
+        self._sockets.peer_may_have_died()
 
     def flush(self) -> None:
         """Sends what the exchange has to say. So little is sent on this socket that there is always room."""
@@ -154,6 +155,9 @@ class ControlSockets:
         self._sockets.pop(descriptor, None)
         if self._epoll is not None:
             self._epoll.unregister(descriptor)
+
+    def peer_may_have_died(self) -> None:
+        self._engine.suspect_queue()
 
     async def _run(self) -> None:
         try:

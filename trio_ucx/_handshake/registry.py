@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 from outcome import Error, Value
 
@@ -19,7 +20,7 @@ from .._native import ucx
 from .._session import Options
 from .._version import __version__
 from .._wire import ProtocolError
-from ..ucp import Feature, Worker, WorkerAddress
+from ..ucp import Feature, UCXError, Worker, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
@@ -57,8 +58,16 @@ class Registry:
 
     def toward(self, uid: int) -> Registry:
         """The registry whose worker still has room for endpoints to a peer worker: this one, or a successor's."""
+        return self._first(lambda engine: not engine.is_full and not engine.numbering.of(uid).used_up)
+
+    @property
+    def current(self) -> Registry:
+        """The registry for new connections: this one, or a successor's if its shared-memory queue has stopped."""
+        return self._first(lambda engine: True)
+
+    def _first(self, suits: Callable[[Engine], bool]) -> Registry:
         for worker in (self.worker, *self.worker._successors.values()):
-            if not worker._engine.is_full and not worker._engine.numbering.of(uid).used_up:
+            if not worker._engine.queue_stopped and suits(worker._engine):
                 return Registry.of(worker)
         return Registry.of(self.worker._open_successor())
 
@@ -120,6 +129,8 @@ class Introduction:
         #: The Link, once the peers have greeted each other.
         self.answer = Signal()
         self.control: ControlSocket | None = None
+        #: Closes the worker that the connection has for itself.
+        self._end_isolation: Callable[[], None] | None = None
         self._core: EndpointCore | None = None
         self._ours: Facts | None = None
         self._theirs: Reach | None = None
@@ -150,7 +161,20 @@ class Introduction:
         Raises:
             ProtocolError: what the peer says about itself is nonsense.
         """
-        registry = self.registry.toward(Reach.of(facts).uid)
+        self._move(self.registry.toward(Reach.of(facts).uid))
+
+    def isolate(self) -> None:
+        """For the server, before it says anything about itself: goes to a worker of its own."""
+        owner = self.registry.worker
+        worker = owner._open_isolated()
+        self._end_isolation = lambda: owner._close_isolated(worker)
+        self._move(Registry.of(worker))
+
+    def leave_stopped_worker(self) -> None:
+        """For the client, before it says anything about itself."""
+        self._move(self.registry.current)
+
+    def _move(self, registry: Registry) -> None:
         if registry is not self.registry:
             del self.registry.engine.mail.boxes[self.id]
             self._enter(registry)
@@ -307,7 +331,8 @@ class Introduction:
         link.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
         link.lingers = not self._shared_memory
-        if self.leads is not None and self.number is not None:
+        link.on_closed = self._end_isolation
+        if self._end_isolation is None and self.leads is not None and self.number is not None:
             number, numbers = self.number, self.numbers
             link.keep_endpoint = lambda core: numbers.keep(number, core)
         control.on_event, control.on_lost = link.control_said, link.control_lost
@@ -331,6 +356,11 @@ class Introduction:
 
     def peer_lost(self, reason: str) -> None:
         self.fail(ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}"))
+
+    def queue_stopped(self, error: UCXError) -> None:
+        """Nothing arrives over shared memory any more: see :mod:`ucp._receive_queue`."""
+        if self._ours is not None and self._core is None and (self._theirs is None or self._shared_memory):
+            self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 
     def _endpoint_failed(self) -> None:
         assert self._core is not None and self._core.error is not None
@@ -385,3 +415,5 @@ class Introduction:
         self.drop_endpoint()
         if self._theirs is not None:
             engine.numbering.forget_unused(self._theirs.uid)
+        if self._end_isolation is not None:
+            self._end_isolation()

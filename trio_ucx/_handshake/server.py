@@ -90,6 +90,7 @@ class Acceptor:
         timeout: seconds that a client has for the exchange.
         backlog: connections that may wait to be accepted.
         on_close: called when it is closed.
+        isolate: whether each connection has a worker of its own.
     """
 
     def __init__(
@@ -101,7 +102,10 @@ class Acceptor:
         timeout: float,
         backlog: int,
         on_close: Callable[[], None] = lambda: None,
+        *,
+        isolate: bool = False,
     ) -> None:
+        self._isolate = isolate
         self.worker = worker
         self.registry = Registry.of(worker)
         self.engine = worker._engine
@@ -222,6 +226,7 @@ class Acceptor:
                 await stream.start_tls(entry.ssl_context, is_client=False, server_hostname=None)
                 client.spoke = True
             while introduction.number is None:
+                introduction.check()
                 event = exchange.next_event()
                 if event is not None:
                     self._answer(client, introduction, exchange, event)
@@ -262,8 +267,8 @@ class Acceptor:
         """
         match event:
             case Opened(facts=facts):
-                self._check_room()
-                introduction.find_numbers(facts)
+                self._check_room(self.worker.context.descriptors_per_worker if self._isolate else 0)
+                introduction.isolate() if self._isolate else introduction.find_numbers(facts)
                 ours = introduction.say(self._entry.shared_memory, leads_to_this_machine(client.stream.socket))
                 introduction.heard(facts)
                 number = None if introduction.leads is False else introduction.choose(None)
@@ -272,7 +277,7 @@ class Acceptor:
                 introduction.numbers.heard(numbers)
                 missing = number - introduction.numbers.numbers().next
                 if missing > 0:
-                    self._check_room(min(missing, FILLERS_AT_ONCE))
+                    self._check_room(DESCRIPTORS_EACH * min(missing, FILLERS_AT_ONCE))
                 if introduction.make_endpoint(number):
                     introduction.late_greetings.discard(number)
                     exchange.taken()
@@ -293,11 +298,11 @@ class Acceptor:
             case _:
                 raise ProtocolError(f"it said {type(event).__name__}")
 
-    def _check_room(self, fillers: int = 0) -> None:
+    def _check_room(self, more: int = 0) -> None:
         """Refuses a client that there is no room for.
 
         Args:
-            fillers: how many endpoints may have to be made besides its own.
+            more: descriptors that it needs besides those of one endpoint.
 
         UCX must never run out of descriptors: its TCP stops listening at the first accept() that fails.
 
@@ -308,7 +313,7 @@ class Acceptor:
             raise ProtocolError("too many clients are waiting to be accepted; try again later")
         try:
             descriptors.require(
-                SPARE_DESCRIPTORS + DESCRIPTORS_EACH * (len(self._clients) + fillers), "serving the next clients"
+                SPARE_DESCRIPTORS + DESCRIPTORS_EACH * len(self._clients) + more, "serving the next clients"
             )
         except OSError as error:
             logger.warning("clients are turned away: %s", error.strerror)

@@ -10,7 +10,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _context                                          configuration
     _loans, _inbox                                    memory that UCX lends
     _operations, _safety_net, _engine                 what is in flight; the progress task: read their docstrings
-    _peers                                            noticing a dead process
+    _peers, _receive_queue                            noticing a dead process, and a queue that it has stopped
     _posting                                          from checked arguments to an operation in flight
     _tag, _arrivals, _active_messages, _stream        one file per capability
     _atomics, _remote_memory, _endpoint, _listener,

@@ -71,3 +71,4 @@ def deliver_failures(engine: Engine) -> None:
         core = engine.endpoints.get(id)
         if core is not None:
             core.fail(UCXError(status, f"talking to {core.label}{engine.context.reach_hint(status)}"))
+    engine.suspect_queue()

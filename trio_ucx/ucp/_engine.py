@@ -75,6 +75,10 @@ engines: set[Engine] = set()
 _forks = 0
 
 
+def _nothing() -> None:
+    pass
+
+
 def _count_fork() -> None:
     global _forks
     _forks += 1
@@ -190,6 +194,10 @@ class Engine:
         self.numbering = Numbering()
         #: Whether UCX has no room for another kind of endpoint (it has it for 255, once for a worker).
         self.is_full = False
+        #: Whether nothing arrives over shared memory any more (_receive_queue.py).
+        self.queue_stopped = False
+        #: To be called when a process may have died that wrote to this worker over shared memory.
+        self.suspect_queue: Callable[[], None] = _nothing
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering()
         live_handles.opened("worker")
@@ -402,6 +410,8 @@ class Engine:
                     await self.waiting.poll_chains()
                 else:
                     await trio.lowlevel.cancel_shielded_checkpoint()
+            elif self.queue_stopped and not self._net.awaited() and not self.listeners:
+                await self._suspend()  # UCX says BUSY for ever, and there is nothing to look for
             else:
                 self.counters["backoffs"] += 1
                 await self._backoff.sleep(perf_counter() - began)
@@ -412,9 +422,13 @@ class Engine:
 
     async def _rest(self) -> None:
         """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
-        self._resting = trio.lowlevel.current_task()
         self.armed = False  # or as good as that: nobody looks at the descriptor
         self.between.leave_unarmed()
+        await self._suspend()
+
+    async def _suspend(self) -> None:
+        """Until somebody wakes the progress task."""
+        self._resting = trio.lowlevel.current_task()
 
         def abort(_: object) -> trio.lowlevel.Abort:
             self._resting = None
@@ -517,6 +531,11 @@ class Engine:
         finally:
             self.close_now()
         await trio.lowlevel.checkpoint()
+
+    async def close_after_lingering(self) -> None:
+        """The same, and waits for endpoints that are closed a moment later."""
+        await self.lingering.wait_ended()
+        await self.close_after_background()
 
     async def close(self) -> None:
         """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""

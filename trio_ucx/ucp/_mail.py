@@ -9,6 +9,7 @@ from ._operations import ReceiveOperation
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._status import UCXError
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
@@ -23,6 +24,9 @@ class Mailbox(Protocol):
     def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
         """So many small messages of the same length arrived; none: one that had promised to be small was not."""
 
+    def queue_stopped(self, error: UCXError) -> None:
+        """Nothing will arrive over shared memory any more. (Endpoints that use it have failed already.)"""
+
 
 class Mail:
     """Where the messages of one worker's Connections go."""
@@ -31,12 +35,15 @@ class Mail:
         self._engine = engine
         #: What takes the messages of a connection id, while it is open.
         self.boxes: dict[int, Mailbox] = {}
+        #: Whether such messages come here.
+        self.claimed = False
         #: Up to how many bytes they are received as they come.
         self._small = 0
         self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
         """From now on, such messages come here."""
+        self.claimed = True
         self._small = lib.TU_SMALL_MESSAGE
         lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self._small)
 

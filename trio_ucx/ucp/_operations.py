@@ -451,6 +451,14 @@ class Lingering:
     def __init__(self) -> None:
         #: UCX's endpoint of each, and since when it lingers; the oldest first.
         self._endpoints: dict[EndpointCore, tuple[Any, float]] = {}
+        self._ended: list[Signal] = []
+
+    async def wait_ended(self) -> None:
+        """Waits until none lingers."""
+        if self._endpoints:
+            ended = Signal()
+            self._ended.append(ended)
+            await ended.wait()
 
     def __bool__(self) -> bool:
         return bool(self._endpoints)
@@ -466,6 +474,8 @@ class Lingering:
             handle, _ = self._endpoints.pop(core)
             core.close_native(handle)
             core.engine.settle()
+            while not self._endpoints and self._ended:
+                self._ended.pop().set()
 
     def close(self, age: float = LINGER) -> None:
         """Closes those that have lingered for so many seconds."""

@@ -38,6 +38,7 @@ class Watch:
         core = self._core
         core.engine.settle()
         core.fail(UCXError(Status.CONNECTION_RESET, f"the process at {core.label} died"))
+        core.engine.suspect_queue()
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -72,7 +72,7 @@ class SafetyNet:
                 engine.guard(engine.numbering.close_idle)
             if engine.lingering:
                 engine.guard(engine.lingering.close)
-            if not self._awaited():
+            if not self.awaited():
                 self._running = False
                 self._set(0)
                 continue
@@ -86,7 +86,7 @@ class SafetyNet:
                     engine.counters["missed_events"] += 1
             turns = engine.turns
 
-    def _awaited(self) -> bool:
+    def awaited(self) -> bool:
         """Whether anybody waits for anything that UCX would tell."""
         engine = self._engine
         return bool(

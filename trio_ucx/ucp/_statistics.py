@@ -33,6 +33,8 @@ class WorkerStatistics:
         poll_seconds: time spent in all of them.
         poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
         background_closes: closes that go on after their task was cancelled.
+        stopped_queues: times that a local peer was killed while it wrote to the worker's queue in shared memory, which
+            then stopped for all (docs/guide.md); also to that of a worker which has taken over its new Connections.
     """
 
     operations_in_flight: int
@@ -51,6 +53,7 @@ class WorkerStatistics:
     poll_seconds: float
     poll_limit: float
     background_closes: int
+    stopped_queues: int
 
 
 def worker_statistics(engine: Engine) -> WorkerStatistics:
@@ -74,4 +77,5 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         poll_seconds=counts.poll_nanoseconds / 1e9,
         poll_limit=counts.poll_limit / 1e9,
         background_closes=len(engine.background),
+        stopped_queues=engine.counters["stopped_queues"],
     )

@@ -24,9 +24,10 @@ from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port
 from ._opening import EndpointOptions, ErrorMode
 from ._posting import check_reaches, completed, pending_operation, post_flush
+from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
-from ._status import Status, UCXError
+from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
 from ._waiting import check_spin, check_yield_interval
@@ -45,9 +46,13 @@ class Worker(metaclass=OpenedNotConstructed):
     _owns_context: bool
     #: What its Connections have in common, which the layer above makes; None until it has any.
     _connections: Any = None
-    #: Workers that take its new Connections when UCX's numbers for endpoints to some peer are used up.
+    #: Workers that take its new Connections when UCX's numbers for endpoints to some peer are used up, or when its
+    #: shared-memory queue has stopped.
     _successors: dict[int, Worker] = attrs.field(factory=dict)
+    #: Workers that have one Connection each (``isolate=True``).
+    _isolated: dict[int, Worker] = attrs.field(factory=dict)
     _waiting_options: dict[str, float] = attrs.field(factory=dict)
+    _queue: ReceiveQueue = attrs.field(init=False)
 
     @classmethod
     def _open(
@@ -82,6 +87,8 @@ class Worker(metaclass=OpenedNotConstructed):
                 context._close()
             raise
         worker = cls._create(context, engine, owned)
+        worker._queue = ReceiveQueue(engine)
+        engine.suspect_queue = worker._queue.suspect
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.on_closed = context._close
@@ -95,11 +102,33 @@ class Worker(metaclass=OpenedNotConstructed):
             if not earlier._engine.mail.boxes:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
                 earlier._engine.close_now()
-        successor = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
+        return self._open_beside(self._successors)
+
+    def _open_isolated(self) -> Worker:
+        """Another worker like this one, for one Connection."""
+        return self._open_beside(self._isolated)
+
+    def _open_beside(self, kind: dict[int, Worker]) -> Worker:
+        worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
+        worker._queue.counters = self._engine.counters
         id = self._engine.next_id()
-        self._successors[id] = successor
-        children[id] = successor._engine.close_now
-        return successor
+        kind[id] = worker
+        self._engine.children[id] = worker._engine.close_now
+        return worker
+
+    def _close_isolated(self, worker: Worker) -> None:
+        """Closes such a worker in the background. Closed already: no effect."""
+        id = next((id for id, each in self._isolated.items() if each is worker), None)
+        if id is None:
+            return
+        del self._isolated[id]
+
+        async def close() -> None:
+            await worker._engine.close_after_lingering()
+            self._engine.children.pop(id, None)
+
+        if not self._engine.usable or not self._engine.spawn_background(close, "trio_ucx close of an isolated worker"):
+            worker._engine.close_now()
 
     @property
     def context(self) -> Context:
@@ -157,6 +186,8 @@ class Worker(metaclass=OpenedNotConstructed):
             OSError: unknown host; not of the worker's address family; no transport reaches the peer; ``local_address``
                 is not ours, or of another family than ``address``; too few file descriptors are left (EMFILE).
             NotImplementedError: this UCX does not know the ``error_mode``.
+            trio.BrokenResourceError: the peer would be reached over shared memory, and the worker's queue there has
+                stopped (``statistics().stopped_queues``): open another worker.
         """
         self._engine.check()
         options = EndpointOptions(
@@ -167,6 +198,10 @@ class Worker(metaclass=OpenedNotConstructed):
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
             await trio.lowlevel.checkpoint()
             core = connect_worker(self._engine, address, options)
+            if self._engine.queue_stopped and uses_queue(core):
+                core.close()
+                error = stopped_error()
+                raise broken(f"connecting to {core.label}: {error}", error)
         else:
             host, port = split_address(address)
             await trio.lowlevel.checkpoint()
@@ -426,8 +461,8 @@ class Worker(metaclass=OpenedNotConstructed):
         return new_chain(self, capacity, ordered)
 
     async def _aclose(self) -> None:
-        for successor in list(self._successors.values()):
-            await successor._engine.close_after_background()
+        for other in (*self._successors.values(), *self._isolated.values()):
+            await other._engine.close_after_background()
         await self._engine.close_after_background()
 
     def __repr__(self) -> str:

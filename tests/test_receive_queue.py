@@ -1,0 +1,412 @@
+"""A local peer that is killed in the middle of writing to shared memory, which stops the queue for all."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import trio
+from helpers import TRANSPORTS, open_peer, pattern
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx.testing import live_handles
+from trio_ucx.ucp import _receive_queue
+from trio_ucx.ucp._engine import Engine
+
+#: How long it may take until others are told, and until new clients connect over shared memory.
+SOON = 5.0
+#: The transports with a queue in shared memory.
+QUEUES = ["sysv", "posix"]
+
+pytestmark = pytest.mark.cut_off
+
+
+def options(queue: str) -> dict[str, str]:
+    return {"TLS": f"tcp,{queue},cma,self"}
+
+
+class Echo:
+    """A server in this process: what it has accepted, and what became of it."""
+
+    def __init__(self, listener: trio_ucx.Listener) -> None:
+        self.listener = listener
+        self.connections: list[trio_ucx.Connection] = []
+        self.errors: list[BaseException] = []
+
+    async def handle(self, connection: trio_ucx.Connection) -> None:
+        self.connections.append(connection)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._drop, connection)
+                async for message in connection.messages():
+                    await connection.send(message)
+                nursery.cancel_scope.cancel()
+        except* trio.BrokenResourceError as group:
+            self.errors.extend(group.exceptions)
+        except* trio.ClosedResourceError:
+            pass  # the test aborted it
+
+    async def _drop(self, connection: trio_ucx.Connection) -> None:
+        async for _ in connection.messages(2):
+            pass
+
+    async def wait_errors(self, count: int) -> None:
+        with trio.fail_after(SOON):
+            while len(self.errors) < count:
+                await trio.sleep(0.01)
+
+
+@asynccontextmanager
+async def open_echo(worker: ucp.Worker | None = None, isolate: bool = False) -> AsyncIterator[Echo]:
+    async with trio.open_nursery() as nursery:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=isolate)
+        echo = Echo(listener)
+        nursery.start_soon(trio.serve_listeners, echo.handle, [listener])
+        try:
+            yield echo
+        finally:
+            nursery.cancel_scope.cancel()
+            for connection in echo.connections:
+                connection.abort()
+
+
+async def is_answered(echo: Echo, queue: str) -> None:
+    """A new client is, over shared memory."""
+    async with open_peer("caller", 100, True, transports=options(queue)["TLS"]) as client:
+        await client.tell(echo.listener.address)
+        assert queue in await client.hear(SOON)
+        await client.tell(False)
+        assert await client.hear(SOON) == 100
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: pytest.LogCaptureFixture) -> None:
+    transports = options(queue)["TLS"]
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config=options(queue)))
+        echo = await stack.enter_async_context(open_echo(worker))
+        honest, by_tcp, bad = [
+            await stack.enter_async_context(open_peer(role, *arguments, transports=transports))
+            for role, arguments in (("caller", [100]), ("caller", [100, False]), ("dying_client", [queue]))
+        ]
+        for client, expected in (honest, queue), (by_tcp, "tcp"), (bad, queue):
+            await client.tell(echo.listener.address)
+            assert expected in await client.hear()
+        for client in honest, by_tcp:
+            await client.tell(False)
+            assert await client.hear() == 100
+        await honest.tell(True)  # it waits for a message
+        with caplog.at_level(logging.ERROR, "trio_ucx"):
+            await bad.tell()
+            killed = time.monotonic()
+            await echo.wait_errors(2)
+            assert await honest.hear(SOON) == "BrokenResourceError"
+            await is_answered(echo, queue)
+        assert time.monotonic() - killed < SOON + 2  # and the time that the client takes to start
+        assert any("killed while it wrote" in str(error) for error in echo.errors)
+        [record] = [each for each in caplog.records if "killed while it wrote" in each.message]
+        assert "2 endpoint(s)" not in record.message, "the dead peer's own has failed before"
+        assert worker.statistics().stopped_queues == 1
+        assert echo.connections[-1].worker is not worker
+        await by_tcp.tell(False)
+        assert await by_tcp.hear() == 100, "connections over TCP go on"
+
+
+async def test_who_connects_while_the_queue_stands_still() -> None:
+    """...is let in, or gets an error in time."""
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
+        ours = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
+        echo = await stack.enter_async_context(open_echo(worker))
+        bad = await stack.enter_async_context(open_peer("dying_client", "sysv", transports=options("sysv")["TLS"]))
+        await bad.tell(echo.listener.address)
+        await bad.hear()
+        await bad.tell()
+        await bad.ended()
+        failures = []
+
+        async def call() -> None:
+            try:
+                async with trio_ucx.connect(echo.listener.address, worker=ours, shared_memory=True) as connection:
+                    await connection.send(b"hello")
+                    assert await connection.receive() == b"hello"
+            except (OSError, trio.BrokenResourceError) as error:
+                failures.append(error)
+
+        with trio.fail_after(SOON):
+            async with trio.open_nursery() as nursery:
+                for _ in range(5):
+                    nursery.start_soon(call)
+                    await trio.sleep(0.2)
+        assert len(failures) >= 2, "the first ones met the queue that stands still"
+        assert not any(isinstance(error, TimeoutError) for error in failures)
+        await call()
+        assert worker.statistics().stopped_queues == 1
+        assert ours.statistics().stopped_queues == 0
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_a_server_is_killed_in_the_middle_of_writing(queue: str) -> None:
+    """The queue of the worker that everything shares which this program connects to."""
+    transports = options(queue)["TLS"]
+    async with AsyncExitStack() as stack:
+        good = await stack.enter_async_context(open_peer("echo", [0], transports=transports))
+        bad = await stack.enter_async_context(open_peer("dying_server", queue, transports=transports))
+        worker = await stack.enter_async_context(ucp.open_worker(config=options(queue)))
+        addresses = [tuple((await peer.hear())[0]) for peer in (good, bad)]
+        connections = [await trio_ucx.connect(address, worker=worker).__aenter__() for address in addresses]
+        for connection in connections:
+            stack.callback(connection.abort)
+            await connection.send(b"hello")
+            assert await connection.receive() == b"hello"
+        await connections[1].send(b"die", 1)
+        for connection in reversed(connections):
+            with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError) as caught:
+                await connection.receive()
+            assert isinstance(caught.value.__cause__, ucp.UCXError)
+        assert "killed while it wrote" in str(caught.value)
+        assert worker.statistics().stopped_queues == 1
+        with trio.fail_after(SOON):
+            async with trio_ucx.connect(addresses[0], worker=worker, shared_memory=True) as connection:
+                assert connection.worker is not worker
+                assert queue in {lane.name for lane in connection.endpoint.transports}
+                await connection.send(b"again")
+                assert await connection.receive() == b"again"
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_raw_endpoints(queue: str) -> None:
+    transports = options(queue)["TLS"]
+    async with (
+        ucp.open_worker(config=options(queue)) as worker,
+        open_peer("raw_listener", transports=transports) as good,
+        open_peer("dying_raw_peer", queue, transports=transports) as bad,
+    ):
+        _, address = await good.hear()
+        healthy = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(address)))
+        doomed = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(await bad.hear())))
+        await healthy.flush()
+        await bad.tell(bytes(worker.address).hex())
+        assert await worker.tag_receive(bytearray(10), 1) == (5, 1)
+        await bad.tell()
+        with trio.fail_after(SOON):
+            while healthy.alive or doomed.alive:
+                await trio.sleep(0.01)
+        with pytest.raises(trio.BrokenResourceError, match="killed while it wrote"):
+            await healthy.flush()
+        with pytest.raises(trio.BrokenResourceError, match="another worker"):
+            await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(address)))
+        assert worker.statistics().stopped_queues == 1
+        for endpoint in healthy, doomed:
+            endpoint.abort()
+
+
+async def test_a_stopped_worker_sleeps() -> None:
+    """UCX cannot be armed any more, but there is nothing to look for."""
+    async with (
+        ucp.open_worker(config=options("sysv")) as worker,
+        open_echo(worker) as echo,
+        open_peer("dying_client", "sysv", transports=options("sysv")["TLS"]) as bad,
+    ):
+        await bad.tell(echo.listener.address)
+        await bad.hear()
+        await bad.tell()
+        await echo.wait_errors(1)
+        with trio.fail_after(SOON):
+            while not worker.statistics().stopped_queues:
+                await trio.sleep(0.01)
+        await trio.sleep(0.2)
+        before = worker.statistics().progress_calls
+        await trio.sleep(1)
+        assert worker.statistics().progress_calls - before < 20
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The queues that were probed."""
+    found: list[str] = []
+    begin = _receive_queue._Probe.__init__
+
+    def recording(probe: _receive_queue._Probe, engine: Engine, transport: str) -> None:
+        found.append(transport)
+        begin(probe, engine, transport)
+
+    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
+    return found
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])
+async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[str]) -> None:
+    """Its queue is full, so UCX cannot be armed. Then another one is killed."""
+    transports = TRANSPORTS[1]
+    async with (
+        ucp.open_worker(config={"TLS": transports}) as worker,
+        open_peer("raw_listener" if raw else "silent", transports=transports) as stopped,
+        open_peer("raw_listener", transports=transports) as killed,
+    ):
+        where = await stopped.hear()
+        async with AsyncExitStack() as stack:
+            if raw:
+                endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(where[1])))
+                stack.callback(endpoint.abort)
+            else:
+                connection = await stack.enter_async_context(trio_ucx.connect(tuple(where[0]), worker=worker))
+            doomed = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex((await killed.hear())[1])))
+            await doomed.flush()
+            await stopped.stop()
+            async with worker.open_request_group() as group:
+                for _ in range(320):  # within a window, and more than a queue holds
+                    group.tag_send(endpoint, bytes(3000), 1) if raw else group.send(connection, bytes(3000), 1)
+                killed.signal(signal.SIGKILL)
+                with trio.fail_after(SOON):
+                    while doomed.alive or len(probes) < 2:
+                        await trio.sleep(0.01)
+                await trio.sleep(2)
+                assert worker.statistics().stopped_queues == 0
+                stopped.resume()
+            if not raw:
+                await connection.aclose()
+            assert worker.statistics().stopped_queues == 0
+            doomed.abort()
+        assert {"sysv", "posix"} <= set(probes)
+
+
+async def test_a_program_that_is_busy_has_no_dead_queue(probes: list[str]) -> None:
+    """Its queue is full when a peer is killed, and it looks at nothing for longer than a dead queue takes."""
+    transports = TRANSPORTS[1]
+    async with (
+        ucp.open_worker(config={"TLS": transports}) as worker,
+        open_peer("numbered", 3000, 100, transports=transports) as good,
+        open_peer("silent", transports=transports) as bad,
+    ):
+        addresses = [tuple((await peer.hear())[0]) for peer in (good, bad)]
+        async with trio_ucx.connect(addresses[0], worker=worker) as connection:
+            doomed = await trio_ucx.connect(addresses[1], worker=worker).__aenter__()
+            bad.signal(signal.SIGKILL)
+            time.sleep(3)
+            received = 0
+            async for message in connection.messages(1):
+                assert message == pattern(100, received)
+                received += 1
+                if received % 1000 == 0:
+                    time.sleep(0.3)
+            assert received == 3000
+            doomed.abort()
+        assert worker.statistics().stopped_queues == 0
+
+
+async def test_isolated_connections() -> None:
+    """Each has a worker of its own: one that is stopped touches no other, and all are closed with their connections."""
+    transports = options("sysv")["TLS"]
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
+        echo = await stack.enter_async_context(open_echo(worker, isolate=True))
+        clients = [
+            await stack.enter_async_context(open_peer(role, argument, transports=transports))
+            for role, argument in (("caller", 100), ("caller", 100), ("dying_client", "sysv"))
+        ]
+        for client in clients:
+            await client.tell(echo.listener.address)
+            assert "sysv" in await client.hear()
+        assert live_handles()["worker"] == 4
+        assert len({id(connection.worker) for connection in echo.connections} | {id(worker)}) == 4
+        await clients[2].tell()
+        await echo.wait_errors(1)
+        for _ in range(2):
+            for client in clients[:2]:
+                await client.tell(False)
+                assert await client.hear(1) == 100
+            await is_answered(echo, "sysv")
+        assert not any(connection.worker.statistics().stopped_queues for connection in echo.connections[:2])
+        for connection in echo.connections:
+            connection.abort()
+        with trio.fail_after(SOON):
+            while live_handles()["worker"] > 1:
+                await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["aclose", "refused", "listener closes", "worker closes", "run ends"])
+async def test_workers_of_isolated_connections_are_closed(end: str, transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports}) as worker, ucp.open_worker(context=worker.context) as ours:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
+        connection = await trio_ucx.connect(listener.address, worker=ours).__aenter__()
+        server = await listener.accept()
+        assert live_handles()["worker"] == 3
+        await connection.send(b"x")
+        assert await server.receive() == b"x"
+        if end == "aclose":
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connection.aclose)
+                nursery.start_soon(server.aclose)
+        elif end == "listener closes":
+            await listener.aclose()
+            await connection.send(b"accepted connections are not affected")
+            assert len(await server.receive()) == 37
+            server.abort()
+        elif end == "refused":
+            with pytest.raises(OSError):
+                async with trio_ucx.connect(listener.address, worker=ours, connect_timeout=0):
+                    pass
+            server.abort()
+        elif end == "worker closes":
+            await server.aclose()
+        with trio.fail_after(SOON):
+            while end in ("aclose", "listener closes", "refused") and live_handles()["worker"] > 2:
+                await trio.sleep(0.01)
+        await listener.aclose()
+        connection.abort()
+        server.abort()
+
+
+async def test_isolated_connections_without_descriptors(transports: str) -> None:
+    """Clients for which there are too few are refused."""
+    async with (
+        ucp.open_worker(config={"TLS": transports}) as worker,
+        open_peer("tight", 100, True, transports=transports) as server,
+    ):
+        address, _ = await server.hear()
+        for _ in range(2):
+            connections = []
+            with pytest.raises(ConnectionRefusedError, match="descriptors"):
+                for _ in range(10):
+                    connections.append(await trio_ucx.open_ucx_stream(*address, worker=worker))
+            assert connections
+            for connection in connections:
+                await connection.send(b"well?")
+                assert await connection.receive() == b"well?"
+                await connection.aclose()
+            await trio.sleep(1)  # until the server has closed them, too
+
+
+async def test_isolate_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="isolate must be a bool, not int"):
+        await trio_ucx.open_ucx_listeners(0, isolate=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "size, kills, isolate", [(100, 150, False), (8000, 150, False), (8000, 30, True)], ids=["100", "8000", "isolated"]
+)
+async def test_clients_are_killed_at_random(size: int, kills: int, isolate: bool) -> None:
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": TRANSPORTS[1]}))
+        echo = await stack.enter_async_context(open_echo(worker, isolate))
+        await is_answered(echo, "sysv")
+        steady = await stack.enter_async_context(open_peer("steady_client", SOON, transports=TRANSPORTS[1]))
+        await steady.tell(echo.listener.address)
+        assert await steady.hear() == "ready"
+        brood = await stack.enter_async_context(
+            open_peer("brood", echo.listener.address[1], size, kills, size, transports=TRANSPORTS[1])
+        )
+        assert await brood.hear(120) == kills
+        await is_answered(echo, "sysv")
+        await steady.tell()
+        trips, connects, longest = await steady.hear()
+        assert trips > kills
+        assert longest < SOON
+        stopped = worker.statistics().stopped_queues
+        assert connects <= 1 + stopped, "no connection broke but by a queue that stopped"

@@ -1,0 +1,282 @@
+"""Notices that the queue through which a worker receives over shared memory has stopped.
+
+All local peers of a worker write to one queue. A writer takes the next element, fills it, and marks it as filled. If it
+is killed between the first step and the last, the reader waits for that element for ever: nothing arrives over shared
+memory any more, and UCX tells nobody.
+
+:class:`ReceiveQueue` finds that out in two steps.
+
+1. *Suspicion.* Whenever a peer's process may have died, it looks whether UCX can be armed. UCX refuses that while there
+   is something in a queue that it has not read. A dead process begins nothing more, so one success is enough. That is
+   the end of it in all cases but the rare one, and costs next to nothing.
+2. *Probe.* If arming fails for a while, it may be for other reasons: heavy traffic, or sends to a peer that is stopped.
+   Then a second worker in this process sends a message to each of the worker's queues. One that arrives shows that its
+   queue is read. If one does not, the queue has stopped.
+
+Both steps count looks at the worker as well as seconds, so a program that is busy or stopped does not take its own
+slowness for a dead queue. (A peer that is stopped in the very middle of writing, while another one dies, is taken for a
+dead one: nothing distinguishes them.)
+
+When it has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
+(``Registry.current``). What uses other transports goes on.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import random
+import time
+from contextlib import suppress
+
+import trio
+
+from .._native import ffi, lib
+from ._address import WorkerAddress
+from ._address_format import parse_worker_address
+from ._connecting import connect_worker
+from ._context import Context, Feature
+from ._engine import Engine
+from ._mail import CONNECTION_BIT
+from ._operations import EndpointCore
+from ._posting import post_flush
+from ._status import Status, UCXError
+from ._tag import post_bytes_send
+
+logger = logging.getLogger("trio_ucx")
+
+#: The transports that receive from a queue in shared memory, by UCX's names.
+QUEUES = ("sysv", "posix", "xpmem")
+#: Seconds between two looks.
+_INTERVAL = 0.02
+#: Seconds, and looks, for which UCX cannot be armed before probes are sent.
+_SUSPICION = 0.4, 10
+#: The same, for which a probe may be on its way.
+_PROBE = 1.0, 30
+#: Seconds between two rounds of probes, which hold the program up for some 10 ms. (There may be many suspicions while a
+#: worker is never idle.)
+_SPACING = 2.0
+
+
+def queues(address: WorkerAddress) -> list[str]:
+    """The transports of a worker that receive from a queue in shared memory."""
+    try:
+        parsed = parse_worker_address(address.ucx)
+    except ValueError:  # an address of UCX's unified mode, which does not name its transports
+        return []
+    found = {transport.name for device in parsed.devices for transport in device.transports}
+    return [name for name in QUEUES if name in found]
+
+
+def uses_queue(core: EndpointCore) -> bool:
+    """Whether an endpoint has a lane over shared memory; also if UCX cannot say (before 1.14)."""
+    if core.handle is None:
+        return False
+    text = ffi.new("char[4096]")
+    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
+        return True
+    names = {line.partition("/")[0] for line in ffi.string(text).decode().splitlines()}
+    return not names.isdisjoint(QUEUES)
+
+
+class _Limit:
+    """So many seconds and so many looks from now, whichever ends later."""
+
+    def __init__(self, limit: tuple[float, int]) -> None:
+        seconds, self._looks = limit
+        self._end = time.monotonic() + seconds
+
+    def reached(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0 and time.monotonic() >= self._end
+
+
+class _Probe:
+    """A message to one queue of a worker, from another worker of this process.
+
+    A worker with Connections takes it as it takes their messages. For another worker no message can be used, as its
+    program might receive it: there the answer counts that UCX gives to a new endpoint.
+    """
+
+    def __init__(self, engine: Engine, transport: str) -> None:
+        self._target = engine
+        self.arrived = False
+        by_message = engine.mail.claimed
+        options = {**engine.context.config, "TLS": transport, "RESOLVE_REMOTE_EP_ID": "n" if by_message else "y"}
+        context = Context._open(options, Feature.TAG | Feature.WAKEUP)
+        try:
+            self._engine = Engine(context)
+        except BaseException:
+            context._close()
+            raise
+        self._engine.on_closed = context._close
+        self._tag = self._box() if by_message else 0
+        engine.children[id(self)] = self.close
+        try:
+            core = connect_worker(self._engine, engine.address)
+            self._operation = post_bytes_send(core, b"", self._tag << 32) if by_message else post_flush(core)
+        except BaseException:
+            self.close()
+            raise
+        self._flushed = not by_message and self._operation is None
+
+    def _box(self) -> int:
+        boxes = self._target.mail.boxes
+        tag = 0
+        while not tag or tag in boxes:
+            tag = (CONNECTION_BIT >> 32) | random.SystemRandom().getrandbits(31)
+        boxes[tag] = self
+        return tag
+
+    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+        """The worker has received it."""
+        self.arrived = True
+
+    def message_came(self, lane: int, handle: int, length: int) -> None:
+        self._target.mail.discard(handle)
+        self.arrived = True
+
+    def queue_stopped(self, error: UCXError) -> None:
+        pass
+
+    def look(self) -> None:
+        """Sends what has not left yet, and takes the answer."""
+        self._engine.turn(arm=False)
+        if not self._tag:
+            self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
+
+    def close(self) -> None:
+        self._target.children.pop(id(self), None)
+        if self._tag:
+            self._target.mail.boxes.pop(self._tag, None)
+        self._engine.close_now()
+
+
+class ReceiveQueue:
+    """Watches the queues of one worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Without error handling UCX leaves shared memory out of the endpoints that could be told.
+        self._queues = queues(engine.address) if engine.context.shared_memory_handles_errors else []
+        #: How often it was suspected; whether a task looks into that.
+        self._suspicions = 0
+        self._checking = False
+        self._next_probe = 0.0
+        #: Where a stop is counted: where the worker is that this one succeeded.
+        self.counters: collections.Counter[str] = engine.counters
+
+    def suspect(self) -> None:
+        """A process may have died that wrote to this worker."""
+        self._suspicions += 1
+        if self._checking or not self._queues or self._engine.queue_stopped:
+            return
+        try:
+            trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx receive queue (efd {self._engine.efd})")
+        except RuntimeError:
+            return  # the run is over
+        self._checking = True
+
+    async def _run(self) -> None:
+        timer = lib.tu_timer_create()  # real time: a Trio deadline would pass at once with autojump_clock
+        try:
+            await self._check(timer)
+        except Exception as error:  # it must not end the run
+            self._engine._break(error)
+        finally:
+            self._checking = False
+            if timer >= 0:
+                os.close(timer)
+
+    async def _check(self, timer: int) -> None:
+        """Ends when the queues are known to be read, when one is known not to be, or with the worker."""
+        engine = self._engine
+        limit = _Limit(_SUSPICION)
+        while True:
+            await _sleep(timer, _INTERVAL)
+            if not engine.usable or engine.broken is not None:
+                return
+            suspicions = self._suspicions
+            if self._armed():
+                if suspicions == self._suspicions:
+                    return
+                limit = _Limit(_SUSPICION)
+            elif limit.reached() and time.monotonic() >= self._next_probe:
+                verdict = await self._probe(timer)
+                self._next_probe = time.monotonic() + _SPACING
+                if verdict is False:
+                    return self._stopped()
+                if verdict and suspicions == self._suspicions:
+                    return
+                limit = _Limit(_SUSPICION)
+
+    def _armed(self) -> bool:
+        """Whether UCX can be armed. (It must not be while the progress task lets others poll: nobody would wake it.)"""
+        engine = self._engine
+        if engine.parked and engine.turn(arm=True) == lib.TU_ARMED:
+            return True
+        engine.rouse()
+        return False
+
+    async def _probe(self, timer: int) -> bool | None:
+        """Whether messages arrive in all queues; None if that could not be found out."""
+        engine = self._engine
+        probes: list[_Probe] = []
+        try:
+            try:
+                for transport in self._queues:
+                    probes.append(_Probe(engine, transport))
+            except (OSError, ValueError, MemoryError, UCXError, trio.BrokenResourceError) as error:
+                logger.warning("cannot probe the shared-memory queue of a worker: %s", error)
+                return None
+            limit = _Limit(_PROBE)
+            while True:
+                engine.settle()
+                for probe in probes:
+                    probe.look()
+                engine.settle()
+                if all(probe.arrived for probe in probes):
+                    return True
+                if limit.reached():
+                    return False
+                await _sleep(timer, _INTERVAL)
+                if not engine.usable or engine.broken is not None:
+                    return None
+        finally:
+            for probe in probes:
+                probe.close()
+
+    def _stopped(self) -> None:
+        engine = self._engine
+        engine.queue_stopped = True
+        self.counters["stopped_queues"] += 1
+        error = stopped_error()
+        failing = [core for core in engine.endpoints.values() if uses_queue(core)]
+        logger.error(
+            "a local peer was killed while it wrote to the shared-memory queue of a worker, which has stopped: "
+            "%d endpoint(s) over shared memory fail, new connections use another worker",
+            len(failing),
+        )
+        for core in failing:
+            core.fail(error)
+        for mailbox in list(engine.mail.boxes.values()):
+            mailbox.queue_stopped(error)
+        engine.settle()
+
+
+def stopped_error() -> UCXError:
+    return UCXError(
+        Status.IO_ERROR,
+        "a local process was killed while it wrote to this worker's queue in shared memory, which all local peers "
+        "share; nothing arrives there any more (connect again; a raw endpoint needs another worker)",
+    )
+
+
+async def _sleep(timer: int, seconds: float) -> None:
+    if timer < 0:  # there was no descriptor for it
+        await trio.sleep(seconds)
+        return
+    lib.tu_timer_set(timer, int(seconds * 1e9), 0)
+    with suppress(trio.ClosedResourceError):
+        await trio.lowlevel.wait_readable(timer)
