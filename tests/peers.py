@@ -946,6 +946,25 @@ def brood() -> None:
     say(connected)
 
 
+def fork_between_runs() -> None:
+    """Connects in a run that ends, then in a child that was forked after that; says what each received."""
+    [port] = json.loads(sys.argv[2])
+
+    async def talk() -> None:
+        async with trio_ucx.connect(("127.0.0.1", port), connect_timeout=5) as connection:
+            await connection.send(b"hello")
+            say((await connection.receive()).decode())
+
+    trio.run(talk)
+    pid = os.fork()
+    if not pid:
+        try:
+            trio.run(talk)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def end_with_parent() -> None:
     """The kernel kills this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -1002,7 +1021,7 @@ async def told_to_go_on() -> bool:
 
 def main() -> None:
     name, arguments = sys.argv[1:]
-    without_run = {"busy": interrupted, "brood": brood}
+    without_run = {"busy": interrupted, "brood": brood, "fork_between_runs": fork_between_runs}
     if name in without_run:
         without_run[name]()
         return

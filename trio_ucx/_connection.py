@@ -532,7 +532,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         link = self._link
-        if not link.closed and not link.closing:
+        if not link.closed and not link.closing and not link.engine.birth.inherited:
             warn_resource(f"unclosed {self!r}", self)
             self._endpoint._closing = True
             link.on_unclosed = None

@@ -15,6 +15,8 @@ def shared_worker() -> Worker:
         worker = _worker.get()
     except LookupError:
         worker = None
+    if worker is not None:
+        worker._engine.birth.check("this run's worker")
     if worker is None or worker._engine.handle is None:
         worker = Worker._open(None, None)
         _worker.set(worker)

@@ -500,7 +500,7 @@ class RequestChain(ChainBuilder):
     @enable_ki_protection
     def close(self) -> None:
         """Frees what it takes. A run that goes on is cancelled: nothing more is posted. Closed already: no effect."""
-        if self._native.handle is not None:
+        if self._native.handle is not None and not self._engine.birth.inherited:
             self._end()
 
     def _end(self) -> None:

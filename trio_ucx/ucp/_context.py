@@ -17,9 +17,11 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
 from . import _descriptors as descriptors
+from . import _forks as forks
 from . import _log as ucx_log
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._buffers import Buffer
+from ._forks import Birth
 from ._memory import Access, Memory, allocate, register
 from ._memory_kinds import MemoryType
 from ._status import Status, UCXError
@@ -116,6 +118,7 @@ class Context(metaclass=OpenedNotConstructed):
     memories: set[Memory] = attrs.field(factory=set)
     #: Whether peers may ever have read memory of it.
     lent_memory: bool = False
+    _birth: Birth = attrs.field(factory=Birth)
     _closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -127,6 +130,7 @@ class Context(metaclass=OpenedNotConstructed):
         name: str | None = None,
         keepalive_interval: float | None = None,
     ) -> Context:
+        forks.check_may_open()
         features = Feature(features) | Feature.WAKEUP
         native = native_name(check_name(name))
         chosen = _check_config(config)
@@ -138,9 +142,11 @@ class Context(metaclass=OpenedNotConstructed):
         }
         options = {**defaults, **keepalive, **chosen}
         ucx_log.open()
+        forks.context_opened()
         try:
             handle = _create(options, chosen, features, native)
         except BaseException:
+            forks.context_destroyed()
             ucx_log.close()
             raise
         context = cls._create(
@@ -155,6 +161,7 @@ class Context(metaclass=OpenedNotConstructed):
         return context
 
     def _native(self) -> Any:
+        self._birth.check("this context")
         if self._handle is None or self._closed:
             raise RuntimeError("this context was closed")
         return self._handle
@@ -265,6 +272,8 @@ class Context(metaclass=OpenedNotConstructed):
             return
         self._closed = True
         _live_contexts.discard(self)
+        if self._birth.inherited:
+            return
         for engine in list(self.engines):
             if engine.usable:
                 engine.close_now()
@@ -287,6 +296,7 @@ class Context(metaclass=OpenedNotConstructed):
             if self._closed and self._handle is not None and not self.engines and not self.memories:
                 handle, self._handle = self._handle, None
                 lib.tu_context_destroy(handle)
+                forks.context_destroyed()
                 ucx_log.close()
 
     def __repr__(self) -> str:

@@ -410,6 +410,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
+        if self._core.engine.birth.inherited:
+            return
         if not self._closing and self._core.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
         elif self._core.inbox is not None:

@@ -53,6 +53,7 @@ from ._between import Between, Prompt
 from ._context import Context, Feature
 from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
+from ._forks import Birth
 from ._loans import Loan
 from ._mail import Mail
 from ._numbering import Numbering
@@ -72,19 +73,20 @@ _ROUNDS = 8
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
 engines: set[Engine] = set()
 
-_forks = 0
-
 
 def _nothing() -> None:
     pass
 
 
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
+def _disown() -> None:
+    """In a forked child: nothing here must reach the parent's UCX, whose sockets and shared memory are here, too."""
+    for engine in engines:
+        engine.handle = None
+        for core in engine.endpoints.values():
+            core.handle = None
 
 
-os.register_at_fork(after_in_child=_count_fork)
+os.register_at_fork(after_in_child=_disown)
 
 
 def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
@@ -115,7 +117,7 @@ class Engine:
         self._token = trio.lowlevel.current_trio_token()
         self.handle: Any = _create_worker(context, name, client_id)  # None once closed
         self._thread = threading.get_ident()
-        self._forks = _forks
+        self.birth = Birth()
         self.efd = lib.tu_worker_efd(self.handle)
         with ExitStack() as undo:
             undo.callback(lib.tu_worker_destroy, self.handle)
@@ -214,11 +216,7 @@ class Engine:
             trio.ClosedResourceError: after the worker was closed.
             trio.BrokenResourceError: after an internal error.
         """
-        if self._forks != _forks:
-            raise RuntimeError(
-                "this worker was opened before a fork: UCX does not survive forks. Open a worker in the child process "
-                "(start it with the multiprocessing method 'spawn')"
-            )
+        self.birth.check("this worker")
         if self._thread != threading.get_ident():
             raise RuntimeError(
                 "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
@@ -231,7 +229,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        return self.handle is not None and self._forks == _forks and self._thread == threading.get_ident()
+        return self.handle is not None and not self.birth.inherited and self._thread == threading.get_ident()
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -511,7 +509,7 @@ class Engine:
             if self.usable:
                 self.guard(function)
 
-        if self._forks != _forks:
+        if self.birth.inherited:
             return
         try:
             self._token.run_sync_soon(call)
@@ -593,6 +591,7 @@ class Engine:
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:
+            self.birth.check("this worker")
             assert self.statistics_at_close is not None
             return self.statistics_at_close
         return worker_statistics(self)

@@ -112,6 +112,7 @@ class ListenerCore:
         return number
 
     def reject(self, request: int) -> None:
+        self.engine.birth.check("this worker")
         self.unanswered.discard(request)
         lib.tu_request_reject(self.handle, request)
 
@@ -251,7 +252,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         self._core.reject(self._take())
 
     def __del__(self) -> None:
-        if self._request is not None and self._core.handle is not None:
+        if self._request is not None and self._core.handle is not None and not self._core.engine.birth.inherited:
             warn_resource(f"unanswered {self!r}", self)
             core, request = self._core, self._request
             core.engine.call_soon(lambda: core.reject(request) if core.handle is not None else None)

@@ -233,6 +233,9 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         if self._handle is None:
             return
+        if self.context._birth.inherited:  # the parent's, to be left alone
+            self._handle = None
+            return
         if self._window is not None:
             self._window.close()
         handle, self._handle = self._handle, None

@@ -1,0 +1,76 @@
+"""Forks: UCX does not survive them. What was opened before one is refused in the child, and left alone there.
+
+UCX's thread does not exist in the child, while its sockets, timers and shared memory are those of the parent. A child
+can use UCX of its own only if the parent had nothing open: then UCX starts there afresh.
+"""
+
+from __future__ import annotations
+
+import os
+
+#: Forks on the way from the first process to this one.
+_generation = 0
+#: UCX's contexts that exist in this process; whether there were some in a process that this one was forked from.
+_open_contexts = 0
+_inherited_contexts = False
+
+_ADVICE = "start it with the multiprocessing method 'spawn', or any new program"
+
+
+def _forked() -> None:
+    global _generation, _open_contexts, _inherited_contexts
+    _generation += 1
+    _inherited_contexts = _inherited_contexts or _open_contexts > 0
+    _open_contexts = 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Birth:
+    """Where something was opened: in this process, or in one that it was forked from."""
+
+    __slots__ = ("_generation",)
+
+    def __init__(self) -> None:
+        self._generation = _generation
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is the parent's, to be left alone."""
+        return self._generation != _generation
+
+    def check(self, what: str) -> None:
+        """Refuses to use what is the parent's.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if self._generation != _generation:
+            raise RuntimeError(
+                f"{what} was opened before a fork, which UCX does not survive: open another one in the child process "
+                f"({_ADVICE})"
+            )
+
+
+def check_may_open() -> None:
+    """Refuses to open anything in a child whose parent had something open when it forked.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if _inherited_contexts:
+        raise RuntimeError(
+            "UCX was in use when this process was forked, and does not survive that: its thread is missing here, and "
+            f"connecting would time out. Do not fork a process that has workers or connections open: {_ADVICE}"
+        )
+
+
+def context_opened() -> None:
+    global _open_contexts
+    _open_contexts += 1
+
+
+def context_destroyed() -> None:
+    global _open_contexts
+    _open_contexts -= 1
