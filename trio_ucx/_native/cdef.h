@@ -148,6 +148,7 @@ const char *tu_status_text(int status);
 void tu_prefer_huge_pages(void *address, size_t length);
 int tu_timer_create(void);
 int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
+int tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 #define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);

@@ -72,6 +72,15 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
     return timerfd_settime(fd, 0, &spec, NULL);
 }
 
+/* Whether the timer has ended since it was started last, or since this was asked; then it stops being readable. One that
+ * somebody has started anew meanwhile goes on. */
+int tu_timer_ended(int fd)
+{
+    uint64_t times;
+
+    return read(fd, &times, sizeof(times)) == sizeof(times);
+}
+
 /* A descriptor that is readable when either of two is; -1, and errno, when there is none. */
 int tu_wait_create(int efd, int timer)
 {

@@ -278,8 +278,8 @@ class ChainTimer:
                 await trio.lowlevel.wait_readable(self._fd)
             except trio.ClosedResourceError:
                 return
-            lib.tu_timer_set(self._fd, 0, 0)
-            engine.settle()
+            if lib.tu_timer_ended(self._fd):  # else C has started it anew, which must not be undone
+                engine.settle()
 
     def _close(self) -> None:
         self._engine.at_end.pop(self._id, None)

@@ -56,6 +56,8 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
+            if not lib.tu_timer_ended(self.timer):
+                continue  # somebody has started it anew
             if self._arming:
                 if not engine.armed and turns != engine.turns:
                     turns = engine.turns

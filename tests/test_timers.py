@@ -1,0 +1,107 @@
+"""Timers that are armed anew just before the task runs that was woken by their last end."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import trio
+import trio.testing
+from helpers import TRANSPORTS
+from peers import REMOTE
+
+from trio_ucx import ucp
+from trio_ucx._native import lib
+
+#: Nanoseconds: at once, and so late that it is not in the test's time.
+NOW, LATER = 1, 10 * 10**9
+
+
+def remaining(timer: int) -> float:
+    """Seconds until a timer ends; 0 if it is not armed."""
+    found = re.search(r"it_value: \((\d+), (\d+)\)", Path(f"/proc/self/fdinfo/{timer}").read_text())
+    assert found is not None
+    return int(found[1]) + int(found[2]) / 1e9
+
+
+class JustBefore(trio.abc.Instrument):
+    """Calls something once, just before a task runs that was woken."""
+
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        self._name = name
+        self._function: Callable[[], object] | None = function
+        self.done = trio.Event()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task.name.startswith(self._name) and self._function is not None:
+            function, self._function = self._function, None
+            function()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task.name.startswith(self._name):
+            self.done.set()
+
+
+@asynccontextmanager
+async def just_before(name: str, function: Callable[[], object]) -> AsyncIterator[None]:
+    """Leaves when the task has run that the block woke."""
+    instrument = JustBefore(name, function)
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        yield
+        with trio.fail_after(5):
+            await instrument.done.wait()
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+
+
+@asynccontextmanager
+async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Worker, ucp.RequestChain]]:
+    """A request chain that tries something in vain so often."""
+    config = {"TLS": TRANSPORTS[1]}
+    async with (
+        ucp.open_worker(config=config, features=REMOTE) as owner,
+        ucp.open_worker(config=config, features=REMOTE) as worker,
+        await worker.open_endpoint(owner.address) as endpoint,
+    ):
+        with owner.context.allocate(4096) as memory, endpoint.attach(memory.descriptor) as remote:
+            memory.memoryview[:] = bytes(4096)
+            with closing(worker.new_chain(capacity=4)) as chain:
+                got = chain.get(remote, 0, 8)
+                chain.check(got.u64() == 1, on_false=ucp.Retry(retries, again=got, delay=delay, then="skip"))
+                yield worker, chain
+
+
+async def test_the_timer_of_request_chains() -> None:
+    async with open_chain(0.001, 1) as (worker, chain):
+        await chain.run()
+        timer = worker._engine.chain_timer._fd  # type: ignore[attr-defined]
+        async with just_before("trio_ucx chain timer", lambda: lib.tu_timer_set(timer, LATER, 0)):
+            lib.tu_timer_set(timer, NOW, 0)
+        assert remaining(timer) > LATER / 2e9, "what C had armed was disarmed"
+
+
+async def test_short_delays_are_short() -> None:
+    async with open_chain(50e-6, 100) as (_, chain):
+        await chain.run()
+        began = time.perf_counter()
+        for _ in range(10):
+            await chain.run()
+        assert time.perf_counter() - began < 3, "0.05 s, and the noise of a small machine"
+
+
+async def test_the_safety_net() -> None:
+    """It is asked to look soon, and must not take an earlier end of its timer for that."""
+    async with ucp.open_worker() as worker:
+        net = worker._engine._net
+        await trio.testing.wait_all_tasks_blocked()
+        async with just_before("trio_ucx safety net", net.arm_soon):
+            net._set(NOW / 1e9)
+        assert net._arming
+        assert remaining(net.timer) > 0
+        with trio.fail_after(5):
+            while net._arming:
+                await trio.sleep(0.001)
