@@ -1,0 +1,62 @@
+/*
+ * Both sides close a TCP endpoint by force while one of them still has something to write: UCX uses a freed endpoint.
+ *
+ * Two workers in one process, so that the order of things is always the same: `a` sends until the socket is full, and
+ * closes; `b` reads and closes; then the socket of `a` is both readable and writable.
+ */
+#include "common.h"
+
+#include <malloc.h>
+
+enum { LENGTH = 2000, COUNT = 10000 };
+
+static ucp_ep_h connect_workers(ucp_worker_h worker, ucp_worker_h peer)
+{
+    ucp_address_t *address;
+    size_t length;
+    must(ucp_worker_get_address(peer, &address, &length), "ucp_worker_get_address");
+    return connect_to(worker, address, NULL);
+}
+
+static void progress_both(ucp_worker_h a, ucp_worker_h b, double seconds)
+{
+    for (double end = now() + seconds; now() < end;)
+        ucp_worker_progress(a), ucp_worker_progress(b);
+}
+
+static void close_both(int attempt)
+{
+    static char buffer[LENGTH];
+    ucp_request_param_t param = {.op_attr_mask = 0};
+    ucp_context_h context = open_context(UCP_FEATURE_TAG);
+    ucp_worker_h workers[] = {open_worker(context), open_worker(context)};
+    ucp_worker_h a = workers[attempt % 2], b = workers[1 - attempt % 2]; /* their numbers decide which socket is used */
+    ucp_ep_h to_b = connect_workers(a, b), to_a;
+
+    ucp_tag_send_nbx(to_b, buffer, 8, 1, &param);
+    progress_both(a, b, 0.5);
+    to_a = connect_workers(b, a);
+    ucp_tag_send_nbx(to_a, buffer, 8, 1, &param);
+    progress_both(a, b, 0.5); /* both are connected now */
+
+    for (int i = 0; i < COUNT; i++)
+        ucp_tag_send_nbx(to_b, buffer, LENGTH, 1, &param);
+    progress_for(a, 1);
+    close_by_force(a, to_b);
+    progress_for(a, 0.2);
+    progress_for(b, 1);
+    close_by_force(b, to_a);
+    progress_for(b, 1);
+    progress_for(a, 1);
+}
+
+int main(void)
+{
+    mallopt(M_PERTURB, 5); /* freed memory is filled with fives, the number of the state CONNECTED */
+    option("UCX_TLS", "tcp");
+    option("UCX_RNDV_THRESH", "inf");
+    for (int i = 0; i < 6; i++)
+        if (ended(start(close_both, i), "process"))
+            break;
+    return 0;
+}

@@ -1,0 +1,69 @@
+/* A stranger's 80 bytes at the port of a ucp_listener: the connection should be closed, nothing else. */
+#include "common.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+static ucp_conn_request_h requested;
+
+static void on_request(ucp_conn_request_h request, void *argument)
+{
+    requested = request;
+}
+
+static void serve(int fd)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    ucp_worker_h worker = open_worker(open_context(UCP_FEATURE_TAG));
+    ucp_listener_h listener;
+    ucp_listener_params_t params = {
+        .field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER,
+        .sockaddr = {(struct sockaddr *)&address, sizeof address},
+        .conn_handler = {on_request, NULL},
+    };
+    ucp_listener_attr_t attr = {.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR};
+
+    must(ucp_listener_create(worker, &params, &listener), "ucp_listener_create");
+    must(ucp_listener_query(listener, &attr), "ucp_listener_query");
+    put_block(fd, &attr.sockaddr, sizeof address);
+    progress_for(worker, 0.7);
+    if (requested != NULL) {
+        ucp_ep_params_t accept = {.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST, .conn_request = requested};
+        ucp_ep_h endpoint;
+        printf("ucp_ep_create: %s\n", ucs_status_string(ucp_ep_create(worker, &accept, &endpoint)));
+    }
+}
+
+static void be_a_stranger(int server, int fill)
+{
+    /* The header of sockcm: the length of what follows, and its kind. */
+    struct {
+        uint64_t length;
+        uint8_t kind, unused[7], data[64];
+    } message = {.length = 64, .kind = 0};
+    size_t length;
+    struct sockaddr *address = get_block(server, &length);
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+
+    memset(message.data, fill, sizeof message.data);
+    if (connect(fd, address, length) != 0 || write(fd, &message, sizeof message) != sizeof message)
+        exit(3);
+    sleep(1);
+    close(fd);
+}
+
+int main(void)
+{
+    option("UCX_TLS", "tcp");
+    for (int fill = 0; fill < 256; fill += 17) {
+        int ends[2];
+        char name[30];
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0)
+            return 3;
+        pid_t server = start(serve, ends[1]);
+        be_a_stranger(ends[0], fill);
+        sprintf(name, "64 times 0x%02x", fill);
+        ended(server, name);
+    }
+    return 0;
+}
