@@ -168,7 +168,8 @@ class Reach:
 
     facts: Facts
     uid: int
-    has_shared_memory: bool
+    #: Which kinds it has.
+    shared_memory: frozenset[str]
     has_network: bool
     #: Where its TCP transport listens.
     tcp_addresses: tuple[tuple[str, int], ...]
@@ -187,15 +188,16 @@ class Reach:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
         if network is not None and network.uuid != address.uuid:
             raise ProtocolError("the peer's two worker addresses are of different workers")
-        return cls(facts, address.uuid, _names_shared_memory(address), network is not None, address.tcp_addresses)
+        return cls(facts, address.uuid, _shared_memory_of(address), network is not None, address.tcp_addresses)
 
 
 #: Our own address, and those of peers that connect again and again.
 _parsed = lru_cache(maxsize=64)(parse_worker_address)
 
 
-def _names_shared_memory(address: ParsedAddress) -> bool:
-    return any(transport.name in SHARED_MEMORY for device in address.devices for transport in device.transports)
+def _shared_memory_of(address: ParsedAddress) -> frozenset[str]:
+    names = {transport.name for device in address.devices for transport in device.transports}
+    return frozenset(name for name in names if name in SHARED_MEMORY)
 
 
 def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
@@ -225,8 +227,11 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
         return "UCX 1.22 describes shared memory in another way than older releases, and one side has an older one"
     if not (ours.facts.error_handling and theirs.facts.error_handling):
         return "one side has the UCX option MM_ERROR_HANDLING=n"
-    if not (ours.has_shared_memory and theirs.has_shared_memory):
-        return "one side's UCX has no shared memory (its option TLS, or UCX_TLS)"
+    if not (ours.shared_memory and theirs.shared_memory):
+        return "one side's UCX has no shared memory (its option TLS, or UCX_TLS, or a limit that its log names)"
+    if not ours.shared_memory & theirs.shared_memory:
+        kinds = " and ".join(sorted(ours.shared_memory | theirs.shared_memory))
+        return f"the two sides have different kinds of shared memory ({kinds}: see the option TLS, or UCX_TLS)"
     return None
 
 

@@ -150,6 +150,7 @@ int tu_timer_create(void);
 int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
 int tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
+int tu_probe_sysv(size_t one, size_t other);
 #define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);
 int tu_readable(int fd);

@@ -8,6 +8,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/shm.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -98,6 +99,23 @@ int tu_wait_create(int efd, int timer)
         return -1;
     }
     return fd;
+}
+
+/* Whether segments of System V's shared memory of these sizes can be had at once: 0, or errno. Their pages are not
+ * touched. */
+int tu_probe_sysv(size_t one, size_t other)
+{
+    int first  = shmget(IPC_PRIVATE, one, IPC_CREAT | 0600);
+    int second = first < 0 ? -1 : shmget(IPC_PRIVATE, other, IPC_CREAT | 0600);
+    int error  = second < 0 ? errno : 0;
+
+    if (first >= 0) {
+        shmctl(first, IPC_RMID, NULL);
+    }
+    if (second >= 0) {
+        shmctl(second, IPC_RMID, NULL);
+    }
+    return error;
 }
 
 /* How many descriptors are left, up to `wanted` (at most TU_DESCRIPTORS); with fewer, errno says why. */

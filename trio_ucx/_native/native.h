@@ -27,6 +27,9 @@
 #define TU_RING_SLACK 256
 /* A turn ends when it has brought so many bytes that UCX keeps until Python has taken them. */
 #define TU_BATCH_BYTES (512 * 1024)
+/* And a message counts so much at least: UCX has 256 buffers for messages in shared memory to spare. It would have to get
+ * more memory then, and where that cannot be had, messages are lost (uct_mm_iface_process_recv). */
+#define TU_BUFFER 4096
 /* For so many nanoseconds request chains may go on in one call of Python's. */
 #define TU_CHAIN_SLICE 500000
 

@@ -306,7 +306,7 @@ void tu_worker_collect(tu_worker_t *worker)
         if (!batch && info.length > worker->small) {
             tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                            (uint64_t)(uintptr_t)message);
-            worker->collected += info.length;
+            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
             continue;
         }
         status = receive_to_scratch(worker, message, info.length);

@@ -19,6 +19,7 @@ from .._native import ffi, lib, ucx
 from . import _descriptors as descriptors
 from . import _forks as forks
 from . import _log as ucx_log
+from . import _shared_memory as shared_memory
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._buffers import Buffer
 from ._forks import Birth
@@ -141,6 +142,7 @@ class Context(metaclass=OpenedNotConstructed):
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
         options = {**defaults, **keepalive, **chosen}
+        options.update(shared_memory.restrict({**_environment(), **options}))
         ucx_log.open()
         forks.context_opened()
         try:
@@ -370,7 +372,7 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
             raise _initialisation_error(status, options)
         option = list(options)[rejected[0]]
         if option in chosen:
-            raise _refused_option(option, chosen[option], status)
+            raise _refused_option(option, options[option], status)
         del options[option]
 
 
@@ -433,6 +435,11 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
     error = UCXError(status, f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)")
     error.add_note("`python -m trio_ucx info` lists the transports of this machine")
     return error
+
+
+def _environment() -> dict[str, str]:
+    """UCX's options there."""
+    return {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}
 
 
 def _effective(name: str, options: Mapping[str, str]) -> str | None:

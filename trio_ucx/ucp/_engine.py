@@ -46,6 +46,7 @@ from outcome import Error
 
 from .._native import ffi, lib
 from . import _descriptors as descriptors
+from . import _shared_memory as shared_memory
 from ._address import worker_address
 from ._attributes import native_name, query_worker
 from ._backoff import Backoff
@@ -96,7 +97,7 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
     if status != Status.OK:
         descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken them
-        raise UCXError(status, "creating a worker")
+        raise shared_memory.explain(status, "creating a worker")
     return out[0]
 
 

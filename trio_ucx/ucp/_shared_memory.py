@@ -1,0 +1,137 @@
+"""Which shared memory UCX is to use: what can be had here, and of that the kind that a killed process does not leave.
+
+UCX knows two kinds. It opens a worker with both or not at all: where one cannot be had, it must be left out beforehand.
+Of System V's (sysv) nothing stays when a process is killed. POSIX' (posix) are files in /dev/shm, which one that is
+killed while it opens a worker leaves there. Where both are to be had, UCX uses the first only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .._native import lib
+from ._status import Status, UCXError
+
+logger = logging.getLogger("trio_ucx")
+
+#: What a worker takes of System V's: a queue, and buffers for 512 messages.
+_QUEUE, _BUFFERS = 64 << 10, 4608 << 10
+#: With less in /dev/shm UCX does without posix (POSIX_SHM_MIN_SIZE).
+_POSIX_MINIMUM = 16 << 20
+#: Names that UCX has for several transports, and which of them map a peer's memory.
+_ALIASES = {"sm": ("cma", "knem", "xpmem"), "shm": ("cma", "knem", "xpmem"), "mm": ("xpmem",)}
+_EVERYTHING = ("", "all")
+#: They reach no other process by themselves.
+_ALONE = {"self", "cma", "knem", "xpmem"}
+#: What makes UCX do without posix.
+_NO_POSIX = {"POSIX_SHM_MIN_SIZE": "inf"}
+#: How UCX fails without shared memory.
+_FAILURES = {Status.NO_MEMORY, Status.NO_RESOURCE, Status.SHMEM_SEGMENT}
+
+
+def restrict(options: Mapping[str, str]) -> dict[str, str]:
+    """Options that leave out what cannot be had, or is not needed.
+
+    Args:
+        options: those in force, with the environment's.
+
+    Raises:
+        OSError: nothing else is left that could reach another process.
+    """
+    wanted = [each.strip() for each in options.get("TLS", "all").split(",")]
+    sysv, posix = _allows(wanted, "sysv"), _allows(wanted, "posix")
+    problems: dict[str, OSError] = {}
+    if sysv and (problem := _sysv_problem()):
+        problems["sysv"] = problem
+    if posix and (problem := _posix_problem(options)):
+        problems["posix"] = problem
+    changes: dict[str, str] = {}
+    if "posix" in problems or (posix and sysv and not problems and "posix" not in wanted):
+        changes = {name: value for name, value in _NO_POSIX.items() if name not in options}
+    if "sysv" in problems:
+        changes["TLS"] = _without_sysv(wanted, "posix" not in problems)
+    if problems and len(problems) == sysv + posix:
+        reasons = "; ".join(str(problem.strerror) for problem in problems.values())
+        if not wanted[0].startswith("^") and all(_is_local(each) for each in wanted):
+            number = next(iter(problems.values())).errno
+            raise OSError(
+                number, f"no shared memory can be had, and TLS={','.join(wanted)!r} allows nothing else: {reasons}"
+            )
+        logger.warning("UCX does without shared memory: %s", reasons)
+    return changes
+
+
+def explain(status: int, doing: str) -> Exception:
+    """The error for a worker that UCX could not make."""
+    error = UCXError(status, doing)
+    problem = _sysv_problem() if error.status in _FAILURES else None
+    if problem is None:
+        return error
+    found = OSError(problem.errno, f"{error}: {problem.strerror}")
+    found.__cause__ = error
+    return found
+
+
+def _allows(wanted: list[str], transport: str) -> bool:
+    if wanted[0].startswith("^"):
+        return transport not in [each.lstrip("^") for each in wanted]
+    return any(each in _EVERYTHING or each in _ALIASES or each == transport for each in wanted)
+
+
+def _is_local(name: str) -> bool:
+    return name in _ALIASES or name in _ALONE or name in ("sysv", "posix")
+
+
+def _without_sysv(wanted: list[str], posix: bool) -> str:
+    """The same transports but sysv, and but posix where that cannot be had."""
+    if wanted[0].startswith("^"):
+        return ",".join([*wanted, "sysv"])
+    if any(each in _EVERYTHING for each in wanted):
+        return "^sysv"
+    left: list[str] = []
+    for each in wanted:
+        if each in _ALIASES:
+            left += ["posix"] * posix
+            left += [name for name in _ALIASES[each] if name == "cma" or os.path.exists(f"/dev/{name}")]
+        elif each != "sysv" and (each != "posix" or posix):
+            left.append(each)
+    return ",".join(dict.fromkeys(left))
+
+
+def _sysv_problem() -> OSError | None:
+    """Why a worker cannot have System V's."""
+    number = lib.tu_probe_sysv(_QUEUE, _BUFFERS)
+    if number == 0:
+        return None
+    limits = ", ".join(f"kernel.{name}={_limit(name)}" for name in ("shmmax", "shmall", "shmmni"))
+    return OSError(
+        number,
+        f"no System V segments of {_QUEUE} and {_BUFFERS} bytes ({os.strerror(number)}): raise the limits ({limits}), "
+        "or remove segments that nobody uses (ipcs -m)",
+    )
+
+
+def _limit(name: str) -> str:
+    try:
+        return Path("/proc/sys/kernel", name).read_text().strip()
+    except OSError:
+        return "?"
+
+
+def _posix_problem(options: Mapping[str, str]) -> OSError | None:
+    """Why a worker cannot have POSIX'."""
+    folder = options.get("POSIX_DIR", "/dev/shm")
+    try:
+        state = os.statvfs(folder)
+    except OSError as error:
+        return OSError(error.errno, f"{folder}: {error.strerror}")
+    if state.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
+        return OSError(errno.EROFS, f"{folder} cannot be written to")
+    free = state.f_bavail * state.f_bsize
+    if free < _POSIX_MINIMUM and "POSIX_SHM_MIN_SIZE" not in options:
+        return OSError(errno.ENOSPC, f"{folder} has {free} bytes left, of {_POSIX_MINIMUM} that UCX asks for")
+    return None
