@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 import trio
@@ -157,3 +158,37 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
                 await connection.aclose()
             await healthy.send(b"well?")
             assert await healthy.receive() == b"well?"
+
+
+async def test_worker_rests_after_a_peer_was_killed_that_had_not_read(worker: ucp.Worker, transports: str) -> None:
+    """Over shared memory UCX never gets rid of what it had for such a peer, and cannot be armed any more."""
+    async with open_peer("sender_then_wait", [], transports=transports) as peer:
+        address, _ = await peer.hear()
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        assert await peer.hear() == "sent"
+        await peer.stop()
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                connection.send_nowait(bytes(2000), 1)
+        peer.signal(signal.SIGKILL)
+        with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+            await connection.receive()
+        connection.abort()
+    await trio.sleep(3)
+    before, began = worker.statistics(), time.process_time()
+    await trio.sleep(3)
+    after, took = worker.statistics(), time.process_time() - began
+    assert after.operations_in_flight == 0
+    assert (after.backoffs - before.backoffs) / 3 <= 12
+    assert took / 3 < 0.01, f"{took / 3:.1%} of a core"
+    # Others come through, and as soon as something happens, it is quick again.
+    async with open_peer("echo", [0], transports=transports) as peer:
+        address, _ = await peer.hear()
+        with trio.fail_after(SOON):
+            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
+                assert_lanes(connection, transports)
+                began = trio.current_time()
+                for _ in range(100):
+                    await connection.send(b"x")
+                    assert await connection.receive() == b"x"
+                assert trio.current_time() - began < 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from time import monotonic
 
 import trio
 
@@ -13,6 +14,9 @@ from ._descriptors import opened
 _SHORTEST, _LONGEST = 0.00005, 0.002
 #: A turn that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
 _REFILLED = 0.00002
+#: Seconds after which that is not to be expected any more, when nothing has arrived or completed: UCX is busy for ever
+#: with what it had for a peer that was killed. The pauses grow to 0.1 s then: so late may a message be noticed.
+_QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
 
 
 class Backoff:
@@ -28,6 +32,9 @@ class Backoff:
             os.close(self._timer)
             raise
         self._delay = 0.0
+        #: What had happened by the last turn, and since when nothing has.
+        self._news = -1
+        self._since = 0.0
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -37,11 +44,18 @@ class Backoff:
         """UCX could be armed."""
         self._delay = 0.0
 
-    async def sleep(self, took: float) -> None:
-        """Waits after a turn that took so many seconds."""
-        if took > _REFILLED:
+    async def sleep(self, took: float, news: int) -> None:
+        """Waits after a turn that took so many seconds.
+
+        Args:
+            news: grows when something arrives or completes.
+        """
+        if news != self._news:
+            self._news, self._since = news, monotonic()
+        quiet = monotonic() - self._since > _QUIET
+        if took > _REFILLED and not quiet:
             self._delay = 0.0
-        self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST)
+        self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
         lib.tu_timer_set(self._timer, int(self._delay * 1e9), 0)
         # An event may end the sleep; but one that is there already, and could not be armed away, may not.
         early = not lib.tu_readable(self._efd)

@@ -413,7 +413,7 @@ class Engine:
                 await self._suspend()  # UCX says BUSY for ever, and there is nothing to look for
             else:
                 self.counters["backoffs"] += 1
-                await self._backoff.sleep(perf_counter() - began)
+                await self._backoff.sleep(perf_counter() - began, self.news())
 
     def leave_to_others(self) -> bool:
         """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
