@@ -62,12 +62,13 @@ class Registry:
 
     @property
     def current(self) -> Registry:
-        """The registry for new connections: this one, or a successor's if its shared-memory queue has stopped."""
+        """The registry for new connections: this one, or a successor's if UCX stopped its queue or a data port."""
         return self._first(lambda engine: True)
 
     def _first(self, suits: Callable[[Engine], bool]) -> Registry:
         for worker in (self.worker, *self.worker._successors.values()):
-            if not worker._engine.queue_stopped and suits(worker._engine):
+            engine = worker._engine
+            if not engine.queue_stopped and not engine.data_ports.lost and suits(engine):
                 return Registry.of(worker)
         return Registry.of(self.worker._open_successor())
 
@@ -104,6 +105,14 @@ def _network_address(engine: Engine) -> bytes:
     except ValueError:
         return b""
     return blob
+
+
+def _plain_host(address: Address) -> str | None:
+    """The host of a control socket's end, an IPv4 one as such; None for a Unix socket."""
+    if address is None or address[0].startswith("unix:"):
+        return None
+    host = address[0].partition("%")[0]
+    return host.removeprefix("::ffff:") if "." in host else host
 
 
 def _greeting(frame: bytes) -> int | None:
@@ -193,6 +202,8 @@ class Introduction:
         assert self._ours is not None
         self._theirs = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._ours), self._theirs)
+        hosts = [host for host, _ in self._theirs.tcp_addresses]
+        self.registry.engine.data_ports.admit(hosts, _plain_host(self.remote))
 
     @property
     def theirs(self) -> Reach:

@@ -52,6 +52,7 @@ from ._attributes import native_name, query_worker
 from ._backoff import Backoff
 from ._between import Between, Prompt
 from ._context import Context, Feature
+from ._data_ports import DataPorts
 from ._delivery import FIELDS, deliver, deliver_failures
 from ._end import dispose, drain, ignoring_late_run
 from ._forks import Birth
@@ -130,6 +131,7 @@ class Engine:
             self.address = worker_address(self.handle)
             #: The same without shared memory.
             self.network_address = worker_address(self.handle, network_only=True)
+            self.data_ports = DataPorts(self.network_address.ucx)
             undo.pop_all()
         self.waiting = Waiting(self, spin, yield_interval)
         self.between = Between(self)

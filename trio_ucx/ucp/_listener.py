@@ -239,6 +239,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         descriptors.require(descriptors.ENDPOINT, f"accepting {format_address(self.client_address)}")
         request = self._take()
+        target._engine.data_ports.open("a raw listener's client was accepted")
         self._core.unanswered.discard(request)
         core = accept_request(target._engine, request, self.client_address, options)
         endpoint = Endpoint._create(target, core, name=options.name)

@@ -206,7 +206,11 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Includes the address of a worker of the context, if one is open: atomics need it.
         """
         self._check()
-        worker = next((engine.address for engine in list(self.context.engines) if engine.handle is not None), None)
+        engine = next((engine for engine in list(self.context.engines) if engine.handle is not None), None)
+        worker = None
+        if engine is not None:
+            engine.data_ports.open("a memory descriptor says the worker's address")
+            worker = engine.address
         return bytes(MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process()))
 
     def _check(self) -> None:

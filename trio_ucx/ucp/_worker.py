@@ -137,7 +137,11 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @property
     def address(self) -> WorkerAddress:
-        """Where peers can reach it without a listener (``ucp_worker_query``)."""
+        """Where peers can reach it without a listener (``ucp_worker_query``).
+
+        From when a program first asks for it, every host may connect to the worker's TCP ports; see the guide, Trust.
+        """
+        self._engine.data_ports.open("the program asked for the worker's address")
         return self._engine.address
 
     def attributes(self) -> WorkerAttributes:
@@ -190,6 +194,7 @@ class Worker(metaclass=OpenedNotConstructed):
                 stopped (``statistics().stopped_queues``): open another worker.
         """
         self._engine.check()
+        self._engine.data_ports.open("a raw endpoint was opened")
         options = EndpointOptions(
             opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
         )
@@ -225,6 +230,7 @@ class Worker(metaclass=OpenedNotConstructed):
             OSError: the address is in use, or not ours; too few file descriptors are left (EMFILE).
         """
         self._engine.check()
+        self._engine.data_ports.open("a raw listener was opened")
         port = check_port(port)
         await trio.lowlevel.checkpoint()
         if host is None:

@@ -1,0 +1,298 @@
+"""UCX's data ports: strangers elsewhere cannot connect, and what does not speak UCX's protocol does no harm.
+
+What speaks it is believed by UCX, and can do anything (docs/guide.md, Trust): that is not tested here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from helpers import open_pair, open_peer, until
+from networks import Host, open_network
+from test_door import Door, open_door
+
+from trio_ucx import ucp
+from trio_ucx._native import ffi
+from trio_ucx.ucp import _data_ports
+from trio_ucx.ucp._data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
+
+UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
+LISTENS = "0A"
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens, in whatever network namespace: IPv4 only."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry))
+    found = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == LISTENS and f"socket:[{inode}]" in inodes:
+            host, port = local.split(":")
+            found.add((socket.inet_ntoa(struct.pack("=I", int(host, 16))), int(port, 16)))
+    return found
+
+
+# ---- what does not speak UCX's protocol ----
+
+
+def begin(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    stranger = socket.create_connection(address, timeout=5)
+    if data:
+        stranger.sendall(data)
+    return stranger
+
+
+def half_open(address: tuple[str, int]) -> Iterator[socket.socket]:
+    for number in range(2000):
+        yield begin(address, UCX_MAGIC[: number % 8])
+
+
+def noise(address: tuple[str, int]) -> Iterator[socket.socket]:
+    dice = random.Random(1)
+    openings = [b"GET / HTTP/1.1\r\n\r\n", bytes(8), b"\xff" * 8, UCX_MAGIC[:7] + b"\0", UCX_MAGIC[::-1]]
+    for number in range(500):
+        yield begin(address, [*openings, dice.randbytes(8)][number % 6] + dice.randbytes(dice.randrange(5000)))
+
+
+def come_and_go(address: tuple[str, int]) -> Iterator[socket.socket]:
+    for _ in range(3000):
+        begin(address).close()
+    yield begin(address)
+
+
+def slow(address: tuple[str, int]) -> Iterator[socket.socket]:
+    strangers = [begin(address) for _ in range(50)]
+    for byte in UCX_MAGIC[:7]:
+        for stranger in strangers:
+            stranger.sendall(bytes([byte]))
+    yield from strangers
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[int]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 4096:
+        pytest.skip("needs 4096 file descriptors (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("attack", [half_open, noise, come_and_go, slow])
+async def test_strangers_on_this_machine(
+    tmp_path: Path, many_descriptors: int, attack: Callable[[tuple[str, int]], Iterator[socket.socket]]
+) -> None:
+    async with open_door(tmp_path, "tcp") as door:
+        control = door.address
+        [port] = [one for one in listening(door.server.process.pid) - {control} if one[0] == "127.0.0.1"]
+        await door.is_well()
+        before = door.descriptors
+        strangers: list[socket.socket] = []
+
+        def come() -> None:
+            for stranger in attack(port):
+                strangers.append(stranger)
+
+        try:
+            await trio.to_thread.run_sync(come)
+            await door.is_well()
+        finally:
+            for stranger in strangers:
+                stranger.close()
+        await settled(door, before)
+
+
+async def settled(door: Door, descriptors: int) -> None:
+    """Few more descriptors than before: endpoints are kept for two seconds for the next connection."""
+    await until(lambda: door.descriptors <= descriptors)
+    await door.is_well()
+
+
+async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
+    """UCX stops listening when it cannot accept for want of descriptors. The listener goes on with another worker."""
+    async with open_door(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as door:
+        pid = door.server.process.pid
+        await door.is_well()
+        [port] = [one for one in listening(pid) - {door.address} if one[0] == "127.0.0.1"]
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (door.descriptors + 10, limits[1]))
+        strangers = []
+        with trio.fail_after(20):
+            while port in listening(pid):
+                with contextlib.suppress(OSError):
+                    strangers.append(begin(port))
+                await trio.sleep(0.01)
+        for stranger in strangers:
+            stranger.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        await door.is_well()
+
+
+# ---- who may connect ----
+
+KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.5).close()
+    print("connected")
+except TimeoutError:
+    print("dropped")
+"""
+
+
+async def knock(host: Host, address: tuple[str, int]) -> str:
+    command = [*host.under, sys.executable, "-c", KNOCK, address[0], str(address[1])]
+    done = await trio.run_process(command, capture_stdout=True)
+    return done.stdout.decode().strip()
+
+
+async def test_only_peers_reach_the_data_ports_from_elsewhere() -> None:
+    with open_network() as network:
+        serving, friend, stranger = network.host(), network.host(), network.host()
+        network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
+        network.cable((serving, "two", "10.213.2.1/24"), (stranger, "eth", "10.213.2.2/24"))
+        await network.ready()
+        async with (
+            open_peer("host", ["0.0.0.0"], {}, under=serving.under) as server,
+            open_peer("visitor", {}, [1, 70_000], under=friend.under) as client,
+        ):
+            [control] = await server.hear()
+            ports = {host: (host, port) for host, port in listening(server.process.pid) if port != control[1]}
+            near, far = ports["10.213.1.1"], ports["10.213.2.1"]
+            assert await knock(stranger, ("10.213.2.1", control[1])) == "connected"
+            assert await knock(stranger, far) == "dropped"
+            assert await knock(friend, near) == "dropped"
+            assert await knock(serving, near) == await knock(serving, far) == "connected"
+            await client.tell(["10.213.1.1", control[1]])
+            kind, transports, *_ = await client.hear(40)
+            assert (kind, transports) == ("connected", ["tcp"])
+            assert await knock(friend, near) == "connected"
+            assert await knock(stranger, far) == "dropped"
+            await server.tell()
+            await server.hear()
+
+
+async def test_a_connection_leaves_them_closed() -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        assert worker._engine.data_ports.restricted
+        async with open_pair(worker) as (client, server):
+            await client.send(b"hello")
+            assert await server.receive() == b"hello"
+        assert worker._engine.data_ports.restricted
+
+
+async def test_raw_use_opens_them() -> None:
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
+    async with ucp.open_worker(config={"TLS": "tcp"}) as listening, ucp.open_worker(config={"TLS": "tcp"}) as calling:
+        async with await listening.open_listener("127.0.0.1", 0) as listener:
+            assert not listening._engine.data_ports.restricted
+            assert calling._engine.data_ports.restricted
+            endpoint = await calling.open_endpoint(listener.address)
+            assert not calling._engine.data_ports.restricted
+            endpoint.abort()
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        assert worker.address
+        assert not worker._engine.data_ports.restricted
+    async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as worker:
+        with worker.context.allocate(8) as memory:
+            assert worker._engine.data_ports.restricted
+            assert memory.descriptor
+            assert not worker._engine.data_ports.restricted
+
+
+async def test_a_worker_without_tcp_has_none() -> None:
+    async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
+        assert not worker._engine.data_ports.restricted
+        assert worker.address
+
+
+async def test_a_worker_where_filters_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_data_ports, "_SO_ATTACH_FILTER", 9999)  # a kernel that does not know it
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        assert not worker._engine.data_ports.restricted
+        async with open_pair(worker) as (client, server):
+            await client.send(b"hello")
+            assert await server.receive() == b"hello"
+
+
+@contextlib.contextmanager
+def some_ports() -> Iterator[tuple[DataPorts, list[tuple[str, ...]]]]:
+    """Ports that are not there, and what the filter let in each time that it was changed."""
+    ports = DataPorts(b"")
+    assert not ports.restricted
+    ports.restricted = True
+    changes: list[tuple[str, ...]] = []
+    ports._restrict = lambda: changes.append(tuple(ports._admitted))  # type: ignore[method-assign]
+    yield ports, changes
+
+
+def test_what_is_admitted() -> None:
+    with some_ports() as (ports, changes):
+        ports.admit(["127.0.0.1", "10.0.0.1"], "10.0.0.1")
+        ports.admit(["10.0.0.1"], "10.0.0.1")  # known already
+        ports.admit(["10.0.0.3"], None)  # by a Unix socket
+        ports.admit(["fd00::1"], "127.0.0.1")
+        assert changes == [("10.0.0.1",), ("10.0.0.1", "10.0.0.3"), ("10.0.0.1", "10.0.0.3", "fd00::1")]
+        assert ports.restricted
+        ports.admit(["10.0.0.5"], "10.0.0.9")  # by address translation
+        assert not ports.restricted
+
+
+def test_how_many_are_admitted() -> None:
+    with some_ports() as (ports, changes):
+        ports.admit([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None)
+        assert len(changes[-1]) == MAX_EACH
+        for number in range(MAX_ADMITTED):
+            ports.admit([f"10.2.0.{number}"], None)
+            ports.admit(["10.1.0.0"], None)  # comes again and again
+        assert len(changes[-1]) == MAX_ADMITTED
+        assert "10.1.0.0" in changes[-1] and "10.1.0.1" not in changes[-1]
+
+
+def attach(listener: socket.socket, program: bytes) -> None:
+    kept = ffi.from_buffer("char[]", program)
+    value = struct.pack("@HP", len(program) // 8, int(ffi.cast("uintptr_t", kept)))
+    listener.setsockopt(socket.SOL_SOCKET, 26, value)
+
+
+def test_the_filter_over_ipv6() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with listener:
+        before = socket.create_connection(listener.getsockname()[:2], timeout=5)
+        accepted, _ = listener.accept()
+        with before, accepted:
+            for hosts in (["::2", "1::1", "::1:1"], []):
+                attach(listener, filter_program(socket.AF_INET6, hosts))
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(listener.getsockname()[:2], timeout=0.3)
+            before.sendall(b"goes on")
+            assert accepted.recv(10) == b"goes on"
+        attach(listener, filter_program(socket.AF_INET6, ["::2", "::1"]))
+        with socket.create_connection(listener.getsockname()[:2], timeout=5) as after:
+            accepted, _ = listener.accept()
+            with accepted:  # a socket that was accepted has the filter, too
+                after.sendall(b"x" * 100_000)
+                assert len(accepted.recv(1000, socket.MSG_WAITALL)) == 1000
+    # the largest program that there can be is accepted
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+        hosts = [f"10.{number >> 8}.{number & 255}.1" for number in range(MAX_ADMITTED + 20)]
+        attach(plain, filter_program(socket.AF_INET, hosts))
+        attach(plain, filter_program(socket.AF_INET, hosts))
+        with socket.create_connection(plain.getsockname(), timeout=5):
+            pass
