@@ -26,6 +26,7 @@ from trio_ucx.ucp._address_format import (
     parse_worker_address,
     transport_checksum,
 )
+from trio_ucx.ucp._network_part import without_shared_memory
 
 # What ucp_worker_get_address returned: Debian's libucx0 for 1.13.1, PyPI's libucx-cu12 for the others, all on one host.
 # Version 1 of the format, unless "v2" is in the name.
@@ -292,6 +293,42 @@ def test_addresses_of_all_releases(name: str) -> None:
     # All but the attributes, which are not kept.
     assert parse_worker_address(pack(parsed)) == parsed
     assert len(pack(parsed)) == len(blob)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_without_shared_memory(name: str) -> None:
+    """What is left is an address like those that UCX makes, of the same worker."""
+    blob = sample(name)
+    parsed = parse_worker_address(blob)
+    rest = without_shared_memory(blob)
+    local = {"sysv", "posix", "cma", "self"}
+    kept = tuple(one for one in parsed.devices if not local & {each.name for each in one.transports})
+    if not kept:
+        assert rest is None
+        return
+    assert rest is not None
+    assert parse_worker_address(rest) == attrs.evolve(parsed, devices=kept)
+    assert (rest == blob) == (kept == parsed.devices)
+    assert without_shared_memory(rest) == rest
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("release", [None, 6])
+def test_without_shared_memory_whatever_is_last(version: int, release: int | None) -> None:
+    if version == 2 and release is None:
+        release = 0  # it always says one
+    memory, other = device("sysv", HOST, bytes(8)), device("sysv", HOST, bytes(8))
+    tcp = attrs.evolve(TCP, paths=2, system_device=3)
+    for devices in ([tcp, memory], [memory, tcp], [memory, tcp, other], [tcp, TCP, memory], [TCP, memory, tcp]):
+        rest = without_shared_memory(pack(address(*devices, version=version, release=release)))
+        kept = [one for one in devices if one.transports[0].name == "tcp"]
+        assert rest == pack(address(*kept, version=version, release=release))
+    assert without_shared_memory(pack(address(memory, version=version, release=release))) is None
+
+
+def test_without_shared_memory_refuses_what_the_parser_refuses() -> None:
+    with pytest.raises(ValueError, match="no UCX worker address"):
+        without_shared_memory(sample("1.22.0 tcp, with name")[:-1])
 
 
 def test_tcp_addresses() -> None:

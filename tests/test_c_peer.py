@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from c_programs import compiled
 from helpers import free_port
 
 from trio_ucx import ucp
@@ -24,26 +23,13 @@ TAG = 0xCAFE
 
 @pytest.fixture(scope="session")
 def executable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles ``ucp_client_server.c`` of the UCX in use."""
+    """``ucp_client_server.c`` of the UCX in use."""
     if ucx.system:
         pytest.skip("the distribution's UCX brings no examples; libucx-cu12 does")
-    home = Path(ucx.file).parent.parent
-    source = home / "share" / "ucx" / "examples" / "ucp_client_server.c"
+    source = Path(ucx.file).parent.parent / "share" / "ucx" / "examples" / "ucp_client_server.c"
     if not source.exists():
         pytest.skip(f"this UCX has no examples: {source}")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        pytest.skip("no C compiler")
-    target = tmp_path_factory.mktemp("c") / "ucp_client_server"
-    libraries = home / "lib"
-    subprocess.run(
-        [compiler, "-o", target, source, f"-I{home / 'include'}", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
-        + ["-lucp", "-lucs"],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    return target
+    return compiled(source, tmp_path_factory.mktemp("c"))
 
 
 class Program:

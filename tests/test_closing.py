@@ -230,6 +230,51 @@ async def test_dropped_objects_leave_a_warning_only(worker: ucp.Worker) -> None:
         assert await server.receive() == b"still works"
 
 
+async def test_forgotten_listeners_leave_a_warning(worker: ucp.Worker) -> None:
+    """And listen no more."""
+    raw = await worker.open_listener("127.0.0.1", 0)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    addresses = raw.address, listener.address
+    for name in "RawListener", "Listener":
+        with pytest.warns(ResourceWarning, match=f"unclosed <trio_ucx.*{name} at .*listening>"):
+            if name == "RawListener":
+                del raw
+            else:
+                del listener
+            gc.collect()
+    for address in addresses:
+        with trio.fail_after(20):
+            while True:
+                try:
+                    await (await trio.open_tcp_stream(*address)).aclose()
+                except OSError:
+                    break
+                await trio.sleep(0.001)
+
+
+async def test_closed_raw_listener_leaves_no_warning() -> None:
+    async with ucp.open_worker() as worker:
+        listener = await worker.open_listener("127.0.0.1", 0)
+        await listener.aclose()
+        assert "closed" in repr(listener)
+    del listener
+    gc.collect()
+
+
+async def test_listeners_that_are_open_when_their_worker_closes() -> None:
+    with pytest.warns(ResourceWarning) as caught:
+        async with ucp.open_worker() as worker:
+            listeners = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+            raw = await worker.open_listener("127.0.0.1", 0)
+    said = sorted(str(warning.message) for warning in caught)
+    assert [line.partition(" at ")[0] for line in said] == [
+        "unclosed <trio_ucx.Listener",
+        "unclosed <trio_ucx.ucp.RawListener",
+    ]
+    del listeners, raw  # closed: said once
+    gc.collect()
+
+
 async def test_raw_close_modes(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         await client.tag_send(b"x", 1)

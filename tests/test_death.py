@@ -8,10 +8,12 @@ import time
 import pytest
 import trio
 import trio.testing
-from helpers import assert_lanes, open_peer, pattern
+from helpers import assert_lanes, open_peer, open_raw_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp import _endpoint
+from trio_ucx.ucp._status import error_from_status
 
 #: UCX's own interval is 20 seconds.
 SOON = 5.0
@@ -101,6 +103,79 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
         with pytest.raises(trio.BrokenResourceError):
             await endpoint.flush()
         await endpoint.aclose()
+
+
+UNFLUSHED = {
+    "tag": lambda endpoint: endpoint.tag_send(b"unflushed", 2),
+    "active message": lambda endpoint: endpoint.am_send(2, b"unflushed"),
+    "stream": lambda endpoint: endpoint.stream_send(b"unflushed"),
+}
+
+
+@pytest.mark.parametrize("sent", [None, *UNFLUSHED])
+@pytest.mark.parametrize("way", ["socket", "worker"])
+async def test_raw_endpoint_that_breaks_while_nobody_looks(transports: str, way: str, sent: str | None) -> None:
+    """Then its close says that something may be lost, if something was sent and not flushed; and says it once."""
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
+    async with (
+        open_peer("raw_listener", transports=transports) as peer,
+        ucp.open_worker(config={"TLS": transports}, features=features) as worker,
+    ):
+        address, worker_address = await peer.hear()
+        target = tuple(address) if way == "socket" else ucp.WorkerAddress(bytes.fromhex(worker_address))
+        endpoints = [await worker.open_endpoint(target) for _ in range(3)]
+        for endpoint in endpoints:
+            await endpoint.tag_send(b"x", 1)
+            await endpoint.flush()
+        await peer.stop()
+        if sent is not None:
+            for endpoint in endpoints:
+                await UNFLUSHED[sent](endpoint)
+        peer.signal(signal.SIGKILL)
+        with trio.fail_after(SOON):
+            while any(endpoint.alive for endpoint in endpoints):
+                await trio.sleep(0.001)
+        looked, forced, unnoticed = endpoints
+        with pytest.raises(trio.BrokenResourceError):
+            await looked.tag_send(b"x", 1)
+        await looked.aclose()  # told already
+        await forced.aclose(ucp.CloseMode.FORCE)
+        await forced.aclose()
+        if sent is not None:
+            with pytest.raises(trio.BrokenResourceError, match="may not have arrived") as caught:
+                await unnoticed.aclose()
+            assert isinstance(caught.value.__cause__, ucp.UCXError) and str(caught.value.__cause__) in str(caught.value)
+        await unnoticed.aclose()  # closed it is
+
+
+async def test_leaving_the_block_of_a_raw_endpoint_that_broke(worker: ucp.Worker, transports: str) -> None:
+    async with open_peer("raw_listener", transports=transports) as peer:
+        address, _ = await peer.hear()
+        with pytest.raises(trio.BrokenResourceError, match="may not have arrived"):
+            async with await worker.open_endpoint(tuple(address)) as endpoint:
+                await endpoint.tag_send(b"x", 1)
+                assert await peer.hear() == "accepted"
+                peer.signal(signal.SIGKILL)
+                with trio.fail_after(SOON):
+                    while endpoint.alive:
+                        await trio.sleep(0.001)
+
+
+async def test_flush_that_fails_gives_its_reason(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush of a close fails before UCX says that the endpoint did: UCX's words, and its error as the cause."""
+    async with open_raw_pair(worker) as (client, _):
+        await client.tag_send(b"x", 1)
+
+        async def fails(_: object) -> None:
+            await trio.lowlevel.checkpoint()
+            raise error_from_status(ucp.Status.NOT_CONNECTED, "flushing")
+
+        monkeypatch.setattr(_endpoint, "flush", fails)
+        with pytest.raises(trio.BrokenResourceError, match="may not have arrived: flushing: ") as caught:
+            await client.aclose()
+        cause = caught.value.__cause__
+        assert isinstance(cause, ucp.UCXError) and cause.status is ucp.Status.NOT_CONNECTED
+        assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
 
 
 @pytest.mark.cut_off

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import pickle
 
 import pytest
@@ -25,16 +27,21 @@ def test_every_status_has_an_exception(status: ucp.Status) -> None:
         assert isinstance(error, trio.BrokenResourceError) == (status in _status._BROKEN)
     assert "doing something" in str(error)
     set_up = _status.os_error_from_status(status, "connecting", " (a hint)")
-    if status in _status._ERRNO:
-        assert isinstance(set_up, OSError) and set_up.errno == _status._ERRNO[status]
-        assert "(a hint)" in str(set_up)
-    else:
-        assert isinstance(set_up, ucp.UCXError)
+    assert set_up.errno == _status._ERRNO.get(status, errno.EIO)
+    assert str(set_up) == f"[Errno {set_up.errno}] {set_up.__cause__} (a hint)"
+    assert isinstance(set_up.__cause__, ucp.UCXError) and set_up.__cause__.status is status
+
+
+def test_without_a_hint_the_errno_is_explained() -> None:
+    error = _status.os_error_from_status(ucp.Status.BUSY, "listening")
+    assert str(error).endswith(os.strerror(errno.EADDRINUSE))
 
 
 def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
     error = pickle.loads(pickle.dumps(ucp.UCXError(-25, "reading")))
     assert error.status is ucp.Status.CONNECTION_RESET and str(error).startswith("reading")
+    hinted = ucp.UCXError(-25, "reading", " (a hint)")
+    assert str(pickle.loads(pickle.dumps(hinted))) == str(hinted) and str(hinted).endswith(" (a hint)")
     assert ucp.UCXError(-99, "x").status is ucp.Status.UNKNOWN
     assert "-99" in str(ucp.UCXError(-99, "x"))
 

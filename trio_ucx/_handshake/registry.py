@@ -377,7 +377,7 @@ class Introduction:
         assert self._core is not None and self._core.error is not None
         hint = f" ({self.tried})"
         error = os_error_from_status(self._core.error.status, f"connecting to {self.label} over UCX", hint)
-        self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+        self.fail(error)
 
     @property
     def tried(self) -> str:

@@ -20,6 +20,7 @@ from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._numbering import FILLERS_AT_ONCE
 from ..ucp._pending import Waiters
+from ..ucp._util import warn_resource
 from .client import Entry, own_address, peer_address
 from .control import ControlSocket
 from .exchange import Declined, Event, Exchange, Opened, Refused, Stranger, Taken
@@ -124,7 +125,7 @@ class Acceptor:
         self._acceptors = Waiters()
         self._turned_away = TurnedAway()
         self._id = self.engine.next_id()
-        self.engine.children[self._id] = self.close
+        self.engine.children[self._id] = self._unclosed
         self.engine.on_broken[self._id] = self._acceptors.fail
         trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx listener at {self.address}")
 
@@ -135,6 +136,11 @@ class Acceptor:
     @property
     def waiting(self) -> int:
         return len(self._ready)
+
+    def _unclosed(self) -> None:
+        """The worker closes."""
+        warn_resource(f"unclosed <trio_ucx.Listener at {self.address}>, closed with its worker")
+        self.close()
 
     async def _run(self) -> None:
         """Takes control sockets."""

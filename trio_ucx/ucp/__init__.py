@@ -9,6 +9,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _attributes                                       what UCX says about itself
     _opening                                          what an endpoint can be opened with
     _context                                          configuration
+    _reach                                            why a peer cannot be reached
     _loans, _inbox                                    memory that UCX lends
     _operations, _safety_net, _engine                 what is in flight; the progress task: read their docstrings
     _peers, _receive_queue                            noticing a dead process, and a queue that it has stopped

@@ -16,10 +16,11 @@ from ._process import NOBODY, Process, this_process
 from ._status import read_sized
 from ._util import check_integer
 
-#: After UCX's bytes: magic, the process (host, pid namespace, pid, start time), checksum of everything before. UCX
-#: ignores what follows its own bytes, and would crash on damaged ones, so the checksum is compared first.
-_TRAILER = struct.Struct("<4s16sQIQI")
-_MAGIC = b"TUWC"
+#: After UCX's bytes: magic, the process (host, pid namespace, pid, start time), flags, checksum of everything before.
+#: UCX ignores what follows its own bytes, and would crash on damaged ones, so the checksum is compared first.
+_TRAILER = struct.Struct("<4s16sQIQBI")
+_MAGIC = b"TUWD"
+_SHARED_MEMORY = 1
 
 #: A socket address as people write it.
 SocketAddress = str | tuple[str, int]
@@ -40,6 +41,8 @@ class WorkerAddress:
 
     ucx: bytes
     process: Process
+    #: Whether endpoints with error handling can reach it over shared memory.
+    shared_memory: bool
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -47,9 +50,9 @@ class WorkerAddress:
         data = bytes(data)
         body, trailer = data[: -_TRAILER.size], data[-_TRAILER.size :]
         if len(trailer) == _TRAILER.size and body:
-            magic, *process, checksum = _TRAILER.unpack(trailer)
+            magic, *process, flags, checksum = _TRAILER.unpack(trailer)
             if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, Process(*process))
+                self.__attrs_init__(body, Process(*process), bool(flags & _SHARED_MEMORY))
                 return
         raise ValueError(
             f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
@@ -62,13 +65,20 @@ class WorkerAddress:
         return cls(data)
 
     @classmethod
-    def from_ucx(cls, blob: bytes, *, process: Process = NOBODY) -> WorkerAddress:
+    def from_ucx(cls, blob: bytes, *, process: Process = NOBODY, shared_memory: bool = False) -> WorkerAddress:
         """Makes one from the bytes of ``ucp_worker_get_address`` of any UCP program.
 
         UCX does not check them: a damaged blob crashes the process.
+
+        Args:
+            blob: those bytes.
+            process: which process it is of, where that is known.
+            shared_memory: whether the program runs with UCX's option MM_ERROR_HANDLING=y, as trio_ucx does. Without it,
+                which is UCX's default, it cannot answer an endpoint with error handling over shared memory, and
+                messages would hang: such an endpoint then leaves shared memory out.
         """
         address = cls.__new__(cls)
-        address.__attrs_init__(bytes(blob), process)
+        address.__attrs_init__(bytes(blob), process, bool(shared_memory))
         return address
 
     @property
@@ -82,22 +92,23 @@ class WorkerAddress:
         return int(uid[0])
 
     def __bytes__(self) -> bytes:
-        process = attrs.astuple(self.process)
-        body = self.ucx + _TRAILER.pack(_MAGIC, *process, 0)[:-4]
+        flags = _SHARED_MEMORY if self.shared_memory else 0
+        body = self.ucx + _TRAILER.pack(_MAGIC, *attrs.astuple(self.process), flags, 0)[:-4]
         return body + struct.pack("<I", zlib.crc32(body))
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
 
 
-def worker_address(worker: Any, *, network_only: bool = False) -> WorkerAddress:
+def worker_address(worker: Any, *, shared_memory: bool, network_only: bool = False) -> WorkerAddress:
     """The address of a worker of ours, by its native handle.
 
     Args:
+        shared_memory: whether it can be reached over shared memory with error handling.
         network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
     """
     blob = read_sized(lambda *out: lib.tu_worker_address(worker, network_only, *out), "asking for the worker's address")
-    return WorkerAddress.from_ucx(blob, process=this_process())
+    return WorkerAddress.from_ucx(blob, process=this_process(), shared_memory=shared_memory)
 
 
 @attrs.frozen

@@ -60,7 +60,7 @@ _KNOWN_FLAGS = _FLAG_NAME | _FLAG_UUID | _FLAG_CLIENT_ID | _FLAG_AM_ONLY
 _EMPTY_ADDRESS = 0xFF  # UCP_NULL_RESOURCE
 
 # Flags beside a memory domain or a length.
-_LAST = 0x80
+LAST = 0x80
 _NO_TRANSPORTS = 0x80
 _HAS_PATHS = 0x40
 _HAS_SYSTEM_DEVICE = 0x20
@@ -181,6 +181,7 @@ class Device:
         transports: at least one.
         paths: how many paths lead to the device.
         system_device: the device's index in its host's topology, or None.
+        place: where in the address it is written.
     """
 
     md_index: int
@@ -188,6 +189,7 @@ class Device:
     transports: tuple[Transport, ...]
     paths: int = 1
     system_device: int | None = None
+    place: slice = attrs.field(default=slice(0), eq=False, repr=False)
 
 
 @attrs.frozen
@@ -283,6 +285,10 @@ class _Reader:
         self._at = 0
 
     @property
+    def at(self) -> int:
+        return self._at
+
+    @property
     def left(self) -> int:
         return len(self._blob) - self._at
 
@@ -338,13 +344,14 @@ def _parse_name(reader: _Reader) -> str:
 def _parse_release(reader: _Reader) -> int:
     """The release at the end of version 1."""
     domain, length = reader.take(2, "the release")
-    if domain & ~(_NO_TRANSPORTS | _RELEASE_MASK) or length != _LAST:
+    if domain & ~(_NO_TRANSPORTS | _RELEASE_MASK) or length != LAST:
         raise reader.error("a device without transports is not the one with the release at the end")
     return domain & _RELEASE_MASK
 
 
 def _parse_device(reader: _Reader, version: int) -> tuple[Device, bool]:
     """A device and whether it is the last one. Its memory domain may have legacy bits; its addresses are unchecked."""
+    start = reader.at
     first = reader.integer(1, "a memory domain")
     if first & _NO_TRANSPORTS:
         raise reader.error("a device has no transports")
@@ -369,7 +376,8 @@ def _parse_device(reader: _Reader, version: int) -> tuple[Device, bool]:
         transports.append(transport)
         if len(transports) > _MAX_RESOURCES:
             raise reader.error(f"a device has more than {_MAX_RESOURCES} transports")
-    return Device(domain, address, tuple(transports), paths, system_device), bool(flags & _LAST)
+    place = slice(start, reader.at)
+    return Device(domain, address, tuple(transports), paths, system_device, place), bool(flags & LAST)
 
 
 def _parse_transport(reader: _Reader, version: int) -> tuple[Transport, bool]:
@@ -382,7 +390,7 @@ def _parse_transport(reader: _Reader, version: int) -> tuple[Transport, bool]:
         raise reader.error(f"{_describe(name, checksum)} has an endpoint address, which no worker address has")
     length = reader.extended(flags, _INTERFACE_LENGTH_MASK, version, "the length of an interface address")
     address = reader.take(length, "an interface address")
-    return Transport(checksum, name, address), bool(flags & _LAST)
+    return Transport(checksum, name, address), bool(flags & LAST)
 
 
 def _describe(name: str | None, checksum: int) -> str:

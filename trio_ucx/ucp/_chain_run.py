@@ -221,7 +221,8 @@ class Target:
     def error(self, status: int, doing: str) -> Exception:
         if self.core is None:
             return error_from_status(status, doing)
-        return self.core.problem() or error_from_status(status, doing, self.core.origin)
+        self.core.told = True
+        return self.core.error_of(status, doing)
 
 
 class Run(Operation):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,9 +13,11 @@ from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address
 from ._address_format import PADDING
 from ._engine import Engine
+from ._network_part import without_shared_memory
 from ._opening import EndpointOptions, ErrorMode, wrong_family
 from ._operations import EndpointCore
 from ._peers import watch_process
+from ._reach import accept_hint, hint
 from ._status import Status, os_error_from_status
 
 
@@ -29,6 +33,7 @@ def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions =
         str(address),
         options,
         lambda id, out: lib.tu_endpoint_connect(engine.handle, id, remote, local, how, out),
+        lambda status: hint(engine.context, status, None),
     )
 
 
@@ -39,14 +44,41 @@ def accept_request(engine: Engine, request: int, client: tuple[str, int], option
         format_address(client),
         options,
         lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, out),
+        lambda status: accept_hint(engine.context) if status in (Status.UNREACHABLE, Status.INVALID_PARAM) else "",
     )
 
 
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    core = _make_to_worker(engine, address, options, repr(address), raw=True)
+    core = _make_to_worker(engine, address, options, repr(address), raw=True, blob=_usable(engine, address, options))
     watch_process(core, address.process)
     return core
+
+
+def _usable(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> bytes:
+    """The part of an address that an endpoint can use: with error handling, shared memory only if the peer's has it.
+
+    UCX would choose shared memory whatever the peer's configuration, which no address says; the peer could not answer.
+
+    Raises:
+        OSError: nothing is left.
+    """
+    both = address.shared_memory or not engine.context.shared_memory_handles_errors
+    if options.error_mode is ErrorMode.NONE or both:
+        return address.ucx
+    try:
+        rest = without_shared_memory(address.ucx)
+    except ValueError:
+        return address.ucx  # of another layout than ours: UCX decides
+    if rest is None:
+        raise OSError(
+            errno.EHOSTUNREACH,
+            f"connecting to {address!r}: it has shared memory only, and its program is not known to run with "
+            "MM_ERROR_HANDLING=y, without which it could not answer an endpoint with error handling. If it does, say "
+            "so: WorkerAddress.from_ucx(..., shared_memory=True); else use error_mode=ErrorMode.NONE on both sides, or "
+            "let it use tcp, too",
+        )
+    return rest
 
 
 def connect_companion(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
@@ -98,9 +130,16 @@ def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool)
 
 
 def _make_to_worker(
-    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
+    engine: Engine,
+    address: WorkerAddress,
+    options: EndpointOptions,
+    label: str,
+    *,
+    raw: bool,
+    blob: bytes | None = None,
 ) -> EndpointCore:
-    native, how = ffi.from_buffer("char[]", address.ucx + PADDING), options.native(None)
+    # ``blob`` is the part of the address to use.
+    native, how = ffi.from_buffer("char[]", (blob or address.ucx) + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:
         status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
@@ -109,13 +148,15 @@ def _make_to_worker(
             engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
         return status
 
-    core = _make(engine, label, options, create)
+    core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
     core.peer = address.process
     core.peer_address = address
     return core
 
 
-def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> EndpointCore:
+def _make(
+    engine: Engine, label: str, options: EndpointOptions, create: Any, hint_for: Callable[[int], str]
+) -> EndpointCore:
     engine.check()
     descriptors.require(descriptors.ENDPOINT, f"connecting to {label}")
     id = engine.next_id()
@@ -124,7 +165,7 @@ def _make(engine: Engine, label: str, options: EndpointOptions, create: Any) -> 
     if status == Status.EXCEEDS_LIMIT:
         engine.is_full = True
     if status != Status.OK:
-        raise os_error_from_status(status, f"connecting to {label}", engine.context.reach_hint(status))
+        raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label)
     core.forcible = options.error_mode is not ErrorMode.NONE
     engine.settle()

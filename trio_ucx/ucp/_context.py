@@ -219,15 +219,10 @@ class Context(metaclass=OpenedNotConstructed):
         """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
         return (_effective("MM_ERROR_HANDLING", self.config) or "n").lower() in ("y", "yes", "1", "on")
 
-    def reach_hint(self, status: int) -> str:
-        """What to do when nothing reaches a peer; "" for other errors."""
-        if status not in (Status.UNREACHABLE, Status.NOT_CONNECTED):
-            return ""
-        transports = _effective("TLS", self.config) or "all"
-        return (
-            f" (transports in use: {transports}. Socket addresses need tcp or RDMA among them, as in TLS=tcp,sm,self; "
-            "shared memory needs MM_ERROR_HANDLING=y on both sides)"
-        )
+    @property
+    def transports(self) -> str:
+        """Which transports it may use (TLS)."""
+        return _effective("TLS", self.config) or "all"
 
     @enable_ki_protection
     def register(self, buffer: Buffer, *, access: Access = Access.ALL) -> Memory:

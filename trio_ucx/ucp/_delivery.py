@@ -70,5 +70,5 @@ def deliver_failures(engine: Engine) -> None:
     for id, status in failures:
         core = engine.endpoints.get(id)
         if core is not None:
-            core.fail(UCXError(status, f"talking to {core.label}{engine.context.reach_hint(status)}"))
+            core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
     engine.suspect_queue()

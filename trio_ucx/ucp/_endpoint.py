@@ -383,12 +383,15 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises:
             trio.BrokenResourceError: with FLUSH, the peer was lost, or closed its end, before everything was known to
-                be out. (UCX cannot tell whether it had arrived; a :class:`trio_ucx.Connection` can.)
+                be out, and no operation on this endpoint has said so yet. It is closed nevertheless. (UCX cannot tell
+                whether it had arrived; a :class:`trio_ucx.Connection` can.)
         """
         check_mode(mode)
         if self._closing or self._core.handle is None or not self._core.engine.usable:
-            self._closing = True
+            closed, self._closing = self._closing, True
             await trio.lowlevel.checkpoint()
+            if not closed and mode is CloseMode.FLUSH and self._core.unflushed and not self._core.told:
+                _raise_if_broken(self._core)
             return
         self._closing = True
         if mode is CloseMode.FORCE:
@@ -423,25 +426,34 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
 
 async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE_TIMEOUT) -> None:
-    late = False
+    reason: trio.BrokenResourceError | None = None
     with trio.move_on_after(timeout) as scope:
         try:
             for one in with_companion(core):
                 await one.wait_until(one.sends_done)
             if core.handle is not None and core.unflushed:
                 await flush(core)
-        except trio.BrokenResourceError:
-            late = core.unflushed
+        except trio.BrokenResourceError as error:
+            if core.unflushed:
+                reason = error
     waiting = [operation for one in with_companion(core) for operation in one.under_way()]
     waiting_for = under_way(waiting) if scope.cancelled_caught else ""
     core.close()
-    if late:
-        raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error)
+    if reason is not None:
+        _raise_if_broken(core)
+        raise broken(f"closing: what was sent may not have arrived: {reason}", reason.__cause__, core.origin)
     if scope.cancelled_caught:
         raise broken(
-            f"closing: the peer {core.label} did not take everything within {timeout} seconds{waiting_for}", None
+            f"closing: the peer {core.label} did not take everything within {timeout} seconds{waiting_for}",
+            None,
+            core.origin,
         )
     await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+def _raise_if_broken(core: EndpointCore) -> None:
+    if core.error is not None:
+        raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error, core.origin)
 
 
 def close_in_background(engine: Engine, core: EndpointCore, function: Any) -> None:

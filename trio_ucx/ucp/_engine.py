@@ -128,9 +128,10 @@ class Engine:
             self._backoff = Backoff(self.efd)
             undo.callback(self._backoff.close)
             self.max_am_header = min(query_worker(self.handle, client_id).max_am_header, context.longest_am_header)
-            self.address = worker_address(self.handle)
+            handles_errors = context.shared_memory_handles_errors
+            self.address = worker_address(self.handle, shared_memory=handles_errors)
             #: The same without shared memory.
-            self.network_address = worker_address(self.handle, network_only=True)
+            self.network_address = worker_address(self.handle, shared_memory=handles_errors, network_only=True)
             self.data_ports = DataPorts(self.network_address.ucx)
             undo.pop_all()
         self.waiting = Waiting(self, spin, yield_interval)

@@ -83,7 +83,7 @@ class ListenerCore:
         self.unanswered: set[int] = set()
         self._acceptors = Waiters()
         engine.listeners[self.id] = self._arrived
-        engine.children[self.id] = self.close
+        engine.children[self.id] = self._unclosed
         engine.on_broken[self.id] = self._acceptors.fail
         live_handles.opened("listener")
 
@@ -94,6 +94,11 @@ class ListenerCore:
             lib.tu_request_reject(self.handle, request)
         else:
             self.waiting.append(request)
+
+    def _unclosed(self) -> None:
+        """The worker closes."""
+        warn_resource(f"unclosed <trio_ucx.ucp.RawListener at {self.address}>, closed with its worker")
+        self.close()
 
     def check(self) -> None:
         self.engine.check()
@@ -228,8 +233,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
         Raises:
             trio.ClosedResourceError: it was answered before, or the listener was closed.
-            OSError: the client went away meanwhile; too few file descriptors are left (EMFILE), and the request can
-                still be answered.
+            OSError: the client went away meanwhile, has no transport in common, or another release of UCX; too few file
+                descriptors are left (EMFILE), and the request can still be answered.
         """
         options = EndpointOptions(check_error_mode(error_mode), check_name(name))
         target = self._worker if worker is None else worker
@@ -302,8 +307,15 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             self._core.close()
         await trio.lowlevel.checkpoint()
 
+    def __del__(self) -> None:
+        core = self._core
+        if core.handle is not None and core.engine.usable:
+            warn_resource(f"unclosed {self!r}", self)
+            core.engine.call_soon(core.close)
+
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.RawListener at {self.address}>"
+        state = "closed" if self._core.handle is None else "listening"
+        return f"<trio_ucx.ucp.RawListener at {self.address}, {state}>"
 
 
 def check_port(port: int) -> int:

@@ -16,6 +16,7 @@ import trio
 from outcome import Error, Value
 
 from .._native import ffi, lib
+from . import _reach
 from ._buffers import Pinned
 from ._inbox import Inbox
 from ._pending import Pending, Signal
@@ -84,17 +85,21 @@ class Operation(Pending):
         elif status == Status.CANCELED and self._raise_cancel is not None:
             self.finish_cancelled()
         else:
-            self.finish(Error(self.error(status)))
+            self.fail(self.error(status))
+
+    def fail(self, error: Exception) -> None:
+        """Finishes with an error; its endpoint remembers whether anybody is told."""
+        if self.endpoint is not None and self.outcome is None and (self.awaited or self.notify is not None):
+            self.endpoint.told = True
+        self.finish(Error(error))
 
     def value(self, length: int, tag: int) -> Any:
         return None
 
     def error(self, status: int) -> Exception:
         if self.endpoint is not None:
-            problem = self.endpoint.problem()
-            if problem is not None:
-                return problem
-        return error_from_status(status, self.doing, self.endpoint.origin if self.endpoint is not None else None)
+            return self.endpoint.error_of(status, self.doing)
+        return error_from_status(status, self.doing)
 
     def release(self) -> None:
         if self.left_over:
@@ -191,6 +196,7 @@ class EndpointCore:
         "peer",
         "peer_address",
         "pending",
+        "told",
         "unflushed",
         "watch",
         "watchers",
@@ -237,6 +243,8 @@ class EndpointCore:
         self.watch: Watch | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
+        #: Whether an operation of the user's has said that it broke: then the close need not.
+        self.told = False
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
         engine.endpoints[id] = self
@@ -250,9 +258,18 @@ class EndpointCore:
             return trio.ClosedResourceError("this endpoint was closed")
         return None
 
+    def error_of(self, status: int, doing: str) -> Exception:
+        """The exception for an operation on it that failed."""
+        return self.problem() or error_from_status(status, doing, self.origin, self.hint(status))
+
+    def hint(self, status: int) -> str:
+        """What is known about a peer that cannot be reached, in parentheses."""
+        return _reach.hint(self.engine.context, status, self.peer_address)
+
     def check(self) -> None:
         problem = self.problem()
         if problem is not None:
+            self.told = True
             raise problem
 
     def changed(self) -> None:
@@ -362,7 +379,7 @@ class EndpointCore:
             if operation.outcome is None and not operation.left_over:
                 problem = self.problem()
                 assert problem is not None
-                operation.finish(Error(problem))
+                operation.fail(problem)
                 operation.leave_over()
         companions = self.companion, self.chain_companion, self.memory_companion
         self.companion = self.chain_companion = self.memory_companion = None

@@ -66,7 +66,8 @@ def pending_operation(
     if verdict < 0:
         if core is None:
             raise error_from_status(verdict, doing)
-        raise core.problem() or error_from_status(verdict, doing, core.origin)
+        core.told = True
+        raise core.error_of(verdict, doing)
     return None
 
 

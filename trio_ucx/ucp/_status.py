@@ -65,14 +65,15 @@ class UCXError(Exception):
 
     status: Status
 
-    def __init__(self, status: int, doing: str) -> None:
+    def __init__(self, status: int, doing: str, hint: str = "") -> None:
         self.status = Status(status)
         self.doing = doing
+        self.hint = hint
         text = ffi.string(lib.tu_status_text(status)).decode()
-        super().__init__(f"{doing}: {text} (UCX status {self.status.name}, {status})")
+        super().__init__(f"{doing}: {text} (UCX status {self.status.name}, {status}){hint}")
 
-    def __reduce__(self) -> tuple[type[UCXError], tuple[int, str]]:
-        return type(self), (int(self.status), self.doing)
+    def __reduce__(self) -> tuple[type[UCXError], tuple[int, str, str]]:
+        return type(self), (int(self.status), self.doing, self.hint)
 
 
 def read_sized(call: Callable[[Any, Any], int], doing: str) -> bytes:
@@ -128,12 +129,13 @@ _ERRNO = {
     Status.IO_ERROR: errno.EIO,
     Status.NO_MEMORY: errno.ENOMEM,
     Status.EXCEEDS_LIMIT: errno.EMFILE,
+    Status.SHMEM_SEGMENT: errno.ECONNREFUSED,  # whose it was has ended
 }
 
 
-def error_from_status(status: int, doing: str, origin: object = None) -> Exception:
+def error_from_status(status: int, doing: str, origin: object = None, hint: str = "") -> Exception:
     """The exception for an operation that failed on something that had been working. ``origin``: see :func:`broken`."""
-    native = UCXError(status, doing)
+    native = UCXError(status, doing, hint)
     if native.status is Status.NO_MEMORY:
         return MemoryError(str(native))
     if native.status in _BROKEN:
@@ -163,12 +165,14 @@ def origin_of(error: BaseException) -> object:
     return _origins.get(error)
 
 
-def os_error_from_status(status: int, doing: str, hint: str = "") -> Exception:
-    """The exception for a connection or listener that could not be set up."""
+def os_error_from_status(status: int, doing: str, hint: str = "") -> OSError:
+    """The exception for a connection or listener that could not be set up.
+
+    Args:
+        hint: what is known beyond UCX's status, in parentheses; without, the words for the errno are added.
+    """
     native = UCXError(status, doing)
-    number = _ERRNO.get(native.status)
-    if number is None:
-        return native
-    error = OSError(number, f"{native}: {os.strerror(number)}{hint}")
+    number = _ERRNO.get(native.status, errno.EIO)
+    error = OSError(number, f"{native}{hint}" if hint else f"{native}: {os.strerror(number)}")
     error.__cause__ = native
     return error

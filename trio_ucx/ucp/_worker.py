@@ -179,7 +179,9 @@ class Worker(metaclass=OpenedNotConstructed):
         It returns before the connection is up. A peer that cannot be reached is noticed by the first operation.
 
         Args:
-            address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address.
+            address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
+                worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
+                see :meth:`WorkerAddress.from_ucx`.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
@@ -187,8 +189,9 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: checked first; while a host name is looked up.
 
         Raises:
-            OSError: unknown host; not of the worker's address family; no transport reaches the peer; ``local_address``
-                is not ours, or of another family than ``address``; too few file descriptors are left (EMFILE).
+            OSError: unknown host; not of the worker's address family; no transport reaches the peer; its process has
+                ended (known at once over shared memory only); ``local_address`` is not ours, or of another family than
+                ``address``; too few file descriptors are left (EMFILE).
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.BrokenResourceError: the peer would be reached over shared memory, and the worker's queue there has
                 stopped (``statistics().stopped_queues``): open another worker.

@@ -1,0 +1,150 @@
+"""What is said about a peer that cannot be reached: only what is known, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import trio
+from helpers import open_peer
+from test_address_format import sample
+
+from trio_ucx import ucp
+from trio_ucx._native import ucx
+from trio_ucx.ucp import _connecting
+from trio_ucx.ucp._process import NOBODY, this_process
+from trio_ucx.ucp._reach import has_ended, hint
+from trio_ucx.ucp._status import Status
+
+RELEASE = ".".join(map(str, ucx.version[:2]))
+
+
+@pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
+@pytest.mark.parametrize("alone", [False, True])
+async def test_address_of_a_dead_process(transports: str, alone: bool, mode: ucp.ErrorMode) -> None:
+    """Over shared memory, opening an endpoint fails; over TCP, the first operation does."""
+    if alone and transports == "tcp":
+        transports = "tcp,posix,self"
+    elif alone:
+        transports = "sm,self"
+    config = {"TLS": transports}
+    async with open_peer("raw_listener", transports=transports) as peer:
+        _, text = await peer.hear()
+        peer.process.kill()
+    address = ucp.WorkerAddress(bytes.fromhex(text))
+    async with ucp.open_worker(config=config) as worker:
+        if "sm" in transports:
+            with pytest.raises(OSError, match="its process has ended") as caught:
+                await worker.open_endpoint(address, error_mode=mode)
+            assert caught.value.errno == errno.ECONNREFUSED
+            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            unknown = ucp.WorkerAddress.from_ucx(address.ucx, shared_memory=True)
+            with pytest.raises(OSError, match="its shared memory is not there"):
+                await worker.open_endpoint(unknown, error_mode=mode)
+            return
+        endpoint = await worker.open_endpoint(address, error_mode=mode)
+        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError):
+            await endpoint.tag_send(b"x", 1)
+            await endpoint.flush()
+        endpoint.abort()
+
+
+async def test_refusal_says_nothing_about_transports(transports: str, worker: ucp.Worker) -> None:
+    """Nobody listens at that port: UCX's own words say all, which differ from time to time."""
+    with ucp.open_context({"TLS": transports}) as context:
+        for status in (Status.NOT_CONNECTED, Status.CONNECTION_RESET, Status.ENDPOINT_TIMEOUT, Status.CANCELED):
+            assert hint(context, status, None) == ""
+    endpoint = await worker.open_endpoint(("127.0.0.1", 9))
+    with trio.fail_after(20), pytest.raises(trio.BrokenResourceError) as caught:
+        await endpoint.tag_send(b"x", 1)
+        await endpoint.flush()
+    endpoint.abort()
+    assert "transports" not in str(caught.value) and "need" not in str(caught.value)
+
+
+async def test_socket_address_over_shared_memory_alone() -> None:
+    async with ucp.open_worker(config={"TLS": "sm,self"}) as worker:
+        endpoint = await worker.open_endpoint(("127.0.0.1", 9))
+        expected = r"transports in use: sm,self. Socket addresses need tcp"
+        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match=expected):
+            await endpoint.tag_send(b"x", 1)
+            await endpoint.flush()
+        endpoint.abort()
+
+
+async def test_socket_address_that_tcp_does_not_reach() -> None:
+    with ucp.open_context({"TLS": "tcp"}) as context:
+        said = hint(context, Status.UNREACHABLE, None)
+    assert "transports in use: tcp" in said and "need" not in said
+
+
+async def test_rejected_client(transports: str, worker: ucp.Worker) -> None:
+    async with await worker.open_listener("127.0.0.1", 0) as listener:
+        endpoint = await worker.open_endpoint(listener.address)
+        (await listener.accept_request()).reject()
+        expected = f"its listener refused, or its UCX is of another release.*{RELEASE}"
+        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match=expected):
+            await endpoint.tag_send(b"x", 1)
+            await endpoint.flush()
+        endpoint.abort()
+
+
+async def test_address_without_a_common_transport() -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as theirs, ucp.open_worker(config={"TLS": "sm,self"}) as ours:
+        with pytest.raises(OSError, match="the address has tcp; transports in use here: sm,self") as caught:
+            await ours.open_endpoint(theirs.address)
+        assert caught.value.errno == errno.EHOSTUNREACH and "route" not in str(caught.value)
+    config = {"TLS": "sm,self", "MM_ERROR_HANDLING": "n"}
+    async with ucp.open_worker(config={"TLS": "sm,self"}) as theirs, ucp.open_worker(config=config) as ours:
+        with pytest.raises(OSError, match="shared memory needs MM_ERROR_HANDLING=y on both sides"):
+            await ours.open_endpoint(theirs.address)
+
+
+def test_release_of_the_peer() -> None:
+    with ucp.open_context({"TLS": "sm,self"}) as context:
+
+        def said(name: str) -> str:
+            return hint(context, Status.UNREACHABLE, ucp.WorkerAddress.from_ucx(sample(name)))
+
+        if ucx.version[1] >= 16:
+            assert f"its UCX is older than 1.16, and this one is {RELEASE}" in said("1.13.1 tcp,sm,self")
+        if ucx.version[1] == 22:
+            assert "its UCX" not in said("1.22.0 tcp, with name")
+            assert f"its UCX is of another release than this one, {RELEASE}" in said("1.19.0 tcp")
+
+
+async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its UCX is of another release: that is an OSError, whatever UCX answers, and the words say so."""
+    for status in (Status.UNREACHABLE, Status.INVALID_PARAM, Status.CONNECTION_RESET):
+        async with await worker.open_listener("127.0.0.1", 0) as listener:
+            endpoint = await worker.open_endpoint(listener.address)
+            request = await listener.accept_request()
+            with monkeypatch.context() as patch:
+                patch.setattr(_connecting, "lib", Failing(_connecting.lib, int(status)))
+                with pytest.raises(OSError) as caught:
+                    await request.accept()
+            endpoint.abort()
+        assert caught.value.errno
+        known = "its UCX is of another release" in str(caught.value)
+        assert known == (status is not Status.CONNECTION_RESET)
+
+
+class Failing:
+    """The compiled module, where no request can be accepted."""
+
+    def __init__(self, lib: object, status: int) -> None:
+        self._lib = lib
+        self._status = status
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._lib, name)
+
+    def tu_endpoint_from_request(self, worker: object, id: int, request: int, how: object, out: object) -> int:
+        return self._status
+
+
+def test_has_ended() -> None:
+    ours = this_process()
+    assert not has_ended(NOBODY) and not has_ended(ours)
+    assert ours.pid == os.getpid()

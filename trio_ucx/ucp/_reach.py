@@ -1,0 +1,97 @@
+"""Why a peer cannot be reached: what is known beyond UCX's status, for error messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._native import ucx
+from ._address import WorkerAddress
+from ._address_format import ParsedAddress, parse_worker_address
+from ._process import Process, start_time, this_process
+from ._status import Status
+
+if TYPE_CHECKING:
+    from ._context import Context
+
+#: Values of UCX's option TLS that name nothing which reaches another host, or has socket addresses.
+_WITHIN_HOST = frozenset(
+    {"self", "sm", "shm", "mm", "sysv", "posix", "xpmem", "cma", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
+)
+#: Until 1.15, addresses do not name their release.
+_FIRST_RELEASE_SAID = 16
+
+
+def has_ended(process: Process) -> bool:
+    """Whether a process is known to have ended: it was one that this process can see."""
+    ours = this_process()
+    if not process.pid or (process.host, process.namespace) != (ours.host, ours.namespace) or not any(ours.host):
+        return False
+    return start_time(process.pid) != process.start
+
+
+def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
+    """What is known about a peer that UCX could not reach, in parentheses; "" when UCX's words say all.
+
+    Args:
+        address: of its worker, or None for an endpoint by socket address.
+    """
+    if address is not None:
+        known = _about_worker(context, status, address)
+    elif status == Status.UNREACHABLE:
+        known = _about_listener(context)
+    elif status == Status.REJECTED:
+        known = f"its listener refused, or its UCX is of another release: {_same_release()}"
+    else:
+        known = ""
+    return f" ({known})" if known else ""
+
+
+def accept_hint(context: Context) -> str:
+    """The same about a client that could not be accepted."""
+    return (
+        f" (the client has none of the transports in use here, {context.transports}; or its UCX is of another release: "
+        f"{_same_release()})"
+    )
+
+
+def _same_release() -> str:
+    ours = ".".join(map(str, ucx.version[:2]))
+    return f"socket addresses work only between workers of the same one, here {ours}; worker addresses do between any"
+
+
+def _about_listener(context: Context) -> str:
+    transports = context.transports
+    if set(transports.split(",")) <= _WITHIN_HOST:
+        return (
+            f"transports in use: {transports}. Socket addresses need tcp or RDMA among them, as in TLS=tcp,sm,self; "
+            "shared memory is reached by worker addresses"
+        )
+    return f"transports in use: {transports}. No device of theirs reaches this address"
+
+
+def _about_worker(context: Context, status: int, address: WorkerAddress) -> str:
+    if has_ended(address.process):
+        return "its process has ended"
+    if status == Status.SHMEM_SEGMENT:
+        return "its shared memory is not there: its process has ended, or has other IPC or PID namespaces than this one"
+    if status != Status.UNREACHABLE:
+        return ""
+    try:
+        parsed = parse_worker_address(address.ucx)
+    except ValueError:
+        return f"transports in use: {context.transports}"
+    theirs = sorted({transport.name or "others" for device in parsed.devices for transport in device.transports})
+    known = f"the address has {', '.join(theirs)}; transports in use here: {context.transports}"
+    if not context.shared_memory_handles_errors:
+        known += "; shared memory needs MM_ERROR_HANDLING=y on both sides"
+    return known + _about_release(parsed)
+
+
+def _about_release(parsed: ParsedAddress) -> str:
+    """Addresses say the minor release, modulo 16."""
+    ours = ucx.version[1]
+    if parsed.release is None and ours >= _FIRST_RELEASE_SAID:
+        return f"; its UCX is older than 1.{_FIRST_RELEASE_SAID}, and this one is 1.{ours}"
+    if parsed.release is not None and parsed.release != ours % 16:
+        return f"; its UCX is of another release than this one, 1.{ours}"
+    return ""
