@@ -40,6 +40,7 @@ FULL = 2**64 - 1
 #: What a Connection's message passes: of its sender, then of its receiver.
 PASSES = ("send, Python", "send, C", "progress and record, C", "delivery, Python", "receive_into, Python")
 SIZES = (MIB, 16 * MIB)
+CHAIN_SIZES = (4, 256)
 
 clock = time.perf_counter_ns
 Prices = dict[str, float]
@@ -257,6 +258,29 @@ async def of_memory(seconds: float) -> Prices:
     return found
 
 
+async def of_a_chain(transport: str, seconds: float) -> Prices:
+    """A small request chain: half of it gets of 8 bytes, half puts of what was read; and what came of it."""
+    found = {}
+    options = {"config": {"TLS": TLS[transport]}, "features": ucp.DEFAULT_FEATURES | ucp.Feature.RMA}
+    async with ucp.open_worker(**options) as owner, ucp.open_worker(**options) as worker:  # type: ignore[arg-type]
+        endpoint = await worker.open_endpoint(owner.address)
+        with owner.context.allocate(MIB) as memory, endpoint.attach(memory.descriptor) as remote:
+            for size in CHAIN_SIZES:
+                with worker.new_chain(capacity=size) as chain:
+                    for number in range(size // 2):
+                        got = chain.get(remote, 16 * number, 8)
+                        chain.put(remote, got.u64(), 16 * number + 8)
+                    outcomes = await chain.run()
+                    name = f"{transport}: chain of {size}"
+                    found[f"{name}, run"] = await price_of_waiting(chain.run, seconds)
+                    outcomes = await chain.run()
+                    found[f"{name}, values()"] = await price(outcomes.values, seconds)
+                    found[f"{name}, value(request)"] = await price(partial(outcomes.value, got), seconds)
+                    found[f"{name}, error_count"] = await price(lambda: outcomes.error_count, seconds)  # noqa: B023
+        endpoint.abort()
+    return found
+
+
 class Counted:
     def __init__(self, act: Callable[[], None]) -> None:
         self.act, self.count = act, 0
@@ -271,6 +295,7 @@ async def measure(seconds: float, transports: list[str]) -> Prices:
     found = await of_python_and_kernel(seconds) | await of_memory(seconds)
     for transport in transports:
         found |= await of_a_message(transport, seconds)
+        found |= await of_a_chain(transport, seconds)
     return found
 
 

@@ -199,6 +199,9 @@ def test_where_the_microseconds_go(tmp_path: Path) -> None:
     assert all(
         prices[f"tcp: {name}"] > 0 for name in ("send, C", "delivery, Python", "await send", "await receive_into")
     )
+    for size in steps.CHAIN_SIZES:
+        chain = {name: prices[f"tcp: chain of {size}, {name}"] for name in ("run", "values()", "error_count")}
+        assert 0 < chain["error_count"] < chain["values()"] < chain["run"], "what came of it costs less than the run"
     assert prices["Trio: checkpoint_if_cancelled"] < prices["Trio: schedule point"]
     assert prices["16 MiB to the kernel's: page faults"] > prices["16 MiB to memory in use: page faults"]
     written = document.read_text()

@@ -173,6 +173,154 @@ async def test_busy(ground: Ground) -> None:
     assert len(chain) == 2
 
 
+# ---- waiting until it can be run again ----
+
+LARGE = 2**20
+
+
+def unanswered(ground: Ground, chain: ucp.RequestChain) -> None:
+    """A message that stays under way until :func:`answer` is called."""
+    chain.tag_send(ground.endpoint, bytes(LARGE), 9)
+
+
+async def answer(ground: Ground) -> None:
+    await ground.owner.tag_receive(bytearray(LARGE), 9)
+
+
+async def cancelled_with_something_under_way(ground: Ground) -> ucp.RequestChain:
+    chain = ground.worker.new_chain()
+    unanswered(ground, chain)
+    chain.put(ground.remote, b"never", 200, after=-1)
+    with trio.move_on_after(0.2) as scope:
+        await chain.run()
+    assert scope.cancelled_caught
+    return chain
+
+
+async def test_wait_idle_after_a_cancelled_run(ground: Ground) -> None:
+    chain = await cancelled_with_something_under_way(ground)
+    idle = 0
+
+    async def wait() -> None:
+        nonlocal idle
+        await chain.wait_idle()
+        idle += 1
+
+    for _ in range(2):  # and the second time, it is cancelled and run again
+        with pytest.raises(trio.BusyResourceError, match="wait_idle"):
+            await chain.run()
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(wait)
+            with trio.move_on_after(0.01) as scope:
+                await chain.wait_idle()
+            assert scope.cancelled_caught and idle == 0
+            with trio.fail_after(SOON):
+                await answer(ground)
+        assert idle == 3
+        idle = 0
+        assert isinstance(error_of(chain.outcomes[1]), ucp.RequestCancelled)
+        with trio.move_on_after(0.05) as scope:
+            await chain.run()
+        assert scope.cancelled_caught
+    with trio.fail_after(SOON):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer, ground)
+            await chain.wait_idle()
+            nursery.start_soon(answer, ground)
+            outcomes = await chain.run()
+    assert outcomes.values() == [None, None]
+    assert ground.read(200, 5) == b"never"
+
+
+async def test_wait_idle_when_there_is_nothing_to_wait_for(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    await chain.wait_idle()
+    chain.put(ground.remote, b"x", 100)
+    await chain.wait_idle()
+    await chain.run()
+    await chain.wait_idle()
+    chain.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await chain.wait_idle()
+
+
+async def test_wait_idle_during_a_run(ground: Ground) -> None:
+    """Also one that waits for its connection yet."""
+    chain = ground.worker.new_chain()
+    spinning(ground, chain)
+    ended = []
+
+    async def run() -> None:
+        await chain.run()
+        ended.append("run")
+
+    async def wait() -> None:
+        await chain.wait_idle()
+        ended.append("idle")
+
+    with trio.fail_after(SOON):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            while not chain._busy:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(wait)
+            await trio.sleep(0.05)
+            nursery.start_soon(wait)
+            await trio.sleep(0.01)
+            assert ended == []
+            ground.write(b"\1")
+    assert sorted(ended) == ["idle", "idle", "run"]
+
+
+@pytest.mark.parametrize("running", [False, True])
+async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool) -> None:
+    if running:
+        chain = ground.worker.new_chain()
+        spinning(ground, chain)
+    else:
+        chain = await cancelled_with_something_under_way(ground)
+
+    async def run() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await chain.run()
+
+    async def wait() -> None:
+        with pytest.raises(trio.ClosedResourceError, match="chain was closed"):
+            await chain.wait_idle()
+
+    with trio.fail_after(SOON):
+        async with trio.open_nursery() as nursery:
+            if running:
+                nursery.start_soon(run)
+                while not chain._busy:
+                    await trio.lowlevel.checkpoint()
+            nursery.start_soon(wait)
+            nursery.start_soon(wait)
+            await trio.sleep(0.05)
+            chain.close()
+        if not running:
+            await answer(ground)
+        await released(ground.worker)
+
+
+@pytest.mark.cut_off
+async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
+    async with trio.open_nursery() as nursery:
+        async with open_ground(transports) as ground:
+            chain = await cancelled_with_something_under_way(ground)
+
+            async def wait() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await chain.wait_idle()
+
+            nursery.start_soon(wait)
+            await trio.sleep(0.01)
+            ground.worker._engine.close_now()  # nothing of it is closed before
+        nursery.cancel_scope.deadline = trio.current_time() + SOON
+    assert not nursery.cancel_scope.cancelled_caught
+
+
 # ---- what goes away ----
 
 
@@ -327,6 +475,20 @@ async def test_killed_peer(transports: str, doing: str) -> None:
             error = error_of(outcomes[0][request])
             assert isinstance(error, (ucp.DependencyNotEvaluated, trio.BrokenResourceError))
         assert any(isinstance(o, Error) and isinstance(o.error, trio.BrokenResourceError) for o in outcomes[0])
+        errors = [outcome for outcome in outcomes[0] if isinstance(outcome, Error)]
+        assert outcomes[0].error_count == len(errors) > 0
+        with pytest.raises(trio.BrokenResourceError):
+            for number in range(len(chain)):
+                outcomes[0].value(number)
+        with trio.fail_after(SOON):
+            try:
+                await chain.wait_idle()
+            except trio.BrokenResourceError as error:  # UCX keeps an atomic
+                assert "another chain" in str(error)
+                with pytest.raises(trio.BusyResourceError):
+                    await chain.run()
+            else:
+                assert (await chain.run()).error_count == len(chain)
         chain.close()
 
 

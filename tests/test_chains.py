@@ -622,6 +622,91 @@ async def test_run_again(ground: Ground) -> None:
     assert ground.u64(72) == 20
 
 
+async def test_values(ground: Ground) -> None:
+    """The same by every way: one by one, one alone, all; of the last run, and of one whose reports are copies."""
+    ground.write(struct.pack("<4Q", 5, 16, 0, 7))
+    chain = ground.worker.new_chain()
+    buffer = bytearray(4)
+    requests = [
+        chain.get(ground.remote, 0, 8),
+        chain.get(ground.remote, 0, 4, into=buffer),
+        chain.get(ground.remote, 0, 0),
+        chain.put(ground.remote, b"put", 100),
+        chain.fetch_add(ground.remote, 1, 0, after=0),
+        chain.check(chain[0].u64() == 0, on_false="skip"),
+        chain.follow(ground.remote, 8, next_offset=0, limit=5, length=8),
+        chain.get(ground.remote, 24, 8),
+        chain.check(chain[0].u64() == 5),
+        chain.tag_send(ground.endpoint, b"x", 3),
+        chain.fetch_add(ground.remote, 1, 24, bits=32, after=7),
+    ]
+    walked = ucp.Followed(bytes(8), 16, 2)
+    seven = struct.pack("<Q", 7)
+    expected = [struct.pack("<Q", 5), 4, b"", None, 5, ucp.SKIPPED, walked, seven, None, None, 7]
+    outcomes = await chain.run()
+    for _ in range(2):
+        assert outcomes.values() == expected == [value_of(outcome) for outcome in outcomes]
+        assert [outcomes.value(request) for request in requests] == expected
+        assert [outcomes.value(number) for number in range(len(chain))] == expected
+        assert outcomes.value(-1) == 7
+        assert outcomes.error_count == 0
+        ground.write(struct.pack("<4Q", 6, 16, 0, 7))
+        await chain.run()  # now those are copies
+    for _ in range(3):
+        await ground.owner.tag_receive(bytearray(1), 3)
+    for wrong in (ground.worker.new_chain().get(ground.remote, 0, 8), "0", None):
+        with pytest.raises(ucp.DependencyReferenceError):
+            outcomes.value(wrong)  # type: ignore[arg-type]
+    for number in (len(chain), -len(chain) - 1):
+        with pytest.raises(IndexError):
+            outcomes.value(number)
+    chain.close()
+    assert outcomes.values() == expected
+
+
+async def test_errors_are_counted(ground: Ground) -> None:
+    chain = ground.worker.new_chain()
+    word = chain.get(ground.remote, 0, 8)
+    assert chain.outcomes.error_count == 0  # not run
+    false = chain.check(word.u64() == 1)
+    depends = chain.put(ground.remote, b"x", 8, after=false)
+    chain.put(ground.remote, b"x", 16, when=word.u64() == 1, on_false="skip")
+    beyond = chain.get(ground.remote, word.u64() + 10**6, 8)
+    tried = chain.check(word.u64() == 2, on_false=ucp.Retry(3, again=word))
+    for _ in range(3):
+        outcomes = await chain.run()
+        assert outcomes.error_count == 4 == sum(isinstance(outcome, Error) for outcome in outcomes)
+        for request, error in (
+            (false, ucp.DependencyFalse),
+            (depends, ucp.DependencyNotEvaluated),
+            (beyond, ucp.DependencyBoundsError),
+            (tried, ucp.DependencyFalse),
+        ):
+            for _ in range(2):
+                with pytest.raises(error):
+                    outcomes.value(request)
+        with pytest.raises(ExceptionGroup) as caught:
+            outcomes.values()
+        assert len(caught.value.exceptions) == 4
+    ground.write(b"\2")
+    second = await chain.run()
+    assert outcomes.error_count == 4  # of the run before
+    assert second.error_count == 3 == sum(isinstance(outcome, Error) for outcome in second)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await chain.run()
+    assert chain.outcomes.error_count == len(chain)
+    with pytest.raises(ucp.RequestCancelled):
+        chain.outcomes.value(word)
+    chain.clear()
+    assert chain.outcomes.error_count == 0 and second.error_count == 3
+    stopped = ground.worker.new_chain()
+    stopped.check(stopped.get(ground.remote, 0, 8).u64() == 9, on_false="stop")
+    stopped.put(ground.remote, b"x", 8)
+    stopped.put(ground.remote, b"x", 8)
+    assert (await stopped.run()).error_count == 2
+
+
 async def test_many_chains_at_once(ground: Ground) -> None:
     async def count(number: int) -> None:
         chain = ground.worker.new_chain()

@@ -586,7 +586,7 @@ async def use_atomics(stage: Stage) -> None:
         await remote.flush()
 
 
-@calls("RequestChain.run")
+@calls("RequestChain.run", "RequestChain.wait_idle")
 async def use_request_chain(stage: Stage) -> None:
     with stage.worker.context.allocate(64) as memory, stage.raw_client.attach(memory.descriptor) as remote:
         with stage.worker.new_chain() as chain:
@@ -598,6 +598,8 @@ async def use_request_chain(stage: Stage) -> None:
             for _ in range(3):
                 with assert_checkpoints():
                     (await chain.run()).values()
+                with assert_checkpoints():
+                    await chain.wait_idle()
 
 
 # ---- anyio ----

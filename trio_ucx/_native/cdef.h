@@ -352,13 +352,15 @@ typedef struct tu_chain tu_chain_t;
 #define TU_CHAIN_WAITING 0     /* not begun */
 #define TU_CHAIN_POSTED 1      /* UCX has it, or a flush after it */
 #define TU_CHAIN_DONE 2
-#define TU_CHAIN_SKIPPED 3
+#define TU_CHAIN_SKIPPED 3     /* what follows here is an error */
 #define TU_CHAIN_FALSE 4
 #define TU_CHAIN_NOT_EVALUATED 5
 #define TU_CHAIN_OUT_OF_BOUNDS 6
 #define TU_CHAIN_NO_RESULT 7   /* it refers to more than a result has */
 #define TU_CHAIN_FAILED 8      /* status says why */
 #define TU_CHAIN_CANCELLED 9   /* before it was begun */
+/* The length of the result of a request that was skipped: see tu_chain_values. */
+#define TU_CHAIN_NO_VALUE 0xFFFFFFFFFFFFFFFF
 
 /* A part of a payload: memory of the user's; of a result; or an integer. */
 #define TU_PART_MEMORY 0
@@ -434,6 +436,8 @@ int tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
 uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
                           uint32_t *failed);
+uint32_t tu_chain_errors(const tu_chain_t *chain);
+int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results);
 void tu_chain_restart(tu_chain_t *chain, int state);
 size_t tu_chain_memory(const tu_chain_t *chain);
 void tu_chain_timer(tu_worker_t *worker, int fd);

@@ -351,7 +351,7 @@ void tu_chain_restart(tu_chain_t *chain, int state)
     uint32_t i;
 
     for (i = 0; i < chain->count; i++) {
-        chain->nodes[i]->state      = state;
+        tu_node_set_state(chain->nodes[i], state);
         chain->nodes[i]->has_result = 0;
     }
 }
@@ -400,6 +400,37 @@ uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_repo
                 out[i].result = results + size;
             }
             size += out[i].length;
+        }
+    }
+    return size;
+}
+
+/* How many requests have failed in the last run, or were cancelled. */
+uint32_t tu_chain_errors(const tu_chain_t *chain)
+{
+    return chain->errors;
+}
+
+/* The results of the first `count` requests, if all went well: how long each is, or TU_CHAIN_NO_VALUE for one that was
+ * skipped, and unless `results` is NULL, the bytes, one behind the other; those that are in the user's memory are not
+ * copied. Returns how long the bytes are, or -1 when something failed, or is not over. */
+int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results)
+{
+    int64_t size = 0;
+    uint32_t i;
+
+    for (i = 0; i < count; i++) {
+        const tu_node_t *node = chain->nodes[i];
+
+        if (node->state != TU_CHAIN_DONE && node->state != TU_CHAIN_SKIPPED) {
+            return -1;
+        }
+        lengths[i] = node->state == TU_CHAIN_SKIPPED ? TU_CHAIN_NO_VALUE : node->has_result ? node->length : 0;
+        if (node->state == TU_CHAIN_DONE && node->has_result && node->result != NULL && node->request.into == NULL) {
+            if (results != NULL) {
+                memcpy(results + size, node->result, node->length);
+            }
+            size += (int64_t)node->length;
         }
     }
     return size;

@@ -96,6 +96,7 @@ struct tu_chain {
     uint64_t *ready;           /* bits: what may begin */
     uint32_t cursor;           /* behind the request that was begun last: the search goes on there */
     uint32_t unfinished;
+    uint32_t errors;           /* requests that have failed, or were cancelled */
     uint32_t in_flight;        /* requests and flushes that UCX has */
     uint32_t lost;             /* more, of which UCX may never say anything */
     uint64_t wake_at;          /* when a delayed request may begin; 0: none waits */
@@ -108,6 +109,18 @@ typedef struct tu_reason {
     int state;
     uint32_t culprit;
 } tu_reason_t;
+
+static inline int tu_state_is_error(int state)
+{
+    return state > TU_CHAIN_SKIPPED;
+}
+
+/* Lets a request be in another state, and counts those that have failed. */
+static inline void tu_node_set_state(tu_node_t *node, int state)
+{
+    node->chain->errors += (uint32_t)tu_state_is_error(state) - (uint32_t)tu_state_is_error(node->state);
+    node->state = state;
+}
 
 /* chain_run.c: what becomes of a request. Landed: UCX is done with it; ready: it may begin; false: its condition was;
  * conclude: it is over, with a state. */

@@ -109,7 +109,7 @@ static void stop(tu_node_t *node)
 
         if (other->state == TU_CHAIN_WAITING) {
             clear_ready(other);
-            other->state   = TU_CHAIN_NOT_EVALUATED;
+            tu_node_set_state(other, TU_CHAIN_NOT_EVALUATED);
             other->culprit = node->index;
             chain->unfinished--;
         }
@@ -122,7 +122,7 @@ void tu_node_conclude(tu_node_t *node, int state)
     int failed        = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
     size_t i;
 
-    node->state    = state;
+    tu_node_set_state(node, state);
     node->happened = state == TU_CHAIN_DONE;
     chain->unfinished--;
     if (state != TU_CHAIN_DONE && node->request.on_false == TU_FALSE_STOP) {
@@ -164,7 +164,7 @@ void tu_node_fail(tu_node_t *node, ucs_status_t status)
 
 static void begin_again(tu_node_t *node)
 {
-    node->state      = TU_CHAIN_WAITING;
+    tu_node_set_state(node, TU_CHAIN_WAITING);
     node->waiting    = 0;
     node->spoiled    = 0;
     node->has_result = 0;
@@ -190,7 +190,7 @@ uint32_t tu_node_wait(tu_node_t *node)
 {
     const tu_chain_request_t *request = &node->request;
 
-    node->state   = TU_CHAIN_WAITING;
+    tu_node_set_state(node, TU_CHAIN_WAITING);
     node->waiting = count_unfinished(node->chain, request->after, request->after_count) +
                     count_unfinished(node->chain, request->behind, request->behind_count);
     return node->waiting;
@@ -332,7 +332,7 @@ static void blame_flushes(tu_chain_t *chain)
 
         if (node->state == TU_CHAIN_DONE && tu_node_is_written(node) && !node->flushed &&
             chain->targets[node->target]->status != UCS_OK) {
-            node->state  = TU_CHAIN_FAILED;
+            tu_node_set_state(node, TU_CHAIN_FAILED);
             node->status = chain->targets[node->target]->status;
         }
     }
@@ -615,7 +615,7 @@ void tu_chain_cancel(tu_chain_t *chain)
 
         if (node->state == TU_CHAIN_WAITING) {
             clear_ready(node);
-            node->state      = node->happened ? TU_CHAIN_DONE : TU_CHAIN_CANCELLED;
+            tu_node_set_state(node, node->happened ? TU_CHAIN_DONE : TU_CHAIN_CANCELLED);
             node->has_result = node->happened && tu_node_has_data(node);
             chain->unfinished--;
         }

@@ -370,13 +370,17 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
                 native.memory = lib.TU_MEMORY_HOST
         return native, keep
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         self._engine.check()
         if self._native.handle is None:
             raise trio.ClosedResourceError("this request chain was closed")
+
+    def _check(self) -> None:
+        self._check_open()
         if self._starting or lib.tu_chain_busy(self._native.handle):
             raise trio.BusyResourceError(
-                "this request chain is running, or UCX still has requests of a run that was cancelled: make another"
+                "this request chain is running, or UCX still has requests of a run that was cancelled: wait_idle(), or "
+                "make another"
             )
 
     def _need_timer(self) -> None:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 #: How requests stand (``tu_chain_report_t``), by their numbers; None: nobody knows any more.
 Reports = Callable[[int], Any]
 
+_GET, _ATOMIC, _FOLLOW = lib.TU_CHAIN_GET, lib.TU_CHAIN_ATOMIC, lib.TU_CHAIN_FOLLOW
+_DONE, _NO_VALUE = lib.TU_CHAIN_DONE, lib.TU_CHAIN_NO_VALUE
+
 #: What the remote key is for that atomics of chains use.
 ATOMICS = "atomics of chains"
 
@@ -108,6 +111,9 @@ class NativeChain:
         self.handle: Any = out[0]
         self.buffers = Buffers()
         self._outcomes: weakref.ref[Outcomes] | None = None
+        #: To be filled over and over: the report of one request, and the lengths of all results.
+        self._one = ffi.new("tu_chain_report_t *")
+        self._lengths = ffi.new("uint64_t[]", 16)
         self._engine = engine
         self._id = engine.next_id()
         engine.at_end[self._id] = self.forget
@@ -150,7 +156,7 @@ class NativeChain:
     def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
         self._keep_outcomes()
         targets = list(targets)
-        outcomes = Outcomes(requests, targets, self.report)
+        outcomes = Outcomes(requests, targets, self)
         self._outcomes = weakref.ref(outcomes)
         return outcomes
 
@@ -162,10 +168,36 @@ class NativeChain:
         lib.tu_chain_report(self.handle, number, report)
         return report
 
+    def look(self, number: int) -> Any:
+        """The same in the one place for all, which the next look overwrites."""
+        if self.handle is None:
+            return None
+        lib.tu_chain_report(self.handle, number, self._one)
+        return self._one
+
+    @property
+    def error_count(self) -> int:
+        """How many requests have failed in the last run, or were cancelled."""
+        return int(lib.tu_chain_errors(self.handle)) if self.handle is not None else 0
+
+    def results(self, count: int) -> tuple[list[int], bytes] | None:
+        """The lengths of the first results, and their bytes: see ``tu_chain_values``. None if not all went well."""
+        if self.handle is None:
+            return None
+        if len(self._lengths) < count:
+            self._lengths = ffi.new("uint64_t[]", count)
+        size = lib.tu_chain_values(self.handle, count, self._lengths, ffi.NULL)
+        if size < 0:
+            return None
+        out = ffi.new("char[]", size)
+        lib.tu_chain_values(self.handle, count, self._lengths, out)
+        return memoryview(ffi.buffer(self._lengths, 8 * count)).cast("Q").tolist(), bytes(ffi.buffer(out, size))
+
     def _keep_outcomes(self) -> None:
         outcomes = self.outcomes
         if outcomes is not None and not outcomes.kept:
-            outcomes.keep(*self._all_reports(len(outcomes)))
+            count = self.error_count
+            outcomes.keep(*self._all_reports(len(outcomes)), count)
 
     def _all_reports(self, count: int) -> tuple[Reports, bool]:
         """A copy of all reports, and whether any request has failed."""
@@ -246,9 +278,16 @@ class Run(Operation):
         self._lost = length > 0  # so many requests UCX keeps, and will say nothing of
         super().complete(status, length, tag)
 
+    def finish(self, result: Outcome[Any]) -> None:
+        super().finish(result)
+        if self._chain is not None:
+            self._chain._stands_differently()
+
     def release(self) -> None:
         super().release()
-        self._chain = None
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            chain._stands_differently()
         if self._lost:
             self.engine.kept.append(self._let_go)
         else:
@@ -338,6 +377,31 @@ def _error(request: ChainRequest, report: Any, targets: Sequence[Target], find: 
     return target.error(report.status, f"running {name}")
 
 
+def _values(requests: Sequence[ChainRequest], lengths: Sequence[int], data: bytes, find: Reports) -> list[Any]:
+    """The values of requests that all went well: see :meth:`NativeChain.results`."""
+    values: list[Any] = []
+    at = 0
+    for request, length in zip(requests, lengths, strict=True):
+        kind = request.kind
+        if length == _NO_VALUE:
+            values.append(SKIPPED)
+        elif kind == _GET:
+            if request.into:
+                values.append(length)
+            else:
+                values.append(data[at : at + length])
+                at += length
+        elif kind == _ATOMIC:
+            values.append(int.from_bytes(data[at : at + length], "little"))
+            at += length
+        elif kind == _FOLLOW:
+            values.append(_value(request, find(request.id)))
+            at += length
+        else:
+            values.append(None)
+    return values
+
+
 def _outcome(request: ChainRequest, targets: Sequence[Target], find: Reports) -> Outcome[Any] | None:
     report = find(request.id)
     if report is None or report.state in (lib.TU_CHAIN_WAITING, lib.TU_CHAIN_POSTED):
@@ -359,21 +423,54 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``ucp.SKIPPED``.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], find: Reports) -> None:
+    def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], native: NativeChain) -> None:
         self._requests = list(requests)
         self._targets = targets
-        self._find = find
+        #: The chain, as long as these are its outcomes; then copies of the reports, and how many are errors.
+        self._native: NativeChain | None = native
+        self._find: Reports = native.report
+        self._error_count = 0
         #: Errors that depend on what is known of the connection, once the reports are no longer the chain's.
         self._errors: dict[int, BaseException] = {}
         self.kept = False
 
-    def keep(self, find: Reports, failed: bool) -> None:
+    def keep(self, find: Reports, failed: bool, error_count: int) -> None:
         """From now on these are the reports: the chain's go."""
         self._find, self.kept = find, True
+        self._native, self._error_count = None, error_count
         for number in range(len(self) if failed else 0):
             outcome = self._get(number)
             if isinstance(outcome, Error):
                 self._errors[number] = outcome.error
+
+    @property
+    def error_count(self) -> int:
+        """How many requests have failed, or were not run; 0 when all that is over went well.
+
+        It is counted while the chain runs: asking takes as long for a large chain as for a small one.
+        """
+        return self._error_count if self._native is None else self._native.error_count
+
+    def value(self, request: int | ChainRequest) -> Any:
+        """The value of one request, with less work than ``outcomes[request].unwrap()``, and as often as one likes.
+
+        Raises:
+            Exception: its error, if it failed; :exc:`RequestCancelled` if it is in flight after a run was cancelled.
+            DependencyReferenceError: it is not of this run.
+            IndexError: there is no request with this id.
+        """
+        number = self._number(request)
+        if self._native is not None:
+            report = self._native.look(number)
+            if report is not None and report.state == _DONE:
+                return _value(self._requests[number], report)
+        outcome = self._get(number)
+        if outcome is None:
+            raise RequestCancelled("this request is in flight")
+        if isinstance(outcome, Error):
+            raise outcome.error
+        assert isinstance(outcome, Value)
+        return outcome.value
 
     def values(self) -> list[Any]:
         """The values of all.
@@ -381,6 +478,9 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         Raises:
             ExceptionGroup: of the errors of those that failed, or whose run was cancelled.
         """
+        found = self._native.results(len(self._requests)) if self._native is not None else None
+        if found is not None:
+            return _values(self._requests, *found, self._find)
         outcomes = list(self)
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Error)]
         errors += [RequestCancelled("this request is in flight") for outcome in outcomes if outcome is None]
@@ -399,12 +499,20 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._get(number) for number in range(len(self._requests))[index]]
-        if hasattr(index, "__index__"):
-            return self._get(range(len(self._requests))[index])
-        number = getattr(index, "id", None)
-        if not isinstance(number, int) or not any(index is found for found in self._requests[number : number + 1]):
+        return self._get(self._number(index))
+
+    def _number(self, request: Any) -> int:
+        if hasattr(request, "__index__"):
+            number: int = range(len(self._requests))[request]
+            return number
+        number = getattr(request, "id", -1)
+        if (
+            not isinstance(number, int)
+            or not 0 <= number < len(self._requests)
+            or self._requests[number] is not request
+        ):
             raise DependencyReferenceError("this request is not of this run")
-        return self._get(number)
+        return number
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -23,6 +23,7 @@ from ._chain_terms import UNLIMITED, ChainRequest, Condition, Integer, as_intege
 from ._context import Feature
 from ._endpoint import Endpoint
 from ._memory import Access
+from ._pending import Signal
 from ._posting import completed, pending_operation
 from ._remote_memory import Key, RemoteMemory
 from ._tag import check_tag
@@ -61,6 +62,8 @@ class RequestChain(ChainBuilder):
 
     #: That goes on, or whose requests UCX still has.
     _run: Run | None = None
+    #: Who waits until it can be run.
+    _idle_waiters: list[Signal] = attrs.field(factory=list)
 
     # ---- reading and writing ----
 
@@ -412,6 +415,7 @@ class RequestChain(ChainBuilder):
 
         Cancellation: nothing more is posted; what UCX has already goes on, and is left over. :attr:`outcomes` says what
         became of each; a put that was not waited for may not be visible at the peer yet: flush the memory.
+        :meth:`wait_idle` waits until it can be run again.
 
         Raises:
             ValueError: remote memory that it refers to was closed.
@@ -447,6 +451,7 @@ class RequestChain(ChainBuilder):
                 await target.connect()
         finally:
             self._starting = False
+            self._stands_differently()
         self._check()
         for target in self._targets.values():
             if isinstance(target.thing, RemoteMemory) and target.thing._closed:
@@ -460,6 +465,46 @@ class RequestChain(ChainBuilder):
     def _begun(self, run: Run) -> Run:
         self._run = run
         return run
+
+    @enable_ki_protection
+    async def wait_idle(self) -> None:
+        """Waits until it can be run, or changed: until no run goes on, and UCX has nothing more of a cancelled one.
+
+        What UCX has of a cancelled run ends when the peer answers, or is lost.
+
+        Cancellation: nothing happens.
+
+        Raises:
+            trio.ClosedResourceError: it was closed, perhaps meanwhile, or its worker was.
+            trio.BrokenResourceError: a connection of it broke without an answer, and UCX keeps the requests: this chain
+                can not be run again, make another one. The worker broke.
+        """
+        self._check_open()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self._busy:
+            signal = Signal()
+            self._idle_waiters.append(signal)
+            try:
+                await self._engine.waiting.wait(signal)
+            finally:
+                if signal in self._idle_waiters:
+                    self._idle_waiters.remove(signal)
+            self._check_open()
+        if lib.tu_chain_busy(self._native.handle):
+            raise trio.BrokenResourceError(
+                "UCX keeps requests of this chain, whose connection broke without an answer: make another chain"
+            )
+        await self._engine.waiting.schedule_point()
+
+    @property
+    def _busy(self) -> bool:
+        return self._starting or (self._run is not None and self._run.id in self._engine.in_flight)
+
+    def _stands_differently(self) -> None:
+        """Lets those look who wait until it can be run."""
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            waiter.set()
 
     @property
     def outcomes(self) -> Outcomes:
@@ -509,6 +554,7 @@ class RequestChain(ChainBuilder):
         run, self._run = self._run, None
         running = run is not None and run.id in self._engine.in_flight
         self._native.free(run if running else None)
+        self._stands_differently()
 
     def __del__(self) -> None:
         if self._native.handle is not None and self._engine.usable:
