@@ -310,6 +310,16 @@ async def use_connection_receive(stage: Stage) -> None:
             await server.messages().__anext__()
 
 
+@calls("Connection.wait_closed")
+async def use_connection_wait_closed(stage: Stage) -> None:
+    async def abort() -> None:
+        stage.client.abort()
+
+    await together(stage.client.wait_closed, abort)
+    with assert_checkpoints():
+        await stage.client.wait_closed()
+
+
 @calls("Connection.wait_buffers_released")
 async def use_connection_wait_buffers_released(stage: Stage) -> None:
     with assert_checkpoints():

@@ -66,6 +66,64 @@ async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) 
         await server.aclose()
 
 
+@pytest.mark.parametrize("how", ["aclose", "cancelled aclose", "abort", "peer closes", "peer aborts", "peer is lost"])
+async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
+    """However it ends, everybody who waits is told, and what had arrived can be received."""
+    async with open_pair(worker) as (client, server):
+        told = 0
+
+        async def wait() -> None:
+            nonlocal told
+            await client.wait_closed()
+            assert client.closed
+            told += 1
+
+        await server.send(b"before", 3)
+        assert await client.wait_message(3) == 6
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(0.01) as scope:
+                await client.wait_closed()
+            assert scope.cancelled_caught and not client.closed and told == 0
+            with trio.fail_after(10):
+                if how == "aclose":
+                    await client.aclose()
+                elif how == "cancelled aclose":
+                    with trio.CancelScope() as scope:
+                        scope.cancel()
+                        await client.aclose()
+                elif how == "abort":
+                    client.abort()
+                elif how == "peer closes":
+                    await server.aclose()
+                elif how == "peer aborts":
+                    server.abort()
+                else:
+                    client._link.core.fail(ucp.UCXError(-25, "pretended"))
+                await client.wait_closed()
+        assert told == 3
+        await client.wait_closed()
+        if "peer" in how:
+            assert await client.receive(3) == b"before"
+        client.abort()
+        await client.wait_closed()
+
+
+async def test_wait_closed_when_the_worker_closes() -> None:
+    async with trio.open_nursery() as nursery:
+        async with ucp.open_worker() as worker, ucp.open_worker() as other:
+            async with open_pair(worker, other) as (client, _):
+                nursery.start_soon(client.wait_closed)
+                await trio.testing.wait_all_tasks_blocked()
+                with pytest.warns(ResourceWarning, match="unclosed"):
+                    await worker._aclose()
+                await client.wait_closed()
+        nursery.cancel_scope.deadline = trio.current_time() + 5
+    assert client.closed and not nursery.cancel_scope.cancelled_caught
+
+
 async def test_both_close_at_once(worker: ucp.Worker) -> None:
     for _ in range(20):
         async with open_pair(worker) as (client, server):

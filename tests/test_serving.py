@@ -14,6 +14,7 @@ from helpers import open_pair, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._highlevel import split_loss
 from trio_ucx.ucp._operations import EndpointCore
 from trio_ucx.ucp._status import Status, UCXError
 
@@ -293,6 +294,6 @@ async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> N
             assert len(found) >= 2
             for one in found:
                 one.error = UCXError(Status.CONNECTION_RESET, "pretended")
-                loss, rest = connection._split_loss(one.problem() or AssertionError())
+                loss, rest = split_loss(connection, one.problem() or AssertionError())
                 one.error = None
                 assert isinstance(loss, trio.BrokenResourceError) and rest is None

@@ -10,12 +10,15 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _transfers, _link                  one connection over UCX
                      _handshake                         how it comes about: the control socket, authentication
                      _connection, _listener             what the user holds
+                     _addresses                         addresses as text
                      _shared, _highlevel                opening and serving
                      anyio                              Connections for libraries written for anyio
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
 
 from . import ucp as ucp
+from ._addresses import format_address as format_address
+from ._addresses import parse_address as parse_address
 from ._connection import Connection as Connection
 from ._connection import Messages as Messages
 from ._highlevel import connect as connect
@@ -36,8 +39,10 @@ __all__ = [
     "Messages",
     "__version__",
     "connect",
+    "format_address",
     "open_ucx_listeners",
     "open_ucx_stream",
+    "parse_address",
     "serve_ucx",
     "ucp",
 ]

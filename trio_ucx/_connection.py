@@ -12,6 +12,7 @@ from trio.lowlevel import enable_ki_protection
 from . import _stream as stream
 from . import _wire as wire
 from ._copies import immutable, short
+from ._farewell import Peer
 from ._lanes import Want
 from ._link import Link
 from ._session import QueuedSend
@@ -20,7 +21,6 @@ from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
 from .ucp._posting import check_reaches, completed
-from .ucp._status import origin_of
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
@@ -71,6 +71,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def worker(self) -> Worker:
         """The worker that it lives on."""
         return self._link.worker
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended: it was closed or aborted here, the peer has closed it, or the peer is lost.
+
+        What had arrived from a peer that closed or was lost can still be received.
+        """
+        link = self._link
+        return link.closed or link.core.error is not None or link.farewell.peer is not Peer.TALKS
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -499,6 +508,21 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     @enable_ki_protection
+    async def wait_closed(self) -> None:
+        """Waits until it has ended, from whichever side (:attr:`closed`), without receiving anything.
+
+        After an :meth:`aclose` that was cancelled, it waits for the close that goes on in the background. Any number of
+        tasks may wait.
+
+        Cancellation: nothing happens.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if not self.closed:
+            self._link.engine.check()
+            await self._link.core.wait_until(lambda: self.closed)
+        await self._link.engine.waiting.schedule_point()
+
+    @enable_ki_protection
     async def __aenter__(self) -> Connection:
         return self
 
@@ -509,26 +533,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         else:
             self.abort()
             await trio.lowlevel.cancel_shielded_checkpoint()
-
-    def _split_loss(self, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
-        """Tells the errors that this connection raised because its peer was lost from all others.
-
-        Returns:
-            The first of these, and what is left of ``error`` without them: each None if there is nothing.
-        """
-        if self._link.engine.broken is not None:
-            return None, error  # the worker broke, not the connection
-
-        def is_ours(one: BaseException) -> bool:
-            return isinstance(one, trio.BrokenResourceError) and origin_of(one) is self._link.core.origin
-
-        if not isinstance(error, BaseExceptionGroup):
-            return (error, None) if is_ours(error) else (None, error)
-        ours, rest = error.split(is_ours)
-        first: BaseException | None = ours
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        return first, rest
 
     def __del__(self) -> None:
         link = self._link

@@ -28,6 +28,7 @@ from .ucp import _descriptors as descriptors
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._listener import check_port
 from .ucp._opening import check_is_ours, check_local_address
+from .ucp._status import origin_of
 from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
@@ -391,6 +392,28 @@ async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
         raise
 
 
+def split_loss(connection: Connection, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
+    """Tells the errors that a connection raised because its peer was lost from all others.
+
+    Returns:
+        The first of these, and what is left of ``error`` without them: each None if there is nothing.
+    """
+    core = connection._link.core
+    if core.engine.broken is not None:
+        return None, error  # the worker broke, not the connection
+
+    def is_its_own(one: BaseException) -> bool:
+        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is core.origin
+
+    if not isinstance(error, BaseExceptionGroup):
+        return (error, None) if is_its_own(error) else (None, error)
+    own, rest = error.split(is_its_own)
+    first: BaseException | None = own
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first, rest
+
+
 @enable_ki_protection
 async def serve_ucx(
     handler: Callable[[Connection], Awaitable[object]],
@@ -426,7 +449,7 @@ async def serve_ucx(
         try:
             await handler(connection)
         except BaseException as error:
-            loss, rest = connection._split_loss(error)
+            loss, rest = split_loss(connection, error)
             if loss is not None:
                 logger.info("%r: %s", connection, loss)
             connection.abort()
