@@ -111,6 +111,23 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
 
 
 @role
+async def limited(megabytes: int) -> None:
+    """Echoes tag 7 in so much address space, and says what goes wrong."""
+    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        while True:
+            try:
+                await connection.send(await connection.receive(7), 7)
+            except trio.EndOfChannel:
+                return
+            except MemoryError as error:
+                say({"error": type(error).__name__, "text": str(error)})
+
+    await serve(handler)
+
+
+@role
 async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
     """Accepts, and reads nothing."""
 

@@ -83,7 +83,7 @@ def free(buffer: bytearray) -> bool:
 def test_small_messages_are_moved_at_once_and_kept() -> None:
     mover = Mover(at_once=True)
     lane = Lane(1, mover)
-    lane.arrived(7, 3, move=True)
+    lane.arrived(7, 3, whole=True)
     assert lane.ready_now() is not None
     receive, buffer = into(lane, 5)
     assert (value(receive), buffer) == (3, b"\7\7\7\0\0")
@@ -93,7 +93,7 @@ def test_small_messages_are_moved_at_once_and_kept() -> None:
 def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
     mover = Mover()
     lane = Lane(1, mover)
-    lane.arrived(7, 3, move=False)
+    lane.arrived(7, 3, whole=False)
     assert not mover.moving and lane.ready_now() is None
     receive, buffer = into(lane, 3)
     assert [pins is receive.pins for _, pins in mover.moving] == [True]
@@ -107,11 +107,11 @@ def test_length_is_told_and_the_message_stays() -> None:
     asked = [lane.wait(Want.LENGTH, None, LIMIT) for _ in range(2)]
     taken = lane.wait(Want.BYTES, None, LIMIT)
     after = lane.wait(Want.LENGTH, None, LIMIT)
-    lane.arrived(1, 4, move=True)
+    lane.arrived(1, 4, whole=True)
     assert [value(receive) for receive in asked] == [4, 4]
     assert value(taken) == b"\1" * 4
     assert after.outcome is None
-    lane.arrived(2, 5, move=True)
+    lane.arrived(2, 5, whole=True)
     assert value(after) == 5
 
 
@@ -120,7 +120,7 @@ def test_receives_complete_in_order() -> None:
     lane = Lane(1, mover)
     receives = [into(lane, 3) for _ in range(3)]
     for number in (1, 2, 3):
-        lane.arrived(number, 3, move=False)
+        lane.arrived(number, 3, whole=False)
     assert len(mover.moving) == 3  # they overlap
     mover.finish(2)
     mover.finish(1)
@@ -132,7 +132,7 @@ def test_receives_complete_in_order() -> None:
 def test_cancelled_in_the_middle_the_next_one_gets_it() -> None:
     mover = Mover()
     lane = Lane(1, mover)
-    lane.arrived(1, 3, move=False)
+    lane.arrived(1, 3, whole=False)
     receive, buffer = into(lane, 3)
     assert receive.abandon()
     assert len(mover.orphans) == 1 and not free(buffer)
@@ -147,8 +147,8 @@ def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
     mover = Mover()
     lane = Lane(1, mover)
     (first, first_buffer), (second, second_buffer) = into(lane, 3), into(lane, 3)
-    lane.arrived(1, 3, move=False)
-    lane.arrived(2, 3, move=False)
+    lane.arrived(1, 3, whole=False)
+    lane.arrived(2, 3, whole=False)
     mover.finish(1)  # the second message is in the second buffer already
     first.abandon()
     assert second.outcome is None
@@ -163,7 +163,7 @@ def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
     mover = Mover()
     lane = Lane(1, mover)
     receive, buffer = into(lane, 2)
-    lane.arrived(1, 3, move=False)
+    lane.arrived(1, 3, whole=False)
     with pytest.raises(ucp.UCXError, match="3 bytes .* has 2"):
         value(receive)
     assert [message.handle for message in mover.discarded] == [1] == [m.handle for m in mover.consumed_ones]
@@ -175,7 +175,7 @@ def test_failed_transfer() -> None:
     lane = Lane(1, mover)
     receive, buffer = into(lane, 3)
     other = lane.wait(Want.BYTES, None, LIMIT)
-    lane.arrived(1, 3, move=False)
+    lane.arrived(1, 3, whole=False)
     mover.finish(error=OSError("lost"))
     with pytest.raises(OSError, match="lost"):
         value(receive)
@@ -190,9 +190,9 @@ def test_the_end_serves_what_is_there() -> None:
     lane = Lane(1, mover)
     receives = [lane.wait(Want.BYTES, None, LIMIT) for _ in range(2)]
     asked = lane.wait(Want.LENGTH, None, LIMIT)
-    lane.arrived(1, 3, move=False)
-    lane.arrived(2, 3, move=False)
-    lane.arrived(3, 3, move=False)
+    lane.arrived(1, 3, whole=False)
+    lane.arrived(2, 3, whole=False)
+    lane.arrived(3, 3, whole=False)
     lane.drop_held()  # the third: its sender has gone
     lane.fail_unserved(EOFError())
     with pytest.raises(EOFError):
@@ -206,8 +206,8 @@ def test_transfers_that_will_never_end() -> None:
     mover = Mover()
     lane = Lane(1, mover)
     receive, buffer = into(lane, 3)
-    lane.arrived(1, 3, move=False)
-    lane.arrived(2, 3, move=True)
+    lane.arrived(1, 3, whole=False)
+    lane.arrived(2, 3, whole=True)
     lane.give_up_moving(OSError("died"))
     with pytest.raises(OSError, match="died"):
         value(receive)
@@ -221,8 +221,8 @@ def test_close_with_transfers_under_way() -> None:
     mover = Mover()
     lane = Lane(1, mover)
     receive, buffer = into(lane, 3)
-    lane.arrived(1, 3, move=False)
-    lane.arrived(2, 3, move=False)
+    lane.arrived(1, 3, whole=False)
+    lane.arrived(2, 3, whole=False)
     lane.close(EOFError())
     with pytest.raises(EOFError):
         value(receive)
@@ -256,7 +256,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
         action = chance.random()
         if action < 0.25 and arrived < 60:
             arrived += 1
-            lane.arrived(arrived, arrived % 5 + 1, move=chance.random() < 0.5)
+            lane.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
         elif action < 0.55:
             want = chance.choice(list(Want))
             buffer = bytearray(6) if want is Want.INTO else None
@@ -293,7 +293,7 @@ def test_runs_are_messages_in_order_with_others() -> None:
     lane = Lane(1, mover)
     lane.run_arrived(run(b"aa", b"bb", b"cc"))
     lane.run_arrived(run(b"ddd"))
-    lane.arrived(1, 5, move=True)
+    lane.arrived(1, 5, whole=True)
     assert not lane.idle and len(mover.moving) == 1
     mover.finish()
     lane.run_arrived(run(b"e", b"f"))
@@ -346,7 +346,7 @@ def test_what_is_unread_of_a_run_keeps_little_memory() -> None:
 def test_runs_of_a_lane_that_failed_or_closed() -> None:
     mover = Mover()
     lane = Lane(1, mover, sequential=True)
-    lane.arrived(1, 5, move=False)
+    lane.arrived(1, 5, whole=False)
     lane.drop_held(trio.BrokenResourceError())
     lane.run_arrived(run(b"x", b"y"))
     assert mover.run_messages == 2, "nothing is handed out behind what is missing"
@@ -362,7 +362,7 @@ def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.Monke
     lane = Lane(1, mover)
     receives = [lane.wait(Want.BYTES, None, LIMIT) for _ in range(4)]
     for number in (1, 2, 3, 4):
-        lane.arrived(number, 6, move=False)
+        lane.arrived(number, 6, whole=False)
     assert len(mover.moving) == 2
     mover.finish(0)
     assert len(mover.moving) == 2  # the next one
@@ -378,7 +378,7 @@ def test_transfers_into_users_buffers_are_not_held_back(monkeypatch: pytest.Monk
     lane = Lane(1, mover)
     receives = [into(lane, 6) for _ in range(4)]
     for number in (1, 2, 3, 4):
-        lane.arrived(number, 6, move=False)
+        lane.arrived(number, 6, whole=False)
     assert len(mover.moving) == 4
     for _ in range(4):
         mover.finish(0)

@@ -42,10 +42,12 @@ class Want(enum.Enum):
 class Message:
     """A message of a lane."""
 
-    __slots__ = ("data", "error", "handle", "lane", "length", "owner", "pins", "state")
+    __slots__ = ("data", "error", "handle", "lane", "length", "owner", "pins", "state", "whole")
 
     def __init__(self, lane: Lane, handle: int, length: int) -> None:
         self.lane = lane
+        #: Whether UCX has all of it, as far as that is known.
+        self.whole = False
         self.handle = handle
         self.length = length
         self.state = State.HELD
@@ -108,6 +110,9 @@ class Receive(Pending):
         self.lane.abandon(self)
         return True
 
+    def internal_error(self, error: BaseException) -> None:
+        self.lane.mover.internal_error(error)
+
 
 class Mover(Protocol):
     """Moves bytes, and keeps the books."""
@@ -116,6 +121,9 @@ class Mover(Protocol):
         """Begins to write a HELD message to ``pins``, or to fresh memory.
 
         Sets its state to READY if that is done at once, else to MOVING, and calls ``lane.moved`` later.
+
+        Raises:
+            MemoryError: there is no fresh memory for it; it stays HELD.
         """
 
     def run_consumed(self, length: int, count: int) -> None:
@@ -129,6 +137,9 @@ class Mover(Protocol):
 
     def orphaned(self, message: Message, alone: bool) -> None:
         """A user's buffer now belongs (``alone``), or no longer belongs, to the library."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: the connection ends. Never raises."""
 
 
 #: So many bytes that were read already may be kept.
@@ -162,16 +173,25 @@ class Lane:
     def idle(self) -> bool:
         return not (self.messages or self.receives or self.runs) and self.failure is None
 
-    def arrived(self, handle: int, length: int, *, move: bool) -> None:
-        """A message arrived. With ``move``, it goes to memory of ours at once if no receive is there for it."""
+    def arrived(self, handle: int, length: int, *, whole: bool | None) -> None:
+        """A message arrived.
+
+        Args:
+            whole: whether UCX has all of it; False if it stays with its sender until it is received, None if that is
+                not known. Unless it is False, the message goes to memory of ours if no receive is there for it.
+        """
         message = Message(self, handle, length)
+        message.whole = whole is True
         if self.failure is not None:
             self._throw_away(message)
             return
         self.messages.append(message)
         self.settle()
-        if move and message.state is State.HELD and message in self.messages:
-            self.mover.move(message, None)
+        if whole is not False and message.state is State.HELD and message in self.messages:
+            try:
+                self.mover.move(message, None)
+            except MemoryError:
+                return  # UCX keeps it until it is received
             self.settle()
 
     def run_arrived(self, run: Run) -> None:
@@ -193,7 +213,6 @@ class Lane:
         """Gives the first of a run to the first of the receives, if that is simple."""
         if receive.want is Want.LENGTH or run.length > receive.limit:
             return False
-        self.receives.popleft()
         data = run.pop()
         result: outcome.Outcome[Any] = Value(data)
         if receive.pins is not None:
@@ -202,8 +221,8 @@ class Lane:
                 result = Value(len(data))
             except RuntimeError as error:
                 result = Error(error)
-        self.mover.run_consumed(run.length, 1)
         self._finish(receive, result)
+        self.mover.run_consumed(run.length, 1)
         return True
 
     def _messages_of(self, run: Run) -> list[Message]:
@@ -253,14 +272,13 @@ class Lane:
         elif error is not None:
             self._missing(message, error)
             self.messages.remove(message)
-            self.mover.consumed(message)
             owner = message.owner
             self._detach(message)
             if owner is not None:
-                self.receives.remove(owner)
                 self._finish(owner, Error(error))
             elif self.receives and self.receives[0].want is not Want.LENGTH:
-                self._finish(self.receives.popleft(), Error(error))
+                self._finish(self.receives[0], Error(error))
+            self.mover.consumed(message)
         else:
             message.state = State.READY
             if message.owner is None:
@@ -288,7 +306,7 @@ class Lane:
         if message.pins is not None:
             try:
                 message.data = message.pins.copy(message.length)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 message.error = error
             self._detach(message)
 
@@ -331,7 +349,6 @@ class Lane:
             return False
         message, receive = self.messages[0], self.receives[0]
         if receive.want is Want.LENGTH:
-            self.receives.popleft()
             self._finish(receive, Value(message.length))
             return True
         if receive.message is not None and receive.message is not message:
@@ -342,36 +359,48 @@ class Lane:
         if message.length > receive.limit:
             return self._too_long(message, receive)
         if message.state is State.HELD:
-            self._move(message, receive)
+            try:
+                self._move(message, receive)
+            except MemoryError as error:
+                return self._no_memory(message, error)
         if not self.messages or self.messages[0] is not message or not self.receives or self.receives[0] is not receive:
             return True  # it could not be moved, and its receive was told; or that was cancelled
         if message.state is not State.READY:
             return False
-        self.messages.popleft()
-        self.receives.popleft()
         self._deliver(message, receive)
         return True
 
     def _too_long(self, message: Message, receive: Receive) -> bool:
         if message.state is State.MOVING:
             return False
-        self.messages.popleft()
-        self.receives.popleft()
+        what = "max_message_size is" if receive.want is Want.BYTES else "the buffer has"
+        self._drop_first(
+            UCXError(
+                Status.MESSAGE_TRUNCATED,
+                f"a message of {message.length} bytes is too long, {what} {receive.limit}; it was dropped",
+            )
+        )
+        return True
+
+    def _no_memory(self, message: Message, cause: MemoryError) -> bool:
+        """There is no memory for the first message, which is dropped; a piece of the byte stream stays."""
+        fate = "it can be read again" if self.sequential else "it was dropped; receive_into takes a buffer of yours"
+        error = MemoryError(f"there is no memory for a message of {message.length} bytes: {fate}")
+        error.__cause__ = cause
+        if self.sequential:
+            self._finish(self.receives[0], Error(error))
+        else:
+            self._drop_first(error)
+        return True
+
+    def _drop_first(self, error: Exception) -> None:
+        """The first receive cannot have the first message, and nobody else gets that."""
+        message = self.messages.popleft()
+        self._finish(self.receives[0], Error(error))
         if message.state is State.HELD:
             self.mover.discard(message)
         self._detach(message)
         self.mover.consumed(message)
-        what = "max_message_size is" if receive.want is Want.BYTES else "the buffer has"
-        self._finish(
-            receive,
-            Error(
-                UCXError(
-                    Status.MESSAGE_TRUNCATED,
-                    f"a message of {message.length} bytes is too long, {what} {receive.limit}; it was dropped",
-                )
-            ),
-        )
-        return True
 
     def _move(self, message: Message, receive: Receive) -> None:
         if receive.want is Want.INTO:
@@ -393,7 +422,10 @@ class Lane:
                 return
             before += message.length
             if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
-                self._move(message, receive)
+                try:
+                    self._move(message, receive)
+                except MemoryError:
+                    return  # said when it is its turn
                 if self._again:
                     return  # things may have changed
 
@@ -409,17 +441,26 @@ class Lane:
                 self._copy_in(message, receive.pins)
             self._detach(message)
             result = message.length
-        self.mover.consumed(message)
+        self.messages.popleft()
         self._finish(receive, Value(result) if message.error is None else Error(message.error))
+        self.mover.consumed(message)
 
     def _finish(self, receive: Receive, result: outcome.Outcome[Any]) -> None:
-        if receive.pins is not None:
-            receive.pins.release()
-        receive.finish(result)
+        """Takes a receive out of the queue, and ends it. What else may fail comes before that, or after it."""
+        if self.receives[0] is receive:
+            self.receives.popleft()
+        else:
+            self.receives.remove(receive)
+        try:
+            if receive.pins is not None:
+                receive.pins.release()
+        finally:
+            receive.finish(result)
 
     def drop_held(self, error: Exception | None = None) -> None:
         """The messages that their sender still has will not come any more: ``error``, or it does not need them to."""
-        for message in [message for message in self.messages if message.state is State.HELD]:
+        held = [message for message in self.messages if message.state is State.HELD and not message.whole]
+        for message in held:
             if message in self.messages:
                 self._missing(message, error)
                 self.messages.remove(message)
@@ -467,20 +508,19 @@ class Lane:
             if receive.want is not Want.LENGTH:
                 served -= 1
             if served < 0 or (receive.want is Want.LENGTH and served <= 0):
-                self.receives.remove(receive)
                 self._finish(receive, Error(error))
         return len(self.receives) < before
 
     def give_up(self, receive: Receive, error: Exception) -> None:
         """Ends a receive whatever its state; a transfer under way keeps its buffer until UCX lets go of it."""
-        self.receives.remove(receive)
         message, receive.message = receive.message, None
         if message is not None:
             message.owner = None
             if message.state is State.MOVING:
-                self.mover.orphaned(message, True)
                 receive.pins = None
         self._finish(receive, Error(error))
+        if message is not None and message.state is State.MOVING:
+            self.mover.orphaned(message, True)
 
     def close(self, error: Exception) -> None:
         """We closed: nobody gets anything any more."""

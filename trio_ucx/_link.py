@@ -27,15 +27,16 @@ import trio
 from . import _wire as wire
 from ._farewell import Peer
 from ._lanes import Message, State
-from ._native import ffi, lib
+from ._native import lib
 from ._outbox import LONGEST_MESSAGE, Outbox
 from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
 from .ucp._between import MOMENT
 from .ucp._buffers import Pinned, new_bytes
-from .ucp._operations import EndpointCore, Operation, live_handles, under_way
-from .ucp._posting import check_reaches
+from .ucp._contained import contained, report
+from .ucp._operations import EndpointCore, live_handles, under_way
+from .ucp._posting import check_reaches, pending_operation
 from .ucp._status import broken, error_from_status
 from .ucp._tag import post_bytes_send, post_pinned_send
 
@@ -175,16 +176,18 @@ class Link(Session):
         """See :class:`ucp._between.Holder`."""
         if not self._outbox.parts:
             return
-        batch = self._outbox.take()
-        if self.core.handle is None:
-            return
-        self.engine.counters["batches"] += 1
         try:
+            batch = self._outbox.take()
+            if self.core.handle is None:
+                return
+            self.engine.counters["batches"] += 1
             self._post_bytes(wire.BATCH, batch)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
             if self.core.error is None:
                 self.core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
             self.engine.settle()
+        except Exception as error:  # those who sent these messages have gone on
+            self.internal_error(error)
 
     def check_memory(self, pins: Pinned) -> None:
         check_reaches(self.engine, pins)
@@ -200,6 +203,8 @@ class Link(Session):
             post_bytes_send(self.core, wire.encode_frame(frame), (self.peer_id << 32) | wire.CONTROL)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the connection's failure is told elsewhere
+        except Exception as error:  # a peer that waits for this frame would wait for ever
+            self.internal_error(error)
 
     async def wait_room(self, lane: int) -> None:
         """Waits until a small message could be sent, or would fail."""
@@ -243,15 +248,20 @@ class Link(Session):
         if length > wire.MAX_FRAME:
             self.engine.mail.discard(handle)
             raise wire.ProtocolError(f"a control frame of {length} bytes")
-        data = ffi.new("char[]", wire.MAX_FRAME)
+        data = bytearray(wire.MAX_FRAME)
+        pins = Pinned(data, writable=True)
         verdict = lib.tu_message_receive_one(
-            self.engine.handle, handle, data, wire.MAX_FRAME, lib.TU_MEMORY_HOST, self.engine.received
+            self.engine.handle, handle, pins.address, wire.MAX_FRAME, lib.TU_MEMORY_HOST, self.engine.received
         )
+        if verdict > 0:  # UCX writes to the memory later
+            operation = pending_operation(self.engine, verdict, pins, "receiving a control frame")
+            assert operation is not None
+            operation.leave_over()
+        else:
+            pins.release()
         if verdict != 0:
-            if verdict > 0:
-                Operation(self.engine, verdict, None, "receiving a control frame").leave_over()
             raise wire.ProtocolError("a control frame that did not arrive in one piece")
-        self.told_by_peer(wire.decode_frame(bytes(ffi.buffer(data, length))))
+        self.told_by_peer(wire.decode_frame(bytes(data[:length])))
 
     def move(self, message: Message, pins: Pinned | None) -> None:
         if pins is None:
@@ -272,7 +282,11 @@ class Link(Session):
             return
         message.state = State.MOVING
         if verdict > 0:
-            MoveOperation(self, verdict, message, pins)
+            try:
+                MoveOperation(self, verdict, message, pins)
+            except BaseException as error:
+                engine.keep(verdict, (pins, message))
+                raise RuntimeError("an operation that UCX has begun could not be recorded") from error
             engine.settle()
         else:
             self.move_ended(message, pins, verdict)
@@ -327,9 +341,16 @@ class Link(Session):
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.core.origin)
 
     def lost(self) -> None:
-        super().lost()
+        """What the endpoint calls when it has failed. Never raises."""
+        if not contained(super().lost) and self.core.error is not None:
+            self.end_waits(self.broken(f"the connection to {self.core.label} broke: {self.core.error}"))
         if self.control_socket is not None:
-            self.control_socket.abort()  # messages cannot get through any more: the peer need not wait
+            contained(self.control_socket.abort)  # messages cannot get through any more: the peer need not wait
+
+    def internal_error(self, error: BaseException) -> None:
+        report(f"an internal error of trio_ucx, in the connection to {self.core.label}, which ends", error)
+        contained(self.core.fail_inside, error)
+        self.end_waits(broken(f"the connection to {self.core.label} broke: an internal error: {error!r}", error))
 
     def peer_left(self) -> None:
         error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed")
@@ -357,7 +378,7 @@ class Link(Session):
         self._aborted = True
         sent: int = getattr(event, "sent", 0)
         if self.inbound.received < sent:
-            trio.lowlevel.spawn_system_task(self._cut_off_later, sent, name=f"trio_ucx abort of {self.core.label}")
+            self.engine.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
         else:
             self.cut_off("aborted the connection")
 
@@ -366,10 +387,20 @@ class Link(Session):
         while self.core.handle is not None and self.inbound.received < sent and trio.current_time() < deadline:
             await trio.sleep(0.005)
         if self.engine.usable:
-            self.engine.guard(lambda: self.cut_off("aborted the connection"))
+            try:
+                self.cut_off("aborted the connection")
+            except Exception as error:
+                self.internal_error(error)
 
-    def control_lost(self, reason: str) -> None:
-        """The peer's end of the control socket was closed, or its host does not answer."""
+    def control_lost(self, reason: str, cause: BaseException | None = None) -> None:
+        """The peer's end of the control socket was closed, or its host does not answer.
+
+        Args:
+            cause: an exception of our own code, if that is why it cannot be heard.
+        """
+        if cause is not None:
+            self.internal_error(cause)
+            return
         if self._aborted:
             return
         if self.farewell.peer is Peer.SAID_GOODBYE:

@@ -20,6 +20,7 @@ from ._farewell import Farewell, Peer
 from ._flow import Inbound, Outbound, Ticket
 from ._lanes import Lane, Message, Receive, Run, Want
 from .ucp._buffers import Buffer, Pinned
+from .ucp._contained import contained
 from .ucp._pending import Pending
 from .ucp._tag import SHORT
 
@@ -139,6 +140,10 @@ class Session:
 
     def cut_off(self, reason: str) -> None:
         """The peer cannot be talked to any more."""
+        raise NotImplementedError
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: ends the connection, and no other. Never raises."""
         raise NotImplementedError
 
     def peer_left(self) -> None:
@@ -271,7 +276,7 @@ class Session:
     def arrived(self, number: int, handle: int, length: int) -> None:
         self.bytes_received += length
         threshold = self.inbound.threshold
-        self.lane(number).arrived(handle, length, move=not threshold or length < threshold)
+        self.lane(number).arrived(handle, length, whole=length < threshold if threshold else None)
 
     def run_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
         """So many small messages of the same length arrived, one after the other in ``data``.
@@ -464,6 +469,15 @@ class Session:
             self._end()
         self.changed()
 
+    def end_waits(self, error: Exception) -> None:
+        """Whoever still waits gets this error, where the rules could not be carried out. Never raises."""
+        for lane in list(self.lanes.values()):
+            for receive in list(lane.receives):
+                contained(lane.give_up, receive, error)
+        for ticket in list(self.outbound.queue):
+            contained(self._withdraw, ticket, error)
+        contained(self.changed)
+
     def begin_close(self) -> None:
         """From here on the user can do nothing with it any more."""
         self.closing = True
@@ -478,9 +492,11 @@ class Session:
 
     def _withdraw(self, ticket: Ticket, error: Exception) -> None:
         assert isinstance(ticket, QueuedSend)
-        self.outbound.withdraw(ticket)
-        ticket.pins.release()
-        ticket.finish(Error(error))
+        try:
+            self.outbound.withdraw(ticket)
+            ticket.pins.release()
+        finally:
+            ticket.finish(Error(error))
 
     def sent_everything(self) -> bool:
         """Whether a goodbye may be said: what is still on its way was cancelled and is not missed, or is lost."""
@@ -548,6 +564,9 @@ class QueuedSend(Pending):
     def _completed(self, sending: Pending) -> None:
         assert sending.outcome is not None
         self.finish(sending.outcome)
+
+    def internal_error(self, error: BaseException) -> None:
+        self.session.internal_error(error)
 
     def abandon(self) -> bool:
         if self.outcome is not None:

@@ -55,3 +55,6 @@ class MoveOperation(Operation):
         self.release()
         self.finish(Value(None))
         self.link.move_ended(self.message, self.held, status)
+
+    def internal_error(self, error: BaseException) -> None:
+        self.link.internal_error(error)

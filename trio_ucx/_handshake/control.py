@@ -15,6 +15,7 @@ from collections.abc import Callable
 import trio
 
 from .._wire import ProtocolError
+from ..ucp._contained import contained
 from ..ucp._engine import Engine
 from ..ucp._operations import live_handles
 from .exchange import Event, Exchange
@@ -29,7 +30,8 @@ class ControlSocket:
 
     Args:
         on_event: takes what the peer says.
-        on_lost: takes why the peer cannot be heard any more. Called once, with the last event or without any.
+        on_lost: takes why the peer cannot be heard any more, and the exception of our own code that is the reason, if
+            there is one. Called once, with the last event or without any.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class ControlSocket:
         tls: TLS | None,
         exchange: Exchange,
         on_event: Callable[[Event], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, BaseException | None], None],
     ) -> None:
         self.exchange = exchange
         self.on_event = on_event
@@ -90,10 +92,14 @@ class ControlSocket:
             self.flush()
             self._lose(f"it was cut off: {error}")
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, cause: BaseException | None = None) -> None:
         self.close()
-        self.on_lost(reason)
+        self.on_lost(reason, cause)
         self._sockets.peer_may_have_died()
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code, reading it: its connection ends, and no other. Never raises."""
+        contained(self._lose, f"an internal error of trio_ucx: {error!r}", error)
 
     def flush(self) -> None:
         """Sends what the exchange has to say. So little is sent on this socket that there is always room."""
@@ -144,7 +150,7 @@ class ControlSockets:
         self._engine = engine
         self._epoll: select.epoll | None = select.epoll()
         self._sockets: dict[int, ControlSocket] = {}
-        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx control sockets (efd {engine.efd})")
+        engine.spawn(self._run, f"trio_ucx control sockets (efd {engine.efd})")
 
     def add(self, descriptor: int, control: ControlSocket) -> None:
         assert self._epoll is not None
@@ -161,9 +167,9 @@ class ControlSockets:
 
     async def _run(self) -> None:
         try:
-            while self._epoll is not None:
+            while self._epoll is not None and self._engine.broken is None:
                 await trio.lowlevel.wait_readable(self._epoll.fileno())
-                self._engine.guard(self._look)
+                self._look()
         except trio.ClosedResourceError:
             pass
 
@@ -176,7 +182,10 @@ class ControlSockets:
         for descriptor, _ in ready:
             control = self._sockets.get(descriptor)
             if control is not None:
-                control.readable()
+                try:
+                    control.readable()
+                except Exception as error:
+                    control.internal_error(error)
 
     def close(self) -> None:
         """The worker is closed, and so are all connections."""

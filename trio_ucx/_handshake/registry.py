@@ -24,6 +24,7 @@ from ..ucp import Feature, UCXError, Worker, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
+from ..ucp._contained import contained, report
 from ..ucp._engine import Engine
 from ..ucp._numbering import Numbers, PeerNumbers, UsedUp
 from ..ucp._operations import EndpointCore, Operation
@@ -365,8 +366,17 @@ class Introduction:
     def _refused(self, reason: str) -> OSError:
         return ConnectionRefusedError(errno.ECONNREFUSED, f"{self.label} refused the connection: {reason}")
 
-    def peer_lost(self, reason: str) -> None:
-        self.fail(ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}"))
+    def peer_lost(self, reason: str, cause: BaseException | None = None) -> None:
+        error = ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}")
+        error.__cause__ = cause
+        self.fail(error)
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: there will be no connection. Never raises."""
+        report(f"an internal error of trio_ucx, while connecting with {self.label}", error)
+        failure = ConnectionError(errno.EIO, f"connecting with {self.label}: an internal error of trio_ucx: {error!r}")
+        failure.__cause__ = error
+        contained(self.fail, failure)
 
     def queue_stopped(self, error: UCXError) -> None:
         """Nothing arrives over shared memory any more: see :mod:`ucp._receive_queue`."""
@@ -420,11 +430,11 @@ class Introduction:
         engine = self.registry.engine
         if engine.mail.boxes.get(self.id) is self:
             del engine.mail.boxes[self.id]
-        self._give_back()
+        contained(self._give_back)
         if self.control is not None:
-            self.control.refuse(reason) if reason else self.control.abort()
-        self.drop_endpoint()
+            contained(self.control.refuse, reason) if reason else contained(self.control.abort)
+        contained(self.drop_endpoint)
         if self._theirs is not None:
-            engine.numbering.forget_unused(self._theirs.uid)
+            contained(engine.numbering.forget_unused, self._theirs.uid)
         if self._end_isolation is not None:
-            self._end_isolation()
+            contained(self._end_isolation)

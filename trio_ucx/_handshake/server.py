@@ -18,6 +18,7 @@ from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
 from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
+from ..ucp._contained import contained, report
 from ..ucp._numbering import FILLERS_AT_ONCE
 from ..ucp._pending import Waiters
 from ..ucp._util import warn_resource
@@ -127,7 +128,7 @@ class Acceptor:
         self._id = self.engine.next_id()
         self.engine.children[self._id] = self._unclosed
         self.engine.on_broken[self._id] = self._acceptors.fail
-        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx listener at {self.address}")
+        self.engine.spawn(self._run, f"trio_ucx listener at {self.address}")
 
     @property
     def handshaking(self) -> int:
@@ -149,20 +150,20 @@ class Acceptor:
                 stream = await self._listener.accept()
             except trio.ClosedResourceError:
                 return
-            except OSError as error:
-                if error.errno not in _CAPACITY_ERRORS:
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno not in _CAPACITY_ERRORS:
                     logger.exception("the listener at %s failed", self.address)
                     self.close()
                     return
-                logger.error(
-                    "accepting at %s: %s; trying again in %g seconds",
-                    self.address,
-                    os.strerror(error.errno),
-                    ACCEPT_PAUSE,
-                )
+                reason = getattr(error, "strerror", None) or repr(error)
+                logger.error("accepting at %s: %s; trying again in %g seconds", self.address, reason, ACCEPT_PAUSE)
                 await trio.sleep(ACCEPT_PAUSE)
                 continue
-            self._begin(stream)
+            try:
+                self._begin(stream)
+            except Exception as error:
+                report("an internal error of trio_ucx: a client was turned away", error)
+                contained(stream.socket.close)
 
     def _begin(self, stream: trio.SocketStream) -> None:
         try:
@@ -178,10 +179,23 @@ class Acceptor:
             del self._clients[oldest]
             oldest.scope.cancel()
         self._clients[client] = None
-        trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {label}")
+        try:
+            trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {label}")
+        except BaseException:
+            self._clients.pop(client, None)
+            raise
 
     async def _serve(self, client: Client) -> None:
         """One client's exchange. Its task must not fail: that would end the run."""
+        try:
+            await self._introduce(client)
+        except Exception as error:
+            report(f"an internal error of trio_ucx: the client {client.label} was turned away", error)
+        finally:
+            self._clients.pop(client, None)
+            contained(client.stream.close)
+
+    async def _introduce(self, client: Client) -> None:
         introduction = Introduction(self.registry, self.options, client.label)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
@@ -211,10 +225,11 @@ class Acceptor:
             self._clients.pop(client, None)
             client.stream.close()
             if link is not None and not link.closed and not self.closed:
-                self._connected(link)
+                if not contained(self._connected, link):
+                    contained(link.abort)
             else:
                 self.refused += 1
-                introduction.close(f"{kind}: {reason}" if link is None else "")
+                contained(introduction.close, f"{kind}: {reason}" if link is None else "")
                 self._turned_away.log(kind, client.label, reason)
 
     async def _exchange(self, client: Client, introduction: Introduction) -> None:

@@ -2,8 +2,8 @@
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
-    _util, _pending, _status, _process, _address,
-      _forks                                          no engine
+    _util, _contained, _pending, _status, _process,
+      _address, _forks                                no engine
     _cuda, _memory_kinds, _strided, _buffers          what can be sent, and received into
     _memory                                           what peers can reach by themselves
     _attributes                                       what UCX says about itself

@@ -18,6 +18,7 @@ has run, on a worker whose tasks do not poll.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +46,9 @@ class Holder(Protocol):
     def send_held(self) -> None:
         """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
+    def internal_error(self, error: BaseException) -> None:
+        """Handing them to UCX failed for a reason of ours: the connection ends. Never raises."""
+
 
 class _Hook(trio.abc.Instrument):
     """An instrument that comes and goes often."""
@@ -67,7 +71,8 @@ class _Hook(trio.abc.Instrument):
     def stop_watching(self) -> None:
         if self._watching:
             self._watching = False
-            trio.lowlevel.remove_instrument(self)
+            with suppress(KeyError):  # Trio drops an instrument that has raised
+                trio.lowlevel.remove_instrument(self)
 
 
 class Between(_Hook):
@@ -127,20 +132,26 @@ class Between(_Hook):
         """Sends everything that is held back."""
         holders, self.holders = self.holders, set()
         for holder in holders:
-            holder.send_held()
+            try:
+                holder.send_held()
+            except BaseException as error:
+                holder.internal_error(error)
 
     def before_io_wait(self, timeout: float) -> None:
-        if self.holders and (timeout > 0 or perf_counter() - self._since > MOMENT):
-            self._engine.send_held()
-        if self._unarmed:
-            if self._engine.armed:
-                self._unarmed = False
-            elif timeout > 0 or not self._turning():
-                self.attend()
-        elif timeout > 0 and not self.holders:
-            self._idle += 1
-            if self._idle > _IDLE:
-                self.stop_watching()
+        try:
+            if self.holders and (timeout > 0 or perf_counter() - self._since > MOMENT):
+                self._engine.send_held()
+            if self._unarmed:
+                if self._engine.armed:
+                    self._unarmed = False
+                elif timeout > 0 or not self._turning():
+                    self.attend()
+            elif timeout > 0 and not self.holders:
+                self._idle += 1
+                if self._idle > _IDLE:
+                    self.stop_watching()
+        except BaseException as error:  # Trio would drop this instrument
+            self._engine.internal_error(error)
 
     def _turning(self) -> bool:
         """Whether somebody made the worker progress lately."""
@@ -172,18 +183,21 @@ class Prompt(_Hook):
 
     def after_io_wait(self, timeout: float) -> None:
         engine = self._engine
-        if timeout > 0 and engine.parked:
-            self._busy = 0
-            if lib.tu_readable(engine.efd):
-                if engine.leave_to_others():
-                    self._turn = engine.turns
-                # It may have become readable after Trio looked: then the progress task is not about to run, and what
-                # would have woken it has been taken.
-                engine.between.leave_unarmed()
-        else:
-            self._busy += 1
-            if self._busy > _BUSY:
-                self.stop_watching()
+        try:
+            if timeout > 0 and engine.parked:
+                self._busy = 0
+                if lib.tu_readable(engine.efd):
+                    if engine.leave_to_others():
+                        self._turn = engine.turns
+                    # It may have become readable after Trio looked: then the progress task is not about to run, and
+                    # what would have woken it has been taken.
+                    engine.between.leave_unarmed()
+            else:
+                self._busy += 1
+                if self._busy > _BUSY:
+                    self.stop_watching()
+        except BaseException as error:
+            engine.internal_error(error)
 
     @property
     def delivered(self) -> bool:

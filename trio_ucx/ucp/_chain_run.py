@@ -263,11 +263,11 @@ class Run(Operation):
     __slots__ = ("_chain", "_keys", "_lost", "buffers")
 
     def __init__(self, chain: Any, keys: list[Key], engine: Engine, id: int) -> None:
-        super().__init__(engine, id, None, "running a request chain")
         self._chain = chain
         self._keys = keys
         self._lost = False
         self.buffers = Buffers()
+        super().__init__(engine, id, None, "running a request chain")
         for key in keys:
             key.hold()
 
@@ -309,7 +309,7 @@ class ChainTimer:
         self._id = engine.next_id()
         lib.tu_chain_timer(engine.handle, self._fd)
         engine.at_end[self._id] = self._close
-        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx chain timer (efd {engine.efd})")
+        engine.spawn(self._run, f"trio_ucx chain timer (efd {engine.efd})")
 
     async def _run(self) -> None:
         engine = self._engine

@@ -1,4 +1,8 @@
-"""Delivery: what becomes of the records that a turn brings. It wakes tasks, and runs no code of users."""
+"""Delivery: what becomes of the records that a turn brings. It wakes tasks, and runs no code of users.
+
+An exception here is our own, or there is no memory. It ends what the record is about, a connection most often, and
+never more than the worker; all other records are delivered.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from ._status import UCXError
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._mail import Mailbox
+    from ._operations import EndpointCore
 
 FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _RUN, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_RUN, lib.TU_RECORD_MESSAGE
@@ -19,22 +25,42 @@ def deliver(engine: Engine, rows: list[int]) -> None:
     mail = engine.mail
     for start in range(0, len(rows), FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + FIELDS]
-        if kind == _OPERATION:
-            engine.in_flight.pop(id).complete(-status, length, tag)
-        elif kind == _RUN:
-            engine.messages += id
-            mailbox = mail.boxes.get(tag >> 32)
-            if mailbox is not None:
-                mailbox.run_came(tag & 0xFFFFFFFF, id, length, mail.received(pointer, id * length))
-        elif kind == _MESSAGE:
-            engine.messages += 1
-            mailbox = mail.boxes.get(tag >> 32)
-            if mailbox is None:
-                mail.discard(pointer)
+        try:
+            if kind == _OPERATION:
+                operation = engine.in_flight.pop(id, None)
+                if operation is None:
+                    engine.unrecorded.pop(id, None)
+                else:
+                    try:
+                        operation.complete(-status, length, tag)
+                    except BaseException as error:
+                        operation.internal_error(error)
+            elif kind == _RUN:
+                engine.messages += id
+                mailbox = mail.boxes.get(tag >> 32)
+                if mailbox is not None:
+                    mailbox.run_came(tag & 0xFFFFFFFF, id, length, mail.received(pointer, id * length))
+            elif kind == _MESSAGE:
+                engine.messages += 1
+                mailbox = mail.boxes.get(tag >> 32)
+                if mailbox is None:
+                    mail.discard(pointer)
+                else:
+                    mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
             else:
-                mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
-        else:
-            _deliver_rare(engine, kind, id, -status, length, pointer)
+                _deliver_rare(engine, kind, id, -status, length, pointer)
+        except BaseException as error:
+            _failed(engine, kind, id, tag, error)
+
+
+def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
+    """An exception of our own: ends the connection or endpoint that the record is about, or else the worker."""
+    owner: Mailbox | EndpointCore | None = None
+    if kind in (_RUN, _MESSAGE):
+        owner = engine.mail.boxes.get(tag >> 32)
+    elif kind == lib.TU_RECORD_STREAM:
+        owner = engine.endpoints.get(id)
+    (engine if owner is None else owner).internal_error(error)
 
 
 def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
@@ -70,5 +96,8 @@ def deliver_failures(engine: Engine) -> None:
     for id, status in failures:
         core = engine.endpoints.get(id)
         if core is not None:
-            core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
+            try:
+                core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
+            except BaseException as error:
+                core.internal_error(error)
     engine.suspect_queue()

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import trio
+from outcome import Error
+
 from .._native import lib, ucx
 from ._answers import send_answers
+from ._contained import contained
+from ._status import Status, UCXError, broken
 from ._util import warn_resource
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._operations import EndpointCore, Operation
 
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
@@ -29,7 +35,7 @@ def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
     start = time.monotonic()
     engine.turn(arm=False)
-    while engine.in_flight and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
+    while engine.uses_memory and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
         yield
         time.sleep(0.0002)
         engine.turn(arm=False)
@@ -52,7 +58,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
     """
     if engine.unanswered or not all(loan.ended for loan in engine.overdue):
         abandoned.append((engine, handle))  # somebody looks at UCX's memory, and was warned
-    elif not engine.in_flight or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
+    elif not engine.uses_memory or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
         # A receive whose sender died in the middle of a message never completes, nor does a send to the full
         # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
         # progress could still touch their buffers, and that ends here.
@@ -61,6 +67,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
             if operation.pins is not None:
                 operation.pins.release()
         engine.in_flight.clear()
+        engine.unrecorded.clear()
         for let_go in engine.kept:
             let_go()
         engine.kept.clear()
@@ -70,6 +77,33 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
     else:
         abandoned.append((engine, handle))  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
+
+
+def fail_everything(engine: Engine, error: BaseException) -> None:
+    """An error of our own that concerns the whole worker: whoever waits gets it."""
+
+    def failure() -> trio.BrokenResourceError:
+        return broken(f"the worker broke: {error!r}", error)
+
+    def fail(operation: Operation) -> None:
+        operation.finish(Error(failure()))
+        operation.leave_over()
+
+    def fail_endpoint(core: EndpointCore) -> None:
+        callback, core.on_failure = core.on_failure, None
+        if core.error is None:
+            core.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
+            core.error.__cause__ = error
+        if callback is not None:
+            callback()
+
+    for operation in list(engine.in_flight.values()):
+        contained(fail, operation)
+    contained(lambda: engine.stream_watchers.fail(failure()))
+    for tell in list(engine.on_broken.values()):
+        contained(lambda tell=tell: tell(failure()))
+    for core in list(engine.endpoints.values()):
+        contained(fail_endpoint, core)
 
 
 @contextmanager

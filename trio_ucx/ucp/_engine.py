@@ -33,10 +33,9 @@ progress task: it is a plain function, which async generators finalised after th
 from __future__ import annotations
 
 import collections
-import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -51,10 +50,11 @@ from ._address import worker_address
 from ._attributes import native_name, query_worker
 from ._backoff import Backoff
 from ._between import Between, Prompt
+from ._contained import contained, report
 from ._context import Context, Feature
 from ._data_ports import DataPorts
 from ._delivery import FIELDS, deliver, deliver_failures
-from ._end import dispose, drain, ignoring_late_run
+from ._end import dispose, drain, fail_everything, ignoring_late_run
 from ._forks import Birth
 from ._loans import Loan
 from ._mail import Mail
@@ -65,8 +65,6 @@ from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics, worker_statistics
 from ._status import Status, UCXError, broken
 from ._waiting import DEFAULT_SPIN, Waiting
-
-logger = logging.getLogger("trio_ucx")
 
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
@@ -143,6 +141,8 @@ class Engine:
         self.mail = Mail(self)
         self.received = ffi.new("tu_received_t *")
         self.in_flight: dict[int, Operation] = {}
+        #: By id, what UCX uses of operations that it has begun and that could not be entered there: see :meth:`keep`.
+        self.unrecorded: dict[int, object] = {}
         self.endpoints: dict[int, EndpointCore] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
@@ -270,7 +270,7 @@ class Engine:
                     return state
             return lib.TU_MORE
         except BaseException as error:
-            self._break(error)
+            self.internal_error(error)
             return lib.TU_BUSY
         finally:
             self._delivering = False
@@ -289,7 +289,7 @@ class Engine:
             if count > 0:
                 deliver(self, self._view[: count * FIELDS].tolist())
         except BaseException as error:
-            self._break(error)
+            self.internal_error(error)
             return False
         finally:
             self._delivering = False
@@ -316,7 +316,7 @@ class Engine:
             again = self.undisturbed(self.between.send_held)
         except BaseException as error:
             again = True
-            self._break(error)
+            self.internal_error(error)
         if again:
             self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
 
@@ -342,42 +342,58 @@ class Engine:
         try:
             function()
         except Exception as error:
-            self._break(error)
+            self.internal_error(error)
 
-    def _break(self, error: BaseException) -> None:
-        """An internal error: everything that waits is told, nothing more is promised."""
+    @property
+    def uses_memory(self) -> bool:
+        """Whether UCX may still use memory that is not its own."""
+        return bool(self.in_flight or self.unrecorded)
+
+    def keep(self, id: int, what: object) -> None:
+        """Keeps what UCX uses for an operation that it has begun, when making our object for that failed."""
+        if id not in self.in_flight:
+            self.unrecorded[id] = what
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code that concerns the whole worker: whoever waits gets an error, and it is unusable.
+
+        Never raises.
+        """
         if self.broken is None:
-            logger.error("trio_ucx worker broke", exc_info=error)
             self.broken = error
-        for operation in list(self.in_flight.values()):
-            operation.finish(Error(broken(f"the worker broke: {error!r}", error)))
-            operation.leave_over()
-        self.stream_watchers.fail(broken(f"the worker broke: {error!r}", error))
-        for tell in list(self.on_broken.values()):
-            tell(broken(f"the worker broke: {error!r}", error))
-        for core in list(self.endpoints.values()):
-            callback, core.on_failure = core.on_failure, None
-            if core.error is None:
-                core.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
-                core.error.__cause__ = error
-            if callback is not None:
-                callback()
+            report("trio_ucx worker broke", error)
+        contained(fail_everything, self, error)
 
     # ---- the tasks ----
 
     def start(self) -> None:
-        trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx progress (efd {self.efd})")
-        trio.lowlevel.spawn_system_task(self._net.run, name=f"trio_ucx safety net (efd {self.efd})")
+        self.spawn(self._run, f"trio_ucx progress (efd {self.efd})")
+        self.spawn(self._net.run, f"trio_ucx safety net (efd {self.efd})")
+
+    def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
+        """Runs a system task, whose errors break the worker: Trio would end the run."""
+
+        async def run() -> None:
+            try:
+                await function()
+            except Exception as error:
+                self.internal_error(error)
+
+        trio.lowlevel.spawn_system_task(run, name=name)
 
     async def _run(self) -> None:
         """The progress task."""
         self._stop = trio.CancelScope()
         try:
             with self._stop:
-                await self._progress_until(lambda: False)
-                await trio.sleep_forever()  # broken: nothing moves any more
-        except trio.ClosedResourceError:
-            pass  # the worker was closed while we waited
+                try:
+                    await self._progress_until(lambda: False)
+                except trio.ClosedResourceError:
+                    pass  # the worker was closed while we waited
+                except Exception as error:
+                    self.internal_error(error)
+                if self.handle is not None:
+                    await trio.sleep_forever()  # broken: nothing moves any more
         finally:
             # The run ends (or the worker was closed, and nothing of this does anything).
             if self.handle is not None and not self._closing:
@@ -490,14 +506,14 @@ class Engine:
             try:
                 with trio.CancelScope(shield=True):
                     await function()
-            except Exception:
-                logger.exception("%s failed", name)
+            except Exception as error:
+                report(f"{name} failed", error)
             finally:
                 self.background.discard(marker)
                 if not self.background and self.background_ended is not None:
-                    self.background_ended.set()
+                    contained(self.background_ended.set)
                 if self.usable:
-                    self.rouse()  # the progress task may be waiting for the last of them
+                    contained(self.rouse)  # the progress task may be waiting for the last of them
 
         try:
             trio.lowlevel.spawn_system_task(run, name=name)
@@ -564,20 +580,23 @@ class Engine:
         self._closing = True
         self.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
         for close in list(self.children.values()):
-            close()
+            contained(close)
         for core in list(self.endpoints.values()):
-            core.close()
-        self.lingering.close(0)
+            contained(core.close)
+        contained(self.lingering.close, 0)
         for operation in list(self.in_flight.values()):
-            operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
-            operation.leave_over()
-            lib.tu_operation_cancel(self.handle, operation.id)
+            contained(self._end, operation)
         return True
+
+    def _end(self, operation: Operation) -> None:
+        operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
+        operation.leave_over()
+        lib.tu_operation_cancel(self.handle, operation.id)
 
     def _finish_close(self) -> None:
         self.statistics_at_close = self.statistics()
         for end in list(self.at_end.values()):
-            end()
+            contained(end)
         stuck = under_way(self.in_flight.values())
         for fd in (self.efd, self._net.timer, *self._backoff.descriptors):
             with ignoring_late_run():

@@ -27,6 +27,9 @@ class Mailbox(Protocol):
     def queue_stopped(self, error: UCXError) -> None:
         """Nothing will arrive over shared memory any more. (Endpoints that use it have failed already.)"""
 
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code, delivering to it: the connection ends, and no other. Never raises."""
+
 
 class Mail:
     """Where the messages of one worker's Connections go."""

@@ -18,6 +18,7 @@ from outcome import Error, Value
 from .._native import ffi, lib
 from . import _reach
 from ._buffers import Pinned
+from ._contained import contained, report
 from ._inbox import Inbox
 from ._pending import Pending, Signal
 from ._process import NOBODY
@@ -81,7 +82,12 @@ class Operation(Pending):
         """UCX is done with it. Called once, by the engine."""
         self.release()
         if status == Status.OK:
-            self.finish(Value(self.value(length, tag)))
+            try:
+                value = self.value(length, tag)
+            except Exception as error:  # there is no memory for a copy, say
+                self.finish(Error(error))
+            else:
+                self.finish(Value(value))
         elif status == Status.CANCELED and self._raise_cancel is not None:
             self.finish_cancelled()
         else:
@@ -121,6 +127,14 @@ class Operation(Pending):
             return False
         self.leave_over()
         return True
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends what it belongs to: its endpoint, or else the worker. Never raises."""
+        contained(lambda: self.finish(Error(broken(f"{self.doing}: an internal error of trio_ucx: {error!r}", error))))
+        if self.endpoint is not None:
+            self.endpoint.internal_error(error)
+        else:
+            self.engine.internal_error(error)
 
     def describe(self) -> str:
         """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
@@ -273,9 +287,10 @@ class EndpointCore:
             raise problem
 
     def changed(self) -> None:
-        watchers, self.watchers = self.watchers, []
-        for watcher in watchers:
-            watcher.set()
+        if self.watchers:
+            for watcher in self.watchers:
+                watcher.set()
+            self.watchers = []  # now: when one could not be told, the others are by the next call
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition on its operations. No checkpoint if it holds already."""
@@ -314,16 +329,35 @@ class EndpointCore:
             self.engine.lingering.close_one(self)  # UCX says that the peer has closed its end
             return
         self.error = error
-        if linger and self.forcible:
-            self.engine.lingering.add(self, self._let_go())
-            self.engine.watch_events()
+        try:
+            if linger and self.forcible:
+                self.engine.lingering.add(self, self._let_go())
+                self.engine.watch_events()
+            else:
+                self._force_close()
+        finally:
+            if self.inbox is not None:
+                contained(self.inbox.wake)  # what has arrived can still be read
+            callback, self.on_failure = self.on_failure, None
+            if callback is not None:
+                callback()
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code, while it handled something of this endpoint: ends it, and no other.
+
+        Never raises.
+        """
+        if self.owner is not None:
+            self.owner.internal_error(error)
         else:
-            self._force_close()
-        if self.inbox is not None:
-            self.inbox.wake()  # what has arrived can still be read
-        callback, self.on_failure = self.on_failure, None
-        if callback is not None:
-            callback()
+            report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
+            contained(self.fail_inside, error)
+
+    def fail_inside(self, error: BaseException) -> None:
+        """Fails with an exception of our own code."""
+        failure = UCXError(Status.IO_ERROR, f"an internal error of trio_ucx: {error!r}")
+        failure.__cause__ = error
+        self.fail(failure)
 
     @property
     def reusable(self) -> bool:
@@ -373,24 +407,25 @@ class EndpointCore:
 
     def _let_go(self) -> Any:
         """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
-        self.stop_watching()
+        contained(self.stop_watching)
         handle, self.handle = self.handle, None
         for operation in list(self.pending):
-            if operation.outcome is None and not operation.left_over:
-                problem = self.problem()
-                assert problem is not None
-                operation.fail(problem)
-                operation.leave_over()
+            contained(self._end_operation, operation)
         companions = self.companion, self.chain_companion, self.memory_companion
         self.companion = self.chain_companion = self.memory_companion = None
         for companion in companions:
             if companion is not None:
-                companion.follow(self)
+                contained(companion.follow, self)
         if self.atomics is not None:
+            contained(lambda: self.atomics.fail(self.problem()))
+        return handle
+
+    def _end_operation(self, operation: Operation) -> None:
+        if operation.outcome is None and not operation.left_over:
             problem = self.problem()
             assert problem is not None
-            self.atomics.fail(problem)
-        return handle
+            operation.fail(problem)
+            operation.leave_over()
 
     def _force_close(self) -> None:
         handle = self._let_go()
@@ -444,6 +479,9 @@ class CloseOperation(Operation):
         super().__init__(engine, id, None, "closing an endpoint")
         self.core = core
         self.native = native
+
+    def internal_error(self, error: BaseException) -> None:
+        report(f"an internal error of trio_ucx, closing the endpoint to {self.core.label}", error)
 
     def complete(self, status: int, length: int, tag: int) -> None:
         self.release()

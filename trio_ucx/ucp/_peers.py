@@ -31,7 +31,10 @@ class Watch:
         except trio.ClosedResourceError:
             return
         if self._fd >= 0 and self._core.engine.usable:
-            self._core.engine.guard(self._died)
+            try:
+                self._died()
+            except Exception as error:
+                self._core.internal_error(error)
 
     def _died(self) -> None:
         # What it had sent before is in shared memory or in a socket: take it before UCX closes them.
@@ -62,13 +65,13 @@ def watch_process(core: EndpointCore, process: Process) -> None:
         return
     try:
         fd = os.pidfd_open(process.pid)
-    except OSError:
+    except (OSError, OverflowError):
         return
     if start_time(process.pid) != process.start:
         os.close(fd)
         return
     core.watch = watch = Watch(core, fd)
     try:
-        trio.lowlevel.spawn_system_task(watch._wait, name=f"trio_ucx watch of process {process.pid}")
+        core.engine.spawn(watch._wait, f"trio_ucx watch of process {process.pid}")
     except RuntimeError:
         core.stop_watching()

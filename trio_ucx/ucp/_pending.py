@@ -9,6 +9,8 @@ import outcome
 import trio
 from outcome import Error, Outcome, Value
 
+from ._contained import report
+
 if TYPE_CHECKING:
     from ._waiting import Waiting
 
@@ -46,9 +48,9 @@ class Pending:
         task, self._task = self._task, None
         if task is not None:
             parked_at, self.parked_at = self.parked_at, None
+            trio.lowlevel.reschedule(task, Value(None))
             if parked_at is not None:
                 parked_at.wake()
-            trio.lowlevel.reschedule(task, Value(None))
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
@@ -67,6 +69,22 @@ class Pending:
         """
         raise NotImplementedError
 
+    def internal_error(self, error: BaseException) -> None:
+        """Abandoning it failed: ends what it belongs to. Never raises."""
+        report("an internal error of trio_ucx, in a cancellation", error)
+
+    def _abandon_for_trio(self) -> trio.lowlevel.Abort:
+        """What an abort function answers; it must not raise, or Trio ends the run."""
+        try:
+            over = self.abandon()
+        except BaseException as error:
+            self.internal_error(error)
+            over = self.outcome is None
+        if not over:
+            return trio.lowlevel.Abort.FAILED
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
     def result(self) -> Any:
         """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
         assert self.outcome is not None
@@ -83,10 +101,7 @@ class Pending:
 
         def abort(raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
             self._raise_cancel = raise_cancel
-            if self.abandon():
-                self._task = None
-                return trio.lowlevel.Abort.SUCCEEDED
-            return trio.lowlevel.Abort.FAILED
+            return self._abandon_for_trio()
 
         await trio.lowlevel.wait_task_rescheduled(abort)
         return self.result()

@@ -58,7 +58,11 @@ def pending_operation(
 ) -> Operation | None:
     """Takes a verdict that is not about a receive: None when the operation completed at once."""
     if verdict > 0:
-        operation = kind(engine, verdict, pins, doing, core)
+        try:
+            operation = kind(engine, verdict, pins, doing, core)
+        except BaseException:
+            engine.keep(verdict, pins)
+            raise
         engine.settle()
         return operation
     if pins is not None:

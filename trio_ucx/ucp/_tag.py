@@ -67,7 +67,12 @@ def post_bytes_send(core: EndpointCore, data: bytes, tag: int, kind: type[Operat
     verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)
     if verdict == 0:
         return None
-    return pending_operation(core.engine, verdict, Pinned(data), "sending a message", core, kind)
+    try:
+        pins = Pinned(data)
+    except BaseException:
+        core.engine.keep(verdict, data)
+        raise
+    return pending_operation(core.engine, verdict, pins, "sending a message", core, kind)
 
 
 def post_pinned_send(
@@ -110,7 +115,11 @@ def post_message_receive(engine: Engine, handle: int, pins: Pinned) -> ReceiveOp
 
 def _received(engine: Engine, verdict: int, pins: Pinned, doing: str) -> ReceiveOperation | tuple[int, int]:
     if verdict > 0:
-        operation = TruncatingReceive(engine, verdict, pins, doing)
+        try:
+            operation = TruncatingReceive(engine, verdict, pins, doing)
+        except BaseException:
+            engine.keep(verdict, pins)
+            raise
         engine.settle()
         return operation
     size = pins.size

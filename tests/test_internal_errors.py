@@ -1,0 +1,496 @@
+"""Errors of our own while something is delivered, want of memory first: they end what they are about, never the run."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import logging
+import mmap
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from helpers import open_pair, open_peer, open_raw_pair, pattern
+
+import trio_ucx
+from trio_ucx import _link, ucp
+from trio_ucx.ucp._operations import live_handles
+
+# ---- no memory for a message ----
+
+LONG = 300_000
+
+
+@contextmanager
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int = LONG) -> Iterator[None]:
+    """There is none for messages of ``limit`` bytes and more."""
+
+    def new_bytes(size: int) -> bytes:
+        if size >= limit:
+            raise MemoryError
+        return make(size)
+
+    make = _link.new_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(_link, "new_bytes", new_bytes)
+        yield
+
+
+async def test_receive_without_memory_fails_alone(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how long the message was; that one is dropped, and all others arrive."""
+    async with open_pair(worker) as (client, server), open_pair(worker) as (other, other_server):
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                with short_of_memory(monkeypatch):
+                    nursery.start_soon(client.send, pattern(LONG), 7)
+                    with pytest.raises(MemoryError, match=f"a message of {LONG} bytes: it was dropped"):
+                        await server.receive(7)
+                    assert await _sent_and_received(client, server, 7, pattern(LONG - 1)) == pattern(LONG - 1)
+                assert await _sent_and_received(client, server, 8, pattern(LONG)) == pattern(LONG)
+                assert await _sent_and_received(other, other_server, 7, pattern(LONG)) == pattern(LONG)
+            await client.aclose()
+
+
+async def test_receives_behind_one_without_memory(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait get the messages after it; a buffer of the user's needs no memory."""
+    async with open_pair(worker) as (client, server):
+        results: list[object] = []
+        buffer = bytearray(LONG)
+
+        async def receive(task_status: trio.TaskStatus[None]) -> None:
+            with trio.CancelScope():
+                task_status.started()
+                try:
+                    results.append(await server.receive(7))
+                except MemoryError:
+                    results.append(MemoryError)
+
+        with trio.fail_after(10), short_of_memory(monkeypatch):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(receive)
+                await nursery.start(receive)
+                nursery.start_soon(partial(server.receive_into, buffer, tag=8))
+                await client.send(pattern(LONG), 7)
+                await client.send(b"short", 7)
+                await client.send(pattern(LONG), 8)
+        assert sorted(results, key=str) == sorted([MemoryError, b"short"], key=str)
+        assert buffer == pattern(LONG)
+
+
+async def test_stream_without_memory_loses_nothing(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pattern(5 * 2**20)
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send_all, data)
+                with short_of_memory(monkeypatch), pytest.raises(MemoryError, match="it can be read again"):
+                    await server.receive_some()
+                got = bytearray()
+                while len(got) < len(data):
+                    got += await server.receive_some()
+        assert got == data
+
+
+async def test_message_that_has_arrived_is_kept_until_there_is_memory(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is with UCX meanwhile; its sender may even have closed."""
+    size = 20_000
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(10):
+            with short_of_memory(monkeypatch, size):
+                client.send_nowait(pattern(size), tag=3)
+                client.send_nowait(b"last", tag=4)
+                await client.aclose()
+                assert await server.receive(4) == b"last"
+            assert await server.receive(3) == pattern(size)
+            with pytest.raises(trio.EndOfChannel):
+                await server.receive(3)
+
+
+@pytest.mark.parametrize("announced", [900, 1000])
+async def test_process_short_of_memory(transports: str, announced: int) -> None:
+    """A peer announces more than the process may have (RLIMIT_AS): its receive fails, and others are served."""
+    async with open_peer("limited", 700, transports=transports) as peer:
+        [address, _] = await peer.hear()
+        address = tuple(address)
+        async with ucp.open_worker(config={"TLS": transports}) as worker:
+            async with (
+                trio_ucx.connect(address, worker=worker) as good,
+                await trio_ucx.connect(address, worker=worker).__aenter__() as bad,
+            ):
+                with trio.fail_after(20):
+                    assert await _echo(good, b"before") == b"before"
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(bad.send, _zeros(announced * 2**20), 7)
+                        said = await peer.hear()
+                        assert said["error"] == "MemoryError" and str(announced * 2**20) in said["text"]
+                    assert await _echo(bad, b"the same connection") == b"the same connection"
+                    assert await _echo(good, b"after") == b"after"
+
+
+def _zeros(size: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size))  # pages that nobody touches
+
+
+async def _echo(connection: trio_ucx.Connection, data: bytes) -> bytes:
+    await connection.send(data, tag=7)
+    return await connection.receive(tag=7)
+
+
+async def _sent_and_received(
+    sender: trio_ucx.Connection, receiver: trio_ucx.Connection, tag: int, data: bytes
+) -> bytes:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sender.send, data, tag)
+        return await receiver.receive(tag)
+
+
+# ---- an exception anywhere ----
+
+#: Modules whose functions run in deliveries, or are called by Trio's loop.
+MODULES = [
+    *(name for name in ("_farewell", "_flow", "_lanes", "_link", "_outbox", "_session", "_transfers", "_wire")),
+    *(f"_handshake.{name}" for name in ("control", "exchange", "facts", "registry", "server")),
+    *(
+        f"ucp.{name}"
+        for name in (
+            "_atomics",
+            "_between",
+            "_buffers",
+            "_chain_run",
+            "_connecting",
+            "_delivery",
+            "_engine",
+            "_inbox",
+            "_listener",
+            "_loans",
+            "_mail",
+            "_numbering",
+            "_operations",
+            "_pending",
+            "_posting",
+            "_safety_net",
+            "_tag",
+            "_waiting",
+        )
+    ),
+]
+PACKAGE = str(Path(trio_ucx.__file__).parent)
+#: What Trio's loop calls, and what our deliveries begin with: whatever these call is nobody's who could take an error.
+LOOP = {
+    *("turn", "take", "_look", "before_io_wait", "after_io_wait", "_abandon_for_trio"),
+    *("_run", "run", "_wait", "call", "_serve", "_begin"),
+}
+#: What contains errors, and reports them; if that fails, there is nothing left to rely on.
+CONTAINERS = {"internal_error", "_abandon_for_trio", "fail_everything", "end_waits", "spawn", "run", "guard"}
+
+
+class Injected(RuntimeError):
+    pass
+
+
+class NoMemory(MemoryError):
+    pass
+
+
+def functions(module: types.ModuleType) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """All functions and methods of a module: where each is, its name there, itself."""
+    for name, thing in list(vars(module).items()):
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        where, members = (thing, dict(vars(thing))) if inspect.isclass(thing) else (module, {name: thing})
+        for attribute, function in members.items():
+            wanted = attribute == "__init__" or not attribute.startswith("__")
+            plain = inspect.isfunction(function) and not inspect.isgeneratorfunction(function)
+            if wanted and plain and attribute not in CONTAINERS:
+                yield where, attribute, function
+
+
+def called_by_the_loop() -> bool:
+    """Whether the caller's caller runs where its exceptions would reach Trio, rather than in a user's task."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            if frame.f_code.co_name in CONTAINERS - LOOP:
+                return False
+            if frame.f_code.co_name in LOOP:
+                return True
+        frame = frame.f_back
+    return False
+
+
+class Fault:
+    """Makes one function raise at one of its calls."""
+
+    def __init__(self, function: Callable[..., Any], error: type[Exception], call: int) -> None:
+        self.error = error
+        self.left = call
+        self.armed = False
+        self.raised = False
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def instead(*args: Any, **kwargs: Any) -> Any:
+                self.count()
+                return await function(*args, **kwargs)
+
+        else:
+
+            @wraps(function)
+            def instead(*args: Any, **kwargs: Any) -> Any:
+                self.count()
+                return function(*args, **kwargs)
+
+        self.instead = instead
+
+    def count(self) -> None:
+        if self.armed and not self.raised and called_by_the_loop():
+            self.left -= 1
+            if self.left == 0:
+                self.raised = True
+                raise self.error("injected")
+
+
+@contextmanager
+def patched(where: Any, name: str, function: Callable[..., Any], fault: Fault) -> Iterator[None]:
+    """With the function replaced, wherever a module has it."""
+    with ExitStack() as stack:
+        places = [where]
+        if inspect.ismodule(where):
+            places = [m for m in list(sys.modules.values()) if getattr(m, "__name__", "").startswith("trio_ucx")]
+        for place in places:
+            if vars(place).get(name) is function:
+                setattr(place, name, fault.instead)
+                stack.callback(setattr, place, name, function)
+        yield
+
+
+async def busy_connection(worker: ucp.Worker, address: Any, accept: Callable[[], Any]) -> None:
+    """Everything that a connection can do, in short."""
+    async with trio_ucx.connect(address, worker=worker, window=16384, close_timeout=1, connect_timeout=1) as client:
+        server = await accept()
+        try:
+            client.send_nowait(b"first", tag=1)
+            for _ in range(3):
+                client.send_nowait(b"small", tag=2)  # held back, goes as a batch
+            assert await server.receive(1) == b"first"
+            assert await server.receive(2) == b"small"
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, pattern(5000), 3)
+                nursery.start_soon(client.send, pattern(200_000), 4)
+                nursery.start_soon(client.send_all, pattern(100_000))
+                for _ in range(4):
+                    nursery.start_soon(client.send, pattern(7000), 5)  # more than the window
+                with trio.move_on_after(0.005):
+                    await server.receive(6)
+                with trio.move_on_after(0.002) as cancelled:
+                    await server.receive_into(bytearray(300_000), 4)
+                assert await server.receive(3) == pattern(5000)
+                if cancelled.cancelled_caught:
+                    assert await server.receive(4) == pattern(200_000)
+                for _ in range(4):
+                    await server.receive(5)
+                count = 0
+                while count < 100_000:
+                    data = await server.receive_some()
+                    assert data
+                    count += len(data)
+            async with worker.open_request_group() as group:
+                group.receive_into(server, bytearray(100_000), tag=9)
+                group.send(client, pattern(100_000), tag=9)
+            server.send_nowait(b"unread")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.aclose)
+                nursery.start_soon(server.aclose)
+        finally:
+            server.abort()
+
+
+async def aborted_connection(worker: ucp.Worker, address: Any, accept: Callable[[], Any]) -> None:
+    client = await trio_ucx.connect(address, worker=worker, close_timeout=1, connect_timeout=1).__aenter__()
+    server = await accept()
+    try:
+        client.send_nowait(b"x")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_until_the_end, client.receive)
+            nursery.start_soon(_until_the_end, partial(server.send, bytes(100_000), 1))
+            await trio.sleep(0.002)
+            server.abort()
+    finally:
+        client.abort()
+        server.abort()
+
+
+async def _until_the_end(function: Callable[[], Any]) -> None:
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await function()
+
+
+async def raw_operations(worker: ucp.Worker) -> None:
+    """The same for what is below connections."""
+    async with open_raw_pair(worker) as (client, server):
+        with worker.open_active_messages(3) as queue:
+            async with trio.open_nursery() as nursery:
+                for size in (10, 100_000):
+                    nursery.start_soon(client.am_send, 3, pattern(size))
+                    with await queue.receive() as message:
+                        assert await message.receive() == pattern(size)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.stream_send, pattern(50_000))
+            await server.stream_receive(bytearray(50_000), exact=True)
+            nursery.start_soon(client.tag_send, pattern(100_000), 5)
+            await worker.tag_receive(bytearray(100_000), 5)
+            with trio.move_on_after(0.002):
+                await worker.tag_receive(bytearray(10), 6)
+        with worker.context.allocate(4096) as memory, client.attach(memory.descriptor) as remote:
+            async with trio.open_nursery() as nursery:
+                for _ in range(10):
+                    nursery.start_soon(remote.fetch_add, 1, 0)
+            await remote.put(bytes(100), 8)
+            await remote.flush()
+            assert await remote.get(0, 8) == (10).to_bytes(8, "little")
+            chain = worker.new_chain()
+            got = chain.get(remote, offset=0, length=8)
+            chain.put(remote, b"data", offset=64, when=got.u64(0) == 10)
+            await chain.run()
+            chain.close()
+
+
+#: What a task of a user's may get when something of ours failed.
+EXPECTED = (
+    *(OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, trio.TooSlowError),
+    *(Injected, MemoryError, ucp.UCXError, ucp.RequestCancelled),
+)
+FEATURES = ucp.Feature.ALL
+
+
+async def scenario(transports: str, arm: Callable[[bool], None], raised: Callable[[], bool]) -> None:
+    """A worker with a connection that looks on, and one that does everything, with a fault armed meanwhile."""
+    async with (
+        ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker,
+        ucp.open_worker(config={"TLS": "tcp"}) as apart,
+        open_pair(apart) as (far, far_server),
+        open_pair(worker) as (near, near_server),
+    ):
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=1)
+
+        async def accept() -> trio_ucx.Connection:
+            with trio.fail_after(1):
+                return await listener.accept()
+
+        arm(True)
+        with trio.fail_after(10):
+            for act in (
+                lambda: busy_connection(worker, listener.address, accept),
+                lambda: aborted_connection(worker, listener.address, accept),
+                lambda: raw_operations(worker),
+            ):
+                with trio.move_on_after(2) as hung:
+                    try:
+                        await act()
+                    except* EXPECTED:
+                        assert raised()
+                assert not hung.cancelled_caught or raised(), "nobody should wait for ever"
+        arm(False)
+        with trio.fail_after(5):
+            assert await _sent_and_received(far, far_server, 1, b"far") == b"far"
+            if worker._engine.broken is None:
+                assert await _sent_and_received(near, near_server, 1, b"near") == b"near"
+                await _is_served(listener, worker)
+                await listener.aclose()
+            else:
+                assert worker._engine.broken.args == ("injected",)
+                for connection in (near, near_server):
+                    with pytest.raises(trio.BrokenResourceError) as broken:
+                        await connection.receive()
+                    assert broken.value.__cause__ is not None
+
+
+async def _is_served(listener: trio_ucx.Listener, worker: ucp.Worker) -> None:
+    """Who connects now."""
+    async with trio.open_nursery() as nursery:
+
+        async def serve() -> None:
+            while True:
+                connection = await listener.accept()  # perhaps one that has gone meanwhile
+                nursery.start_soon(_echo_once, connection)
+
+        nursery.start_soon(serve)
+        async with trio_ucx.connect(listener.address, worker=worker) as client:
+            assert await _echo(client, b"new") == b"new"
+        nursery.cancel_scope.cancel()
+
+
+async def _echo_once(connection: trio_ucx.Connection) -> None:
+    with suppress(trio.BrokenResourceError, trio.EndOfChannel):
+        async with connection:
+            await connection.send(await connection.receive(7), 7)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Faults leave things unclosed, which say so when they are collected; log records would keep them until later."""
+    logger, hook = logging.getLogger("trio_ucx"), sys.unraisablehook
+    logger.disabled, sys.unraisablehook = True, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            yield
+            gc.collect()
+    finally:
+        logger.disabled, sys.unraisablehook = False, hook
+        live_handles._counts.clear()  # what a fault hit was not always counted
+
+
+@cache
+def called(transports: str) -> dict[tuple[str, str], int]:
+    """How often each function is called where its errors are nobody's, by its module and qualified name."""
+    counters: list[tuple[tuple[str, str], Fault]] = []
+    with ExitStack() as stack:
+        for name in MODULES:
+            module = importlib.import_module(f"trio_ucx.{name}")
+            for where, attribute, function in functions(module):
+                counters.append(((name, function.__qualname__), Fault(function, Injected, NEVER)))
+                stack.enter_context(patched(where, attribute, function, counters[-1][1]))
+        stack.enter_context(quiet())
+
+        def arm(armed: bool) -> None:
+            for _, counter in counters:
+                counter.armed = armed
+
+        trio.run(scenario, transports, arm, lambda: False)
+    return {key: NEVER - counter.left for key, counter in counters}
+
+
+NEVER = 1 << 60
+#: Over which transports, at which call of each function, and what it raises.
+FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
+
+
+@pytest.mark.cut_off
+@pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:
+    """Of each function in turn: the run goes on, and others' connections work."""
+    raised = False
+    for where, attribute, function in functions(importlib.import_module(f"trio_ucx.{name}")):
+        if called(transports)[name, function.__qualname__] < call:
+            continue
+        fault = Fault(function, error, call)
+        with patched(where, attribute, function, fault), quiet():
+            try:
+                trio.run(scenario, transports, partial(setattr, fault, "armed"), lambda fault=fault: fault.raised)
+            except BaseException as failure:
+                failure.add_note(f"{function.__qualname__}, call {call}")
+                raise
+        raised = raised or fault.raised
+    assert raised or call > 1, "none of these functions was called"
