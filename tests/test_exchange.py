@@ -291,7 +291,7 @@ BODIES = {
     Kind.DECLINE: protocol._pack(Numbers(1)),
     Kind.ASSIGN: struct.pack("<I", 4) + protocol._pack(Numbers(20)),
     Kind.TAKE: struct.pack("<I", 4) + protocol._pack(Numbers(20)),
-    Kind.ABORT: b"",
+    Kind.ABORT: struct.pack("<Q", 0),
 }
 EVENTS = {
     Kind.REFUSE: Refused,
@@ -369,12 +369,12 @@ MALFORMED: list[tuple[Kind, bytes]] = [
     *((Kind.OPEN, body) for body in (b"", b"x", bytes(500), some_facts().encode()[:-1], some_facts().encode() + b"x")),
     *((Kind.WELCOME, body) for body in (b"", bytes(3), bytes(4), bytes(10), BODIES[Kind.WELCOME][:11], bytes(600))),
     (Kind.WELCOME, BODIES[Kind.WELCOME] + b"x"),
-    (Kind.WELCOME, struct.pack("<IIBH", 4, protocol._MAX_NUMBER + 1, 0, 0) + some_facts().encode()),
+    (Kind.WELCOME, struct.pack("<IIBH", 4, wire.MAX_NUMBER + 1, 0, 0) + some_facts().encode()),
     (Kind.WELCOME, struct.pack("<IIBH", 4, 1, 0, 60_000) + some_facts().encode()),
     *((kind, body) for kind in (Kind.ASSIGN, Kind.TAKE) for body in (b"", bytes(3), bytes(5), bytes(4096))),
     *((Kind.DECLINE, body) for body in (b"", bytes(6), bytes(8), struct.pack("<IBH", 1, 0, 1))),
     *((Kind.TAKE, body) for body in (BODIES[Kind.TAKE][:-1], BODIES[Kind.TAKE] + b"x")),
-    (Kind.DECLINE, struct.pack("<IBH", protocol._MAX_NUMBER + 1, 0, 0)),
+    (Kind.DECLINE, struct.pack("<IBH", wire.MAX_NUMBER + 1, 0, 0)),
     (Kind.DECLINE, struct.pack("<IBH", 1, 0, MAX_PLAIN + 1) + bytes(2 * MAX_PLAIN + 2)),
     (Kind.PROOF, b"x"),
 ]
@@ -595,8 +595,8 @@ def test_endless_frames_are_not_kept() -> None:
 
 @given(
     connection_id=st.integers(2**31, 2**32 - 1),
-    window=st.integers(1, module.MAX_WINDOW),
-    threshold=st.integers(0, module.MAX_WINDOW),
+    window=st.integers(wire.MIN_WINDOW, wire.MAX_WINDOW),
+    threshold=st.one_of(st.just(0), st.integers(wire.MIN_THRESHOLD, wire.MAX_WINDOW)),
     shared_memory=st.sampled_from(SharedMemory),
     error_handling=st.booleans(),
     sees_local=st.booleans(),
@@ -626,8 +626,8 @@ def test_facts_survive_the_wire(**fields: Any) -> None:
 #: Which field of the facts is where, and values that it must not have.
 OUT_OF_RANGE = {
     "connection id": (0, [0, 5, 2**31 - 1]),
-    "window": (1, [0, module.MAX_WINDOW + 1, 2**64 - 1]),
-    "threshold": (2, [module.MAX_WINDOW + 1, 2**64 - 1]),
+    "window": (1, [0, wire.MIN_WINDOW - 1, wire.MAX_WINDOW + 1, 2**64 - 1]),
+    "threshold": (2, [1, wire.MIN_THRESHOLD - 1, wire.MAX_WINDOW + 1, 2**64 - 1]),
     "shared memory": (3, [3, 4, 255]),
     "error handling": (4, [2, 255]),
     "sees local": (5, [2, 255]),
@@ -658,7 +658,17 @@ def test_facts_out_of_range(field: str) -> None:
 
 def test_which_fields_are_checked() -> None:
     """The table above means the fields that it names: other values are taken."""
-    for field, value in ((0, 2**31 + 6), (1, 1), (2, 0), (3, 2), (4, 0), (5, 0), (10, 2**22), (12, 0)):
+    for field, value in (
+        (0, 2**31 + 6),
+        (1, wire.MIN_WINDOW),
+        (2, 0),
+        (2, wire.MIN_THRESHOLD),
+        (3, 2),
+        (4, 0),
+        (5, 0),
+        (10, 2**22),
+        (12, 0),
+    ):
         Facts.decode(damaged(some_facts().encode(), field, value))
 
 
@@ -670,7 +680,7 @@ def test_damaged_facts() -> None:
     for at in range(len(good)):
         with pytest.raises(ProtocolError, match="damaged"):
             Facts.decode(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    with pytest.raises(ProtocolError, match="more than"):
+    with pytest.raises(ProtocolError, match="length of the address"):
         Facts.decode(some_facts(address=bytes(module.MAX_ADDRESS + 1)).encode())
     software = Facts.decode(some_facts(software="\x1b[2J\n" + "x" * 5000).encode()).software
     assert software.isprintable() and len(software) == 200
@@ -794,7 +804,7 @@ def test_releases_that_do_not_know_each_other_s_loopback() -> None:
     [
         wire.Grant(7, 2**40),
         wire.Stalled(),
-        wire.Admit(2**31, 5),
+        wire.Admit(2**31 - 1, 5),
         wire.Goodbye(),
         wire.GoodbyeAck(),
         wire.Done(),

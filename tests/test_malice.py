@@ -295,8 +295,10 @@ BYTES: dict[str, tuple[bytes, str]] = {
     "endless frame": (struct.pack("<IB", 2**32 - 1, Kind.ABORT), "4294967295 bytes"),
     "unknown kind": (struct.pack("<IB", 1, 99), "kind 99 is out of place"),
     "another exchange": (PREAMBLE, "bytes; 131072 are allowed"),
-    "abort": (struct.pack("<IB", 1, Kind.ABORT), "aborted the connection"),
-    "abort and more": (struct.pack("<IB", 1, Kind.ABORT) + bytes(100_000), "aborted the connection"),
+    "abort": (struct.pack("<IBQ", 9, Kind.ABORT, 0), "aborted the connection"),
+    "abort without its field": (struct.pack("<IB", 1, Kind.ABORT), "shorter or longer"),
+    "abort after too many": (struct.pack("<IBQ", 9, Kind.ABORT, 2**64 - 1), "out of range"),
+    "abort and more": (struct.pack("<IBQ", 9, Kind.ABORT, 0) + bytes(100_000), "aborted the connection"),
     **{
         f"late {kind.name}": (struct.pack("<IB", 5, kind) + bytes(4), f"kind {kind} is out of place")
         for kind in Kind
@@ -371,5 +373,5 @@ async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) 
                 control = server._link.control_socket
                 assert control is None or len(control.exchange._buffer) <= MAX_FRAME + 4096 + 4
                 await trio.sleep(0)
-            with pytest.raises(trio.BrokenResourceError, match="aborted the connection"):
+            with pytest.raises(trio.BrokenResourceError, match="shorter or longer"):
                 await server.receive()

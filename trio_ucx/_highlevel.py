@@ -23,6 +23,7 @@ from ._listener import Listener
 from ._session import Options
 from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
+from ._wire import MAX_WINDOW, MIN_WINDOW
 from .ucp import Worker
 from .ucp import _descriptors as descriptors
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
@@ -36,8 +37,6 @@ logger = logging.getLogger("trio_ucx")
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
 Address = SocketAddress
 
-#: A smaller window holds hardly any message.
-MINIMUM_WINDOW = 4096
 DEFAULT_BACKLOG = 1024
 #: Trio's.
 HAPPY_EYEBALLS_DELAY = 0.25
@@ -48,7 +47,7 @@ KEEPALIVE_INTERVAL = 20.0
 def make_options(close_timeout: float, window: int, max_message_size: int) -> Options:
     return Options(
         close_timeout=check_timeout(close_timeout, "close_timeout"),
-        window=check_integer(window, "window", MINIMUM_WINDOW, 2**62),
+        window=check_integer(window, "window", MIN_WINDOW, MAX_WINDOW),
         max_message_size=check_integer(max_message_size, "max_message_size", 0, 2**62),
     )
 

@@ -59,11 +59,6 @@ class Sending(Protocol):
         """Its task was cancelled, or told."""
 
 
-def _check_lane(number: int) -> None:
-    if number > wire.MAX_TAG and number != wire.STREAM:
-        raise wire.ProtocolError(f"the peer wrote to the reserved lane {number}")
-
-
 class Session:
     """One connection."""
 
@@ -268,7 +263,7 @@ class Session:
         Raises:
             wire.ProtocolError: the peer must not send it.
         """
-        _check_lane(number)
+        wire.check_lane(number)
         if number == wire.STREAM and length > stream.MAX_PIECE:
             raise wire.ProtocolError(f"a piece of {length} bytes of the byte stream; {stream.MAX_PIECE} are allowed")
         self.inbound.arrived(number, length)
@@ -285,7 +280,7 @@ class Session:
             wire.ProtocolError: the peer must not send them.
         """
         if number > wire.MAX_TAG:
-            _check_lane(number)
+            wire.check_lane(number)
         if not self.inbound.run_arrived(count, length):
             if count > 1:  # those that the peer had credit for count, whatever comes after them
                 for index in range(count):

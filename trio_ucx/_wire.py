@@ -25,10 +25,22 @@ CONTROL = 2**31
 STREAM = 2**31 + 1
 BATCH = 2**31 + 2
 
+#: A smaller window holds hardly any message.
+MIN_WINDOW = 4096
+MAX_WINDOW = 2**62
+#: The least threshold from which on messages stay with their sender (UCX's RNDV_THRESH): control frames must not.
+MIN_THRESHOLD = 64
+#: The numbers of endpoints have 16 bits in UCX.
+MAX_NUMBER = 0xFFFF
+
 #: A run of messages in a batch: their lane, the length of each, their number; then the messages.
 RUN_HEAD = struct.Struct("<IHH")
 #: No batch is longer.
 MAX_BATCH = 4096
+
+
+#: The least and the most of each field.
+Limits = tuple[tuple[int, int], ...]
 
 
 class ProtocolError(Exception):
@@ -44,7 +56,20 @@ def is_connection_id(number: int) -> bool:
     return 0x8000_0000 <= number <= 0xFFFF_FFFF
 
 
+def check_lane(lane: int) -> None:
+    """Refuses a lane that is neither the user's nor the byte stream's.
+
+    Raises:
+        ProtocolError: it is reserved.
+    """
+    if lane > MAX_TAG and lane != STREAM:
+        raise ProtocolError(f"the peer wrote to the reserved lane {lane}")
+
+
 # ---- control frames ----
+
+#: Messages are counted from 0.
+_COUNT = (0, 2**62)
 
 
 @attrs.frozen
@@ -58,6 +83,8 @@ class Grant:
     received: int
     kind: ClassVar[int] = 1
     format: ClassVar[str] = "<BQQ"
+    #: Of each frame: what each field may be, least and most.
+    limits: ClassVar[Limits] = ((1, MAX_WINDOW), _COUNT)
 
 
 @attrs.frozen
@@ -66,6 +93,7 @@ class Stalled:
 
     kind: ClassVar[int] = 2
     format: ClassVar[str] = "<B"
+    limits: ClassVar[Limits] = ()
 
 
 @attrs.frozen
@@ -80,6 +108,7 @@ class Admit:
     received: int
     kind: ClassVar[int] = 3
     format: ClassVar[str] = "<BIQ"
+    limits: ClassVar[Limits] = ((0, STREAM), _COUNT)
 
 
 @attrs.frozen
@@ -88,6 +117,7 @@ class Goodbye:
 
     kind: ClassVar[int] = 4
     format: ClassVar[str] = "<B"
+    limits: ClassVar[Limits] = ()
 
 
 @attrs.frozen
@@ -96,6 +126,7 @@ class GoodbyeAck:
 
     kind: ClassVar[int] = 5
     format: ClassVar[str] = "<B"
+    limits: ClassVar[Limits] = ()
 
 
 @attrs.frozen
@@ -104,6 +135,7 @@ class Done:
 
     kind: ClassVar[int] = 7
     format: ClassVar[str] = "<B"
+    limits: ClassVar[Limits] = ()
 
 
 @attrs.frozen
@@ -113,6 +145,7 @@ class Hello:
     number: int
     kind: ClassVar[int] = 8
     format: ClassVar[str] = "<BI"
+    limits: ClassVar[Limits] = ((0, MAX_NUMBER),)
 
 
 Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Done | Hello
@@ -133,9 +166,15 @@ def decode_frame(data: bytes) -> Frame:
     """Reads a control frame.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is none, or a field is out of range.
     """
     cls = _FRAMES.get(data[0]) if data else None
     if cls is None or len(data) != struct.calcsize(cls.format):
         raise ProtocolError(f"a malformed control frame: {data[:MAX_FRAME].hex()}")
-    return cls(*struct.unpack(cls.format, data)[1:])
+    fields = struct.unpack(cls.format, data)[1:]
+    for value, (least, most) in zip(fields, cls.limits, strict=True):
+        if not least <= value <= most:
+            raise ProtocolError(f"a malformed control frame: {cls.__name__} with {value}, not {least} to {most}")
+    if cls is Admit:
+        check_lane(fields[0])
+    return cls(*fields)

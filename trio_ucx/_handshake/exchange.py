@@ -35,7 +35,7 @@ import struct
 
 import attrs
 
-from .._wire import MAGIC, VERSION, ProtocolError
+from .._wire import MAGIC, MAX_NUMBER, VERSION, ProtocolError
 from ..ucp._numbering import MAX_PLAIN, Numbers
 from .facts import Facts
 
@@ -48,12 +48,12 @@ _SENT = struct.Struct("<Q")
 #: The next number, whether there are raw endpoints, how many of them are without error handling; then their numbers.
 _NUMBERS = struct.Struct("<IBH")
 _NO_NUMBER = 0xFFFFFFFF
-#: UCX's numbers have 16 bits.
-_MAX_NUMBER = 0xFFFF
 _CODE = hashlib.sha256().digest_size
 
 #: No frame is longer. (Worker addresses take some kilobytes on machines with many RDMA ports.)
 MAX_FRAME = 1 << 17
+#: How many messages a peer may say that it has sent.
+MAX_SENT = 2**62
 #: After how many declined numbers the two give up.
 MAX_DECLINED = 64
 #: The flag of a preamble: its sender has an authkey.
@@ -352,6 +352,8 @@ class Exchange:
         self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
         if version != VERSION:
             raise Refusal(self._wrong_version(version))
+        if flags & ~WITH_AUTHKEY:
+            raise Refusal(f"the peer sent flags {flags:#x}, of which wire version {VERSION} knows {WITH_AUTHKEY:#x}")
         self._compare_authkeys(bool(flags & WITH_AUTHKEY))
         if not self.is_client:
             if self._authkey is not None:
@@ -398,9 +400,13 @@ class Exchange:
         if number not in expected:
             raise ProtocolError(f"a frame of kind {number} is out of place in the state {self.state.name}")
         end = _HEAD.size - 1 + length
+        kind = Kind(number)
+        if kind is Kind.ABORT and length != 1 + _SENT.size:
+            raise ProtocolError(
+                "a malformed ABORT: it is shorter or longer than its kind"
+            )  # before the rest of it is kept
         if len(self._buffer) < end:
             return None
-        kind = Kind(number)
         frame = bytes(self._buffer[:end])
         del self._buffer[:end]
         if self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT):
@@ -420,7 +426,7 @@ class Exchange:
                 return Refused(_text(body))
             case Kind.ABORT:
                 self.state = State.ENDED
-                return Aborted(*_SENT.unpack(body)) if len(body) == _SENT.size else Aborted()
+                return Aborted(_number(body, _SENT, MAX_SENT))
             case Kind.PROOF:
                 _expect_empty(body)
                 self.state = State.WELCOME
@@ -432,11 +438,10 @@ class Exchange:
                 return Opened(self._facts(body))
             case Kind.WELCOME:
                 self.state = State.NUMBER
-                if len(body) < _NUMBER.size:
-                    raise ProtocolError("a malformed WELCOME")
-                [number] = _NUMBER.unpack_from(body)
-                numbers, facts = _unpack(body[_NUMBER.size :])
-                return Welcomed(self._facts(facts), None if number == _NO_NUMBER else number, numbers)
+                chosen, rest = body[: _NUMBER.size], body[_NUMBER.size :]
+                number = None if chosen == _NUMBER.pack(_NO_NUMBER) else _number(chosen, _NUMBER, MAX_NUMBER)
+                numbers, facts = _unpack(rest)
+                return Welcomed(self._facts(facts), number, numbers)
             case Kind.ASSIGN:
                 return Assigned(*_unpack_choice(body))
             case Kind.TAKE:
@@ -470,18 +475,29 @@ def _unpack(body: bytes) -> tuple[Numbers, bytes]:
         raise ProtocolError("a malformed frame about the endpoints' number")
     following, has_raw, count = _NUMBERS.unpack_from(body)
     end = _NUMBERS.size + 2 * count
-    if len(body) < end or following > _MAX_NUMBER or count > MAX_PLAIN:
+    if len(body) < end or following > MAX_NUMBER or has_raw > 1 or count > MAX_PLAIN:
         raise ProtocolError("a malformed frame about the endpoints' number")
     plain = struct.unpack_from(f"<{count}H", body, _NUMBERS.size)
+    if any(number >= following for number in plain):
+        raise ProtocolError("the number of an endpoint that the peer has not made")
     return Numbers(following, bool(has_raw), plain), body[end:]
 
 
 def _unpack_choice(body: bytes) -> tuple[int, Numbers]:
     """A number, and how far the side is that says it."""
+    number = _number(body[: _NUMBER.size], _NUMBER, MAX_NUMBER)
     numbers, rest = _unpack(body[_NUMBER.size :])
     _expect_empty(rest)
-    [number] = _NUMBER.unpack_from(body)
-    return int(number), numbers
+    return number, numbers
+
+
+def _number(body: bytes, format: struct.Struct, most: int) -> int:
+    if len(body) != format.size:
+        raise ProtocolError("a malformed frame: it is shorter or longer than its kind")
+    [number] = format.unpack(body)
+    if number > most:
+        raise ProtocolError(f"a number in a frame is out of range: {number}; {most} is the most")
+    return int(number)
 
 
 def _expect_empty(body: bytes) -> None:

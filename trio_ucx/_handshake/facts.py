@@ -6,24 +6,43 @@ import enum
 import struct
 import zlib
 from functools import lru_cache
+from typing import Any
 
 import attrs
 
-from .._wire import ProtocolError, is_connection_id
+from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._address_format import ParsedAddress, parse_worker_address
-from ..ucp._process import Host, Process
-
-#: Connection id, window, rendezvous threshold, shared memory (wish, ability), whether the peer is on this machine,
-#: release of UCX (two numbers), process (boot id, PID namespace, pid, start time), user, namespaces (IPC, network),
-#: lengths of the two addresses and of the software; then these, and the checksum of everything.
-_FACTS = struct.Struct("<IQQBBBBB16sQIQIQQIIH")
-_CHECKSUM = struct.Struct("<I")
+from ..ucp._process import MAX_PID, Host, Process
 
 #: No worker address is longer.
 MAX_ADDRESS = 48_000
-MAX_WINDOW = 2**62
-#: Linux's limit.
-_MAX_PID = 2**22
+#: What numbers that are only compared may be: anything.
+_ANY8, _ANY32, _ANY64 = (0, 2**8 - 1), (0, 2**32 - 1), (0, 2**64 - 1)
+
+#: The fields, in their order: what each is, its format, and the least and the most that it may be (None: it is no
+#: number). The addresses and the software follow, and the checksum of everything.
+FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
+    ("connection id", "I", (2**31, 2**32 - 1)),
+    ("window", "Q", (MIN_WINDOW, MAX_WINDOW)),
+    ("rendezvous threshold", "Q", (0, MAX_WINDOW)),
+    ("wish for shared memory", "B", (0, 2)),
+    ("error handling", "B", (0, 1)),
+    ("whether the peer is on this machine", "B", (0, 1)),
+    ("UCX's major version", "B", _ANY8),
+    ("UCX's minor version", "B", _ANY8),
+    ("boot id", "16s", None),
+    ("PID namespace", "Q", _ANY64),
+    ("pid", "I", (0, MAX_PID)),
+    ("start time", "Q", _ANY64),
+    ("user", "I", _ANY32),
+    ("IPC namespace", "Q", _ANY64),
+    ("network namespace", "Q", _ANY64),
+    ("length of the address", "I", (0, MAX_ADDRESS)),
+    ("length of the network address", "I", (0, MAX_ADDRESS)),
+    ("length of the software", "H", (0, 2**16 - 1)),
+)
+_FACTS = struct.Struct("<" + "".join(format for _, format, _ in FIELDS))
+_CHECKSUM = struct.Struct("<I")
 #: Transports that are shared memory, by UCX's names.
 SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
 
@@ -128,19 +147,13 @@ class Facts:
             address_length,
             network_length,
             software_length,
-        ) = _FACTS.unpack_from(body)
+        ) = _checked(_FACTS.unpack_from(body))
         if len(body) != _FACTS.size + address_length + network_length + software_length:
             raise ProtocolError("what the peer says about itself is not as long as it says")
-        if max(address_length, network_length) > MAX_ADDRESS:
-            raise ProtocolError(f"a worker address of more than {MAX_ADDRESS} bytes")
-        if not is_connection_id(connection_id):
-            raise ProtocolError(f"connection id {connection_id:#x}, whose top bit is not set")
-        if not 1 <= window <= MAX_WINDOW:
-            raise ProtocolError(f"a window of {window} bytes")
-        if threshold > MAX_WINDOW:
-            raise ProtocolError(f"a rendezvous threshold of {threshold} bytes")
-        if wish not in _WISHES or error_handling > 1 or sees_local > 1 or pid > _MAX_PID:
-            raise ProtocolError("a fact about the peer that is out of range")
+        if 0 < threshold < MIN_THRESHOLD:
+            raise ProtocolError(
+                f"a rendezvous threshold (UCX_RNDV_THRESH) of {threshold} bytes: connections need {MIN_THRESHOLD}"
+            )
         split = _FACTS.size + address_length
         address, network_address = body[_FACTS.size : split], body[split : split + network_length]
         software = body[split + network_length :].decode(errors="replace")
@@ -159,7 +172,14 @@ class Facts:
         )
 
 
-_WISHES = frozenset(wish.value for wish in SharedMemory)
+def _checked(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of some facts, if each is in its range."""
+    for value, (name, _, limits) in zip(values, FIELDS, strict=True):
+        if limits is not None and not limits[0] <= value <= limits[1]:
+            raise ProtocolError(
+                f"a fact about the peer is out of range: {name} is {value}, not {limits[0]} to {limits[1]}"
+            )
+    return values
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from .._native import ffi, lib
-from ._process import NOBODY, Process, this_process
+from ._process import NOBODY, Process, check_process, this_process
 from ._status import read_sized
 from ._util import check_integer
 
@@ -52,7 +52,7 @@ class WorkerAddress:
         if len(trailer) == _TRAILER.size and body:
             magic, *process, flags, checksum = _TRAILER.unpack(trailer)
             if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, Process(*process), bool(flags & _SHARED_MEMORY))
+                self.__attrs_init__(body, check_process(*process), bool(flags & _SHARED_MEMORY))
                 return
         raise ValueError(
             f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "

@@ -19,7 +19,7 @@ from ._buffers import Buffer, Pinned
 from ._loans import Window
 from ._memory_kinds import MemoryType
 from ._operations import live_handles
-from ._process import NOBODY, Process, this_process
+from ._process import NOBODY, Process, check_process, this_process
 from ._status import Status, UCXError, read_sized
 from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 
@@ -148,7 +148,7 @@ class MemoryDescriptor:
         _, version, access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
-        process, (rkey_length, worker_length) = Process(*rest[:4]), rest[4:]
+        process, (rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
         rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
         if len(rkey) != rkey_length or len(worker) != worker_length:
             raise ValueError("this memory descriptor contradicts itself")

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import attrs
 
+#: Linux's limit for process ids.
+MAX_PID = 2**22
+
 
 @attrs.frozen
 class Process:
@@ -17,6 +20,17 @@ class Process:
     namespace: int = 0
     pid: int = 0
     start: int = 0
+
+
+def check_process(host: bytes, namespace: int, pid: int, start: int) -> Process:
+    """A process that a peer names.
+
+    Raises:
+        ValueError: there cannot be one with such a number.
+    """
+    if pid > MAX_PID:
+        raise ValueError(f"these bytes name a process with the number {pid}; {MAX_PID} is the highest")
+    return Process(host, namespace, pid, start)
 
 
 #: Nobody in particular.

@@ -1,0 +1,248 @@
+"""Every field that a peer sends: checked where it is decoded, for each frame there is, and harmless whatever it is."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import trio
+from helpers import open_pair, pattern
+from test_exchange import ALL, some_facts
+
+import trio_ucx
+from trio_ucx import _wire as wire
+from trio_ucx import ucp
+from trio_ucx._handshake import exchange, facts
+from trio_ucx._handshake.facts import Facts
+from trio_ucx._wire import ProtocolError
+from trio_ucx.ucp._numbering import MAX_PLAIN, Numbers
+
+FRAMES = list(wire._FRAMES.values())
+
+
+def width(format: str) -> int:
+    """How many values a field has."""
+    return 1 << 8 * struct.calcsize("<" + format)
+
+
+def extremes(format: str, limits: tuple[int, int]) -> Iterator[int]:
+    """Values at the ends of what is allowed, and of what the field can carry; and some others."""
+    least, most = limits
+    end = width(format)
+    chance = random.Random(1)
+    near = {0, 1, least - 1, least, most, most + 1, end // 2 - 1, end // 2, end - 2, end - 1}
+    near |= {chance.randrange(end) for _ in range(5)} | {chance.randint(least, most) for _ in range(5)}
+    return iter(sorted(value for value in near if 0 <= value < end))
+
+
+def fields(frame: type[wire.Frame]) -> list[tuple[str, tuple[int, int]]]:
+    return list(zip(frame.format[2:], frame.limits, strict=True))
+
+
+# ---- control frames ----
+
+
+def test_every_frame_has_limits_for_every_field() -> None:
+    """Anything that is added to the wire format gets them, or this fails."""
+    named = [thing for thing in vars(wire).values() if attrs.has(thing) and hasattr(thing, "kind")]
+    assert sorted(frame.kind for frame in named) == sorted(wire._FRAMES)
+    for frame in FRAMES:
+        assert len(frame.limits) == len(attrs.fields(frame)) == len(frame.format) - 2, frame
+        for format, (least, most) in fields(frame):
+            assert 0 <= least < most < width(format), frame
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: frame.__name__)
+def test_fields_of_control_frames(frame: type[wire.Frame]) -> None:
+    for number, (format, limits) in enumerate(fields(frame)):
+        for value in extremes(format, limits):
+            values = [least for least, _ in frame.limits]
+            values[number] = value
+            data = struct.pack(frame.format, frame.kind, *values)
+            allowed = limits[0] <= value <= limits[1] and not (frame is wire.Admit and value == wire.CONTROL)
+            if allowed:
+                assert wire.decode_frame(data) == frame(*values)
+            else:
+                with pytest.raises(ProtocolError):
+                    wire.decode_frame(data)
+
+
+# ---- facts ----
+
+
+def with_field(data: bytes, number: int, value: object) -> bytes:
+    """Facts with one field changed, and a checksum that is right again."""
+    values = list(facts._FACTS.unpack_from(data))
+    values[number] = value
+    body = facts._FACTS.pack(*values) + data[facts._FACTS.size : -4]
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+NUMBERED = list(enumerate(facts.FIELDS))
+
+
+def test_every_fact_has_limits() -> None:
+    for _, format, limits in facts.FIELDS:
+        if limits is None:
+            assert format.endswith("s")
+        else:
+            assert 0 <= limits[0] < limits[1] < width(format)
+    assert len(facts._FACTS.unpack(bytes(facts._FACTS.size))) == len(facts.FIELDS)
+
+
+@pytest.mark.parametrize(("number", "field"), NUMBERED, ids=[name for _, (name, _, _) in NUMBERED])
+def test_fields_of_facts(number: int, field: tuple[str, str, tuple[int, int] | None]) -> None:
+    name, format, limits = field
+    good = some_facts().encode()
+    if limits is None:
+        for value in (bytes(16), b"\xff" * 16):
+            Facts.decode(with_field(good, number, value))
+        return
+    for value in extremes(format, limits):
+        unchanged = facts._FACTS.unpack_from(good)[number] == value
+        allowed = limits[0] <= value <= limits[1] and (unchanged or not name.startswith("length"))
+        if allowed and not (name == "rendezvous threshold" and 0 < value < wire.MIN_THRESHOLD):
+            assert Facts.decode(with_field(good, number, value)).encode() == with_field(good, number, value)
+        else:
+            with pytest.raises(ProtocolError):
+                Facts.decode(with_field(good, number, value))
+
+
+# ---- the frames of the exchange ----
+
+
+def numbers(following: int, raw: int, plain: list[int], count: int | None = None) -> bytes:
+    head = struct.pack("<IBH", following, raw, len(plain) if count is None else count)
+    return head + struct.pack(f"<{len(plain)}H", *plain)
+
+
+def test_fields_of_numbers() -> None:
+    for value in extremes("I", (0, wire.MAX_NUMBER)):
+        _allowed(value <= wire.MAX_NUMBER, lambda value=value: exchange._unpack(numbers(value, 0, [])))
+        choice = struct.pack("<I", value) + numbers(1, 0, [])
+        _allowed(value <= wire.MAX_NUMBER, lambda choice=choice: exchange._unpack_choice(choice))
+    for value in extremes("B", (0, 1)):
+        _allowed(value <= 1, lambda value=value: exchange._unpack(numbers(1, value, [])))
+    for count in extremes("H", (0, MAX_PLAIN)):
+        _allowed(
+            count <= MAX_PLAIN, lambda count=count: exchange._unpack(numbers(wire.MAX_NUMBER, 0, list(range(count))))
+        )
+        _allowed(count == 0, lambda count=count: exchange._unpack(numbers(5, 0, [], count)))
+    for value in extremes("H", (0, 99)):
+        _allowed(value < 100, lambda value=value: exchange._unpack(numbers(100, 0, [value])))
+
+
+def _allowed(allowed: bool, decode: object) -> None:
+    assert callable(decode)
+    if allowed:
+        decode()
+    else:
+        with pytest.raises(ProtocolError):
+            decode()
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_fields_of_other_frames(is_client: bool) -> None:
+    """Flags of the preamble, the number in WELCOME, the count in ABORT."""
+
+    def side(state: exchange.State) -> exchange.Exchange:
+        made = exchange.Exchange(is_client=is_client, software="", authkey=None)
+        made.state = state
+        return made
+
+    def heard(state: exchange.State, data: bytes) -> exchange.Event | None:
+        listening = side(state)
+        listening.receive_data(data)
+        return listening.next_event()
+
+    for flags in extremes("H", (0, 0)):
+        preamble = wire.MAGIC + struct.pack("<HH", wire.VERSION, flags) + bytes(32)
+        _allowed(flags == 0, lambda preamble=preamble: heard(exchange.State.PREAMBLE, preamble))
+    for sent in extremes("Q", (0, exchange.MAX_SENT)):
+        frame = struct.pack("<IBQ", 9, exchange.Kind.ABORT, sent)
+        _allowed(sent <= exchange.MAX_SENT, lambda frame=frame: heard(exchange.State.OPENED, frame))
+    if is_client:
+        for number in extremes("I", (0, wire.MAX_NUMBER)):
+            body = struct.pack("<I", number) + numbers(1, 0, []) + some_facts().encode()
+            frame = struct.pack("<IB", 1 + len(body), exchange.Kind.WELCOME) + body
+            allowed = number <= wire.MAX_NUMBER or number == 2**32 - 1  # which leaves the choice to the client
+            _allowed(allowed, lambda frame=frame: heard(exchange.State.WELCOME, frame))
+
+
+def test_process_ids_in_addresses() -> None:
+    """Those of peers, which come by whatever means."""
+    for pid in (2**22 + 1, 2**31, 2**32 - 1):
+        address = ucp.WorkerAddress.from_ucx(ALL, process=attrs.evolve(some_facts().host.process, pid=pid))
+        with pytest.raises(ValueError, match="process"):
+            ucp.WorkerAddress(bytes(address))
+
+
+# ---- over UCX: nobody else is harmed ----
+
+
+@pytest.mark.parametrize("frame", [frame for frame in FRAMES if frame.limits], ids=lambda frame: frame.__name__)
+async def test_extreme_fields_from_a_peer(worker: ucp.Worker, frame: type[wire.Frame]) -> None:
+    async with open_pair(worker) as (near, near_server):
+        for number, (format, limits) in enumerate(fields(frame)):
+            for value in extremes(format, limits):
+                values = [least for least, _ in frame.limits]
+                values[number] = value
+                data = struct.pack(frame.format, frame.kind, *values)
+                async with open_pair(worker) as (client, server):
+                    with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.fail_after(5):
+                        await client.endpoint.tag_send(data, (client._link.peer_id << 32) | wire.CONTROL)
+                        await client.send(b"x")
+                        assert await server.receive() == b"x"  # if it was harmless
+        await _unharmed(worker, near, near_server)
+
+
+@pytest.mark.parametrize("liar", ["client", "server"])
+async def test_extreme_facts_from_a_peer(transports: str, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Facts.encode
+    async with (
+        ucp.open_worker(config={"TLS": transports}) as worker,
+        ucp.open_worker(config={"TLS": transports}) as other,
+        open_pair(worker) as (near, near_server),
+    ):
+        lies: list[tuple[int, int]] = []
+        telling = 0, 0
+        for number, (_, format, limits) in NUMBERED:
+            if limits is not None:
+                lies += [(number, value) for value in extremes(format, limits) if value in (0, *limits, limits[1] + 1)]
+                lies.append((number, width(format) - 1))
+
+        def lie(said: Facts) -> bytes:
+            data = encode(said)
+            return with_field(data, *telling) if said.address == other.address.ucx else data
+
+        monkeypatch.setattr(Facts, "encode", lie)
+        [listener] = await trio_ucx.open_ucx_listeners(
+            0, host="127.0.0.1", worker=other if liar == "server" else worker, connect_timeout=0.5
+        )
+        async with listener:
+            for telling in lies:  # noqa: B007 (lie() does)
+                with contextlib.suppress(OSError, trio.BrokenResourceError):
+                    client = await trio_ucx.connect(
+                        listener.address, worker=worker if liar == "server" else other, connect_timeout=0.5
+                    ).__aenter__()
+                    client.abort()
+                    with trio.move_on_after(0.5):
+                        (await listener.accept()).abort()
+        await _unharmed(worker, near, near_server)
+
+
+async def _unharmed(worker: ucp.Worker, client: trio_ucx.Connection, server: trio_ucx.Connection) -> None:
+    assert worker._engine.broken is None
+    with trio.fail_after(5):
+        client.send_nowait(pattern(100_000))
+        assert await server.receive() == pattern(100_000)
+
+
+def test_numbers_of_an_honest_peer() -> None:
+    for honest in (Numbers(0), Numbers(5, True, (0, 4)), Numbers(wire.MAX_NUMBER, False, tuple(range(MAX_PLAIN)))):
+        assert exchange._unpack(exchange._pack(honest)) == (honest, b"")
