@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
@@ -19,7 +20,8 @@ import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
-from trio_ucx._handshake.registry import Introduction
+from trio_ucx._handshake.facts import Facts
+from trio_ucx._handshake.registry import Introduction, Registry
 from trio_ucx._stream import MAX_PIECE
 from trio_ucx.ucp._tag import post_bytes_send
 
@@ -284,6 +286,74 @@ async def test_low_threshold_told_in_the_exchange(worker: ucp.Worker, transports
                 nursery.start_soon(client.send, pattern(size), 1)
                 with trio.fail_after(10):
                     assert await server.receive(1) == pattern(size)
+
+
+async def test_low_threshold_lasts_as_long_as_its_connection(worker: ucp.Worker, transports: str) -> None:
+    """Then small messages are received as they come again, up to what the peers that are left keep with them."""
+    mail = worker._engine.mail
+    whole = mail.small
+    async with (
+        unharmed(worker),
+        ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "100"}) as low,
+        ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "500"}) as middle,
+    ):
+        async with open_pair(middle, worker) as (client, server):
+            assert mail.small == 499
+            for close in ("abort", "aclose"):
+                async with open_pair(low, worker) as (other, other_server):
+                    assert mail.small == 99
+                    await other.aclose() if close == "aclose" else other.abort()
+                    await other_server.aclose()
+                await until(lambda: mail.small == 499)
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for size in (0, 99, 100, 499, 500, 1024, 1025):
+                        nursery.start_soon(client.send, pattern(size), 1)
+                        assert await server.receive(1) == pattern(size)
+        await until(lambda: mail.small == whole)
+
+
+@pytest.mark.parametrize("threshold", [1, wire.MIN_THRESHOLD - 1])
+async def test_threshold_too_low(worker: ucp.Worker, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by both sides, by name."""
+    facts = Registry.facts
+
+    def lie(registry: Registry, *args: Any) -> Facts:
+        told = facts(registry, *args)
+        return attrs.evolve(told, threshold=threshold) if registry.worker is liar else told
+
+    async with unharmed(worker), ucp.open_worker(config={"TLS": "tcp"}) as liar:
+        monkeypatch.setattr(Registry, "facts", lie)
+        for ours, theirs in ((worker, liar), (liar, worker)):
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=theirs)
+            async with listener:
+                with pytest.raises(ConnectionRefusedError, match=f"UCX_RNDV_THRESH\\) of {threshold} bytes"):
+                    await trio_ucx.open_ucx_stream(*listener.address, worker=ours)
+        assert worker._engine.mail.small == 1024
+
+
+@pytest.mark.parametrize("threshold", ["0", "1", "17", "63", "intra:10,inter:64k"])
+async def test_our_own_threshold_too_low(threshold: str) -> None:
+    """Raw operations work with it."""
+    async with ucp.open_worker(config={"TLS": "tcp", "RNDV_THRESH": threshold}) as worker:
+        with pytest.raises(ValueError, match="RNDV_THRESH"):
+            await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        with pytest.raises(ValueError, match="RNDV_THRESH"):
+            await trio_ucx.open_ucx_stream("127.0.0.1", 1, worker=worker)
+
+
+async def test_least_threshold(transports: str) -> None:
+    async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": str(wire.MIN_THRESHOLD)}) as worker:
+        async with open_pair(worker, window=16384) as (client, server), trio.open_nursery() as nursery:
+            for size in (0, 1, 63, 64, 65, 1024, 1025, 10_000, 100_000):
+                nursery.start_soon(client.send, pattern(size), 1)
+                nursery.start_soon(client.send_all, pattern(size))
+                with trio.fail_after(10):
+                    assert await server.receive(1) == pattern(size)
+                    got = b""
+                    while len(got) < size:
+                        got += await server.receive_some()
+                    assert got == pattern(size)
 
 
 # ---- the control socket, after the exchange ----

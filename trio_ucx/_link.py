@@ -36,7 +36,7 @@ from .ucp._between import MOMENT
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._contained import contained, report
 from .ucp._operations import EndpointCore, live_handles, under_way
-from .ucp._posting import check_reaches, pending_operation
+from .ucp._posting import check_reaches
 from .ucp._status import broken, error_from_status
 from .ucp._tag import post_bytes_send, post_pinned_send
 
@@ -99,8 +99,7 @@ class Link(Session):
         self._sent_at = 0.0
         self._sent_turn = 0
         self.engine.mail.boxes[my_id] = self
-        if peer_threshold:
-            self.engine.mail.expect_rendezvous(peer_threshold)
+        self.engine.mail.expect_rendezvous(peer_threshold)
         self.engine.children[my_id] = self.unclosed
         core.owner = self
         core.on_failure = self.lost
@@ -215,13 +214,11 @@ class Link(Session):
     def message_came(self, lane: int, handle: int, length: int) -> None:
         """The engine's delivery calls this."""
         try:
-            if lane == wire.CONTROL:
-                self._frame_came(handle, length)
-                return
+            if lane == wire.CONTROL:  # control frames are so small that they are received in C
+                raise wire.ProtocolError(f"a control frame of {length} bytes")
             self.announced(lane, length)
         except wire.ProtocolError as error:
-            if lane != wire.CONTROL:
-                self.engine.mail.discard(handle)
+            self.engine.mail.discard(handle)
             self._refuse(error)
             return
         self.arrived(lane, handle, length)
@@ -243,25 +240,6 @@ class Link(Session):
         failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
         failure.__cause__ = error
         self.core.fail(failure)
-
-    def _frame_came(self, handle: int, length: int) -> None:
-        if length > wire.MAX_FRAME:
-            self.engine.mail.discard(handle)
-            raise wire.ProtocolError(f"a control frame of {length} bytes")
-        data = bytearray(wire.MAX_FRAME)
-        pins = Pinned(data, writable=True)
-        verdict = lib.tu_message_receive_one(
-            self.engine.handle, handle, pins.address, wire.MAX_FRAME, lib.TU_MEMORY_HOST, self.engine.received
-        )
-        if verdict > 0:  # UCX writes to the memory later
-            operation = pending_operation(self.engine, verdict, pins, "receiving a control frame")
-            assert operation is not None
-            operation.leave_over()
-        else:
-            pins.release()
-        if verdict != 0:
-            raise wire.ProtocolError("a control frame that did not arrive in one piece")
-        self.told_by_peer(wire.decode_frame(bytes(data[:length])))
 
     def move(self, message: Message, pins: Pinned | None) -> None:
         if pins is None:
@@ -433,6 +411,7 @@ class Link(Session):
         if self.control_socket is not None:
             self.control_socket.close()
         self.engine.mail.boxes.pop(self.my_id, None)
+        self.engine.mail.forget_rendezvous(self.inbound.threshold)
         self.let_go()
         live_handles.closed("connection")
         if self.on_closed is not None:

@@ -29,7 +29,7 @@ BATCH = 2**31 + 2
 MIN_WINDOW = 4096
 MAX_WINDOW = 2**62
 #: The least threshold from which on messages stay with their sender (UCX's RNDV_THRESH): control frames must not.
-MIN_THRESHOLD = 64
+MIN_THRESHOLD = 64  # more than MAX_FRAME
 #: The numbers of endpoints have 16 bits in UCX.
 MAX_NUMBER = 0xFFFF
 

@@ -402,9 +402,7 @@ class Exchange:
         end = _HEAD.size - 1 + length
         kind = Kind(number)
         if kind is Kind.ABORT and length != 1 + _SENT.size:
-            raise ProtocolError(
-                "a malformed ABORT: it is shorter or longer than its kind"
-            )  # before the rest of it is kept
+            raise ProtocolError("a malformed ABORT: it is shorter or longer than its kind")
         if len(self._buffer) < end:
             return None
         frame = bytes(self._buffer[:end])

@@ -50,6 +50,12 @@ class Registry:
             raise ValueError(
                 f"Connections need a worker whose context has the feature TAG; this one has {worker.context.features!r}"
             )
+        least = worker.context.least_rendezvous_threshold
+        if least is not None and least < wire.MIN_THRESHOLD:
+            raise ValueError(
+                f"Connections need a worker whose option RNDV_THRESH (UCX_RNDV_THRESH) is {wire.MIN_THRESHOLD} or more, "
+                f"and here it is {least}: their greeting and their credits must not wait to be asked for"
+            )
         self.worker = worker
         self.engine: Engine = worker._engine
         self._network_address = _network_address(self.engine)

@@ -215,6 +215,13 @@ class Context(metaclass=OpenedNotConstructed):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
     @property
+    def least_rendezvous_threshold(self) -> int | None:
+        """The least of the thresholds in RNDV_THRESH, which may have one for each fabric; None if there is none."""
+        parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")
+        numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
+        return min((number for number in numbers if number is not None), default=None)
+
+    @property
     def shared_memory_handles_errors(self) -> bool:
         """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
         return (_effective("MM_ERROR_HANDLING", self.config) or "n").lower() in ("y", "yes", "1", "on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Protocol
 
 from .._native import ffi, lib
@@ -40,21 +41,32 @@ class Mail:
         self.boxes: dict[int, Mailbox] = {}
         #: Whether such messages come here.
         self.claimed = False
-        #: Up to how many bytes they are received as they come.
-        self._small = 0
+        #: The least sizes from which on messages stay with their senders, and how many connections have each.
+        self._thresholds: collections.Counter[int] = collections.Counter()
         self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
         """From now on, such messages come here."""
         self.claimed = True
-        self._small = lib.TU_SMALL_MESSAGE
-        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self._small)
+        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self.small)
+
+    @property
+    def small(self) -> int:
+        """Up to how many bytes they are received as they come."""
+        return min([lib.TU_SMALL_MESSAGE + 1, *self._thresholds]) - 1
 
     def expect_rendezvous(self, threshold: int) -> None:
-        """A peer sends messages from so many bytes on in a way that keeps them with it until they are received."""
-        if threshold <= self._small:
-            self._small = threshold - 1
-            lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, max(self._small, 0))
+        """The peer of a connection keeps messages from so many bytes on until they are received; 0: no messages."""
+        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
+            self._thresholds[threshold] += 1
+            self.claim()
+
+    def forget_rendezvous(self, threshold: int) -> None:
+        """That connection is closed."""
+        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
+            self._thresholds -= collections.Counter({threshold: 1})
+            if self._engine.handle is not None:
+                self.claim()
 
     def received(self, place: int, size: int) -> bytes:
         """The bytes of a run that was received there."""
