@@ -451,7 +451,10 @@ class Exchange:
                 return Declined(numbers)
 
     def _facts(self, body: bytes) -> Facts:
-        facts = Facts.decode(body)
+        try:
+            facts = Facts.decode(body)
+        except ProtocolError as error:  # an option that is unusual perhaps, which the peer should hear of
+            raise Refusal(str(error)) from error
         self.peer_software = facts.software
         return facts
 

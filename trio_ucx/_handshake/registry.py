@@ -53,8 +53,8 @@ class Registry:
         least = worker.context.least_rendezvous_threshold
         if least is not None and least < wire.MIN_THRESHOLD:
             raise ValueError(
-                f"Connections need a worker whose option RNDV_THRESH (UCX_RNDV_THRESH) is {wire.MIN_THRESHOLD} or more, "
-                f"and here it is {least}: their greeting and their credits must not wait to be asked for"
+                f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
+                f"here it is {least}: their greeting and their credits must not wait to be asked for"
             )
         self.worker = worker
         self.engine: Engine = worker._engine
