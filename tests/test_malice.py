@@ -274,6 +274,37 @@ async def test_small_message_by_rendezvous_against_its_facts(worker: ucp.Worker,
             nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(
+    ("size", "reason"), [(wire.MAX_FRAME, "did not arrive in one piece"), (70, "frame of 70 bytes")]
+)
+async def test_control_frame_by_rendezvous(
+    worker: ucp.Worker, transports: str, size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender still has it: nothing of Python's is left for UCX to write it to."""
+    monkeypatch.setattr(ucp.Context, "least_rendezvous_threshold", None)
+    # HELLO is shorter than this; the facts say more.
+    async with unharmed(worker), ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "20"}) as liar:
+        liar.context.rendezvous_threshold = wire.MIN_THRESHOLD
+        async with open_pair(liar, worker) as (client, server), trio.open_nursery() as nursery:
+
+            async def send_frame() -> None:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await client.endpoint.tag_send(bytes(size), (client._link.peer_id << 32) | wire.CONTROL)
+
+            nursery.start_soon(send_frame)
+            with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match=reason):
+                await server.receive(1)
+            writing = [each for each in worker._engine.in_flight.values() if each.doing.startswith("receiving")]
+            assert all(each.pins is not None for each in writing)
+            nursery.cancel_scope.cancel()
+
+
+def test_no_control_frame_may_be_sent_by_rendezvous() -> None:
+    """All are shorter than the least threshold, so that all are received in C as they come."""
+    longest = max(struct.calcsize(frame.format) for frame in wire._FRAMES.values())
+    assert longest <= wire.MAX_FRAME < wire.MIN_THRESHOLD
+
+
 async def send_whatever_becomes_of_it(connection: trio_ucx.Connection) -> None:
     with contextlib.suppress(trio.BrokenResourceError):
         await connection.send(bytes(500), 1)
