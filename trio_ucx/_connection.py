@@ -20,6 +20,7 @@ from ._statistics import ConnectionStatistics
 from .ucp import Endpoint, Worker
 from .ucp._buffers import Buffer, Pinned
 from .ucp._pending import Pending
+from .ucp._pointers import refuse_pointers
 from .ucp._posting import check_reaches, completed
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
@@ -368,6 +369,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 await link.engine.waiting.schedule_point()
                 return
             waited = False
+            refuse_pointers(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
                 cut = stream.pieces(len(flat), link.outbound.window, link.outbound.threshold)
                 write = stream.Write(partial(link.submit, wire.STREAM), flat, cut)

@@ -4,7 +4,8 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
     _util, _contained, _pending, _status, _process,
       _address, _forks                                no engine
-    _cuda, _memory_kinds, _strided, _buffers          what can be sent, and received into
+    _cuda, _memory_kinds, _pointers, _strided,
+      _buffers                                        what can be sent, and received into
     _memory                                           what peers can reach by themselves
     _attributes                                       what UCX says about itself
     _opening                                          what an endpoint can be opened with

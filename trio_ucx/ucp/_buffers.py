@@ -15,6 +15,7 @@ from typing import Any
 from .._native import ffi, lib
 from . import _cuda
 from ._memory_kinds import Array, MemoryType, array_of
+from ._pointers import refuse_pointers
 from ._strided import Strided, StridedMemory
 
 #: Anything with the buffer protocol, ``__cuda_array_interface__`` or DLPack, contiguous; a Strided or DeviceBuffer.
@@ -35,6 +36,8 @@ _UNKNOWN, _HOST = lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST
 
 def _export(data: Buffer, writable: bool) -> Any:
     """The pinned memory of one object: a cffi export, or one of the classes here and in ``_strided``."""
+    if type(data) not in _HOST_TYPES:
+        refuse_pointers(data, "receive into" if writable else "send")
     try:
         return ffi.from_buffer("char[]", data, writable)
     except (TypeError, ValueError, BufferError) as error:

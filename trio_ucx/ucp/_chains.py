@@ -24,6 +24,7 @@ from ._context import Feature
 from ._endpoint import Endpoint
 from ._memory import Access
 from ._pending import Signal
+from ._pointers import refuse_pointers
 from ._posting import completed, pending_operation
 from ._remote_memory import Key, RemoteMemory
 from ._tag import check_tag
@@ -383,6 +384,7 @@ class RequestChain(ChainBuilder):
         """
         self._engine.context.require(Feature.AM, "sending active messages")
         fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(reply)}
+        refuse_pointers(header, "send")
         with memoryview(header) as view:
             copied = bytes(view)
         if len(copied) > self._engine.max_am_header:

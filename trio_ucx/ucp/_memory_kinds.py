@@ -133,6 +133,7 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
         shape, strides = tuple(interface["shape"]), interface.get("strides")
         address, readonly = interface["data"]
         itemsize = _item_size(interface["typestr"])
+        _check_fields(interface.get("descr"))
         stream = interface.get("stream")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the __cuda_array_interface__ of {type(data).__name__} is wrong: {error!r}") from error
@@ -159,11 +160,19 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
     return _checked(data, Array(address, itemsize, shape, strides, memory_type, bool(readonly), data))
 
 
+def _check_fields(descr: Any) -> None:
+    """Looks through the fields of a structure, which may be structures themselves."""
+    for _, kind, *_ in descr or ():
+        _item_size(kind) if isinstance(kind, str) else _check_fields(kind)
+
+
 def _item_size(typestr: str) -> int:
     """Of ``"<f4"`` and the like: byte order, kind, size."""
     kind, size = typestr[1], int(typestr[2:])
     if kind == "t":
         raise ValueError(f"elements of {size} bits")
+    if kind == "O":
+        raise TypeError("elements that are pointers to objects")
     return size * 4 if kind == "U" else size
 
 
@@ -215,6 +224,8 @@ class _Versioned(ctypes.Structure):
 _READ_ONLY, _IS_COPIED = 1, 2  # DLPACK_FLAG_BITMASK_...
 _LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
 
+#: A DLDataTypeCode.
+_OPAQUE = 3
 #: DLDeviceType.
 _CUDA, _ROCM = 2, 10
 _DEVICES = {
@@ -255,6 +266,8 @@ def _from_dlpack(data: Any) -> Array:
         tensor = _Tensor.from_address(_capsule_pointer(capsule, _LEGACY))
     else:
         raise ValueError(f"{name} gave a DLPack capsule that was used before, or something else")
+    if tensor.code == _OPAQUE:
+        raise ValueError(f"{name} has elements that are opaque handles")
     bits = tensor.bits * tensor.lanes
     if bits % 8 != 0:
         raise ValueError(f"{name} has elements of {bits} bits; only whole bytes can be sent")

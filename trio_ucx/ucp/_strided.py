@@ -9,6 +9,7 @@ import attrs
 
 from .._native import ffi, lib
 from ._memory_kinds import Array, MemoryType, array_of
+from ._pointers import refuse_pointers
 
 
 @attrs.frozen(eq=False)
@@ -99,6 +100,7 @@ class StridedMemory:
         self._keep: object = None
         self.native: Any = ffi.NULL
         purpose, name = "receive into" if writable else "send", type(strided.array).__name__
+        refuse_pointers(strided.array, purpose)
         try:
             array = _exported(strided.array, writable)
             if array is None:

@@ -1,0 +1,103 @@
+"""Buffers whose elements are, or contain, pointers: numpy's arrays of objects, ctypes' pointers.
+
+Bytes of a peer's must not become pointers of ours, nor the other way round. So what the buffer says about its elements
+is looked at: numpy's dtype, the type of a ctypes object, or else the format of the buffer protocol (PEP 3118).
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import mmap
+from functools import lru_cache
+from typing import Any
+
+#: Their elements are never pointers.
+_PLAIN = frozenset((bytes, bytearray, array.array, mmap.mmap))
+#: One-letter codes of a format that are pointers: an object, void, char and wchar_t, any other, a function.
+_POINTERS = frozenset("OPz&X")
+#: Types of ctypes that are a pointer.
+_CTYPES: tuple[type, ...] = (ctypes._Pointer, ctypes.CFUNCTYPE(None).__mro__[1])
+_SIMPLE = frozenset("OPzZ")
+
+
+def refuse_pointers(data: Any, purpose: str) -> None:
+    """Refuses such a buffer.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if type(data) not in _PLAIN and has_pointers(data):
+        raise TypeError(
+            f"cannot {purpose} this {type(data).__name__}: its elements are, or contain, pointers (Python objects, "
+            "say), which mean nothing in another process"
+        )
+
+
+def has_pointers(data: Any) -> bool:
+    """Whether an element of a buffer is, or may be, a pointer. ``data`` has the buffer protocol, or does not."""
+    kind = type(data)
+    if kind in _PLAIN:
+        return False
+    dtype = getattr(data, "dtype", None)
+    if dtype is not None:
+        has_objects = getattr(dtype, "hasobject", None)
+        if has_objects is not None:
+            return bool(has_objects)
+    try:
+        view = data if kind is memoryview else memoryview(data)
+    except (TypeError, ValueError, BufferError):
+        return False  # no buffer: whoever exports it refuses it, or finds another way to it
+    if view.itemsize == 1 and view.format in ("B", "b", "c"):
+        return False
+    owner = view.obj
+    if isinstance(owner, _CDATA):  # a format leaves out what is in a union
+        kind_of_owner: Any = type(owner)
+        return _type_has_pointers(kind_of_owner)
+    if kind is memoryview and getattr(getattr(owner, "dtype", None), "hasobject", False):
+        return True
+    return format_has_pointers(view.format)
+
+
+_CDATA = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData, *_CTYPES)
+
+
+@lru_cache(maxsize=256)
+def _type_has_pointers(kind: Any) -> bool:
+    """Whether a type of ctypes is, or contains, a pointer."""
+    if issubclass(kind, _CTYPES):
+        return True
+    if issubclass(kind, ctypes.Array):
+        return _type_has_pointers(kind._type_)
+    if issubclass(kind, (ctypes.Structure, ctypes.Union)):
+        fields = [field for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
+        return any(_type_has_pointers(field[1]) for field in fields)
+    return kind._type_ in _SIMPLE
+
+
+@lru_cache(maxsize=256)
+def format_has_pointers(format: str | None) -> bool:
+    """Whether a format has a pointer in it; also if it cannot be read, as one whose names have colons in them."""
+    position, depth = 0, 0
+    text = format or "B"
+    while position < len(text):
+        code = text[position]
+        position += 1
+        if code in _POINTERS:
+            return True
+        if code == ":":  # a name, up to the next colon; the letters in it mean nothing
+            end = text.find(":", position)
+            if end < 0 or depth == 0:
+                return True
+            position = end + 1
+            if text[position : position + 1] == ":":
+                return True  # the name had a colon: no telling where it ends
+        elif code == "Z":  # complex, before the letter of a floating-point number; else a pointer to wchar_t
+            if text[position : position + 1] not in ("f", "d", "g"):
+                return True
+            position += 1
+        elif code == "T":
+            depth += 1
+        elif code == "}":
+            depth -= 1
+    return depth != 0
