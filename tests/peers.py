@@ -536,6 +536,46 @@ async def victim() -> None:
 
 
 @role
+async def target() -> None:
+    """Echoes tag 7; says how much memory it has, each time it is asked."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            async for message in connection.messages(7):
+                await connection.send(message, 7)
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1"))
+        say(listener.address)
+        with contextlib.suppress(EOFError):
+            while True:
+                await ask()
+                say(resident())
+        nursery.cancel_scope.cancel()
+
+
+@role
+async def pinger(address: list[Any]) -> None:
+    """Says, when told to stop, how many seconds each of its round trips took."""
+    took = []
+    async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
+
+        async def ping() -> None:
+            while True:
+                start = time.perf_counter()
+                await connection.send(bytes(100), 7)
+                await connection.receive(7)
+                took.append(time.perf_counter() - start)
+                await trio.sleep(0.005)
+
+        nursery.start_soon(ping)
+        say("pinging")
+        await until_told()
+        nursery.cancel_scope.cancel()
+    say(took)
+
+
+@role
 async def closes_listeners(count: int) -> None:
     """Opens and closes listeners when told to, and goes on using their memory."""
     async with ucp.open_worker() as worker:

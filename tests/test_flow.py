@@ -35,16 +35,17 @@ def test_costs() -> None:
 def test_credit_runs_out_and_comes_back() -> None:
     out, into = Outbound(4096, 0), Inbound(4096, 0)
     sent = 0
-    while out.take(1, 256):
-        into.arrived(1, 256)
+    size = 1024 - MESSAGE_OVERHEAD
+    while out.take(1, size):
+        into.arrived(1, size)
         sent += 1
-    assert sent == 8 and out.credit == 0
-    ticket = Ticket(1, 256)
+    assert sent == 4 and out.credit == 0
+    ticket = Ticket(1, size)
     out.enqueue(ticket)
     assert out.must_tell() and not out.must_tell()
     assert into.peer_stalled() == 0
-    granted = into.consumed(256) or into.looked(1)[0]
-    assert granted == 512
+    granted = into.consumed(size) or into.looked(1)[0]
+    assert granted == 1024
     out.grant(granted, into.received)
     assert ready(out) == [ticket] and out.credit == 0
 
@@ -52,18 +53,18 @@ def test_credit_runs_out_and_comes_back() -> None:
 def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
     out = Outbound(4096, 0)
     assert out.take(1, 3000)
-    large, small, other = Ticket(1, 3000), Ticket(1, 1), Ticket(2, 1)
+    large, small, other = Ticket(1, 2000), Ticket(1, 1), Ticket(2, 1)
     for ticket in (large, small, other):
         assert not out.take(ticket.lane, ticket.size)
         out.enqueue(ticket)
-    out.grant(3256, 1)
+    out.grant(cost(3000, 0), 1)
     assert ready(out) == [large, small, other]
 
 
 def test_admitted_lane_overtakes() -> None:
     out, into = Outbound(4096, 0), Inbound(4096, 0)
-    assert out.take(1, 3840)
-    into.arrived(1, 3840)
+    assert out.take(1, 4096 - MESSAGE_OVERHEAD)
+    into.arrived(1, 4096 - MESSAGE_OVERHEAD)
     blocked, wanted, second = Ticket(1, 100), Ticket(2, 9000), Ticket(2, 1)
     for ticket in (blocked, wanted, second):
         out.enqueue(ticket)
@@ -79,7 +80,7 @@ def test_admitted_lane_overtakes() -> None:
 
 def test_admission_is_void_when_a_message_is_on_its_way() -> None:
     out = Outbound(4096, 0)
-    assert out.take(2, 3840)
+    assert out.take(2, 4096 - MESSAGE_OVERHEAD)
     out.admit(2, 0)
     assert not out.take(2, 100)
     out.admit(2, 1)

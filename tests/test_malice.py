@@ -19,6 +19,7 @@ from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
+from trio_ucx._flow import cost
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.registry import Introduction, Registry
@@ -208,7 +209,7 @@ async def test_messages_beyond_the_window(worker: ucp.Worker, lane: int) -> None
         async def receive() -> bytes:
             return await (server.receive(lane) if lane == 1 else server.receive_some(1000))
 
-        for _ in range(6):
+        for _ in range(8192 // cost(1000, 0)):
             assert await receive() == bytes(1000)
         with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="ignores its credit"):
             while True:
@@ -219,7 +220,7 @@ async def test_run_beyond_the_window(worker: ucp.Worker) -> None:
     """What the peer had credit for is received, also if it came together with what it had none for."""
     async with unharmed(worker), open_pair(worker, window=8192) as (_, server):
         server._link.run_came(1, 50, 1000, bytes(50_000))
-        for _ in range(6):
+        for _ in range(8192 // cost(1000, 0)):
             assert await server.receive(1) == bytes(1000)
         with pytest.raises(trio.BrokenResourceError, match="ignores its credit"):
             await server.receive(1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
+from trio_ucx._flow import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
 from trio_ucx._outbox import LONGEST_MESSAGE, Outbox
 
@@ -245,7 +246,7 @@ async def test_credit_is_paid_for_each(worker: ucp.Worker) -> None:
             while True:
                 client.send_nowait(bytes(8))
                 sent += 1
-        assert sent == 8192 // (8 + 256)
+        assert sent == 8192 // (8 + MESSAGE_OVERHEAD)
         assert client.statistics().messages_sent == sent
         for _ in range(sent):
             assert await server.receive() == bytes(8)

@@ -20,6 +20,7 @@ from outcome import Value
 
 from trio_ucx import _stream as stream
 from trio_ucx import _wire as wire
+from trio_ucx._flow import ANNOUNCEMENT
 from trio_ucx._lanes import Message, Receive, State, Want
 from trio_ucx._session import Options, Sending, Session
 from trio_ucx.ucp._buffers import Pinned
@@ -368,7 +369,9 @@ def test_any_interleaving_delivers_a_prefix(steps: list[tuple[str, int, int]], e
     for step in steps:
         world.step(*step)
         for reader in world.sides:
-            assert reader.session.inbound.unread <= window + 3 * (900 * 5 + 8448)  # one admitted message per lane
+            assert reader.session.inbound.unread <= window + 3 * (
+                900 * 5 + ANNOUNCEMENT
+            )  # one admitted message per lane
     for writer, reader in ((a, b), (b, a)):
         check_stream(writer.writes, reader.got)
     aborted = any(action == "abort" for action, _, _ in steps)

@@ -151,6 +151,12 @@ AHEAD = 8
 FRESH_AHEAD = 2**24
 
 
+#: What an empty deque is replaced by: one takes 600 bytes, and a peer can make us open a lane with an empty message.
+_NOTHING: Any = ()
+#: Runs and messages are in a list up to this many of them, for the same reason.
+_FEW = 8
+
+
 class Lane:
     """One lane of a connection, in the receiving direction."""
 
@@ -163,9 +169,9 @@ class Lane:
         #: Why nothing comes any more in a sequential lane in which a message is missing.
         self.failure: Exception | None = None
         #: READY messages that come before all others; while there are any, there is no receive.
-        self.runs: collections.deque[Run] = collections.deque()
-        self.messages: collections.deque[Message] = collections.deque()
-        self.receives: collections.deque[Receive] = collections.deque()
+        self.runs: collections.deque[Run] | list[Run] = _NOTHING
+        self.messages: collections.deque[Message] | list[Message] = _NOTHING
+        self.receives: collections.deque[Receive] = _NOTHING
         self._settling = False
         self._again = False
 
@@ -185,7 +191,7 @@ class Lane:
         if self.failure is not None:
             self._throw_away(message)
             return
-        self.messages.append(message)
+        self._add_messages([message])
         self.settle()
         if whole is not False and message.state is State.HELD and message in self.messages:
             try:
@@ -204,10 +210,27 @@ class Lane:
                 pass
             if not self.receives:
                 if run.left:
-                    self.runs.append(run)
+                    self._add_run(run)
                 return
-        self.messages.extend(self._messages_of(run))
+        self._add_messages(self._messages_of(run))
         self.settle()
+
+    def _add_run(self, run: Run) -> None:
+        runs = self.runs
+        if not runs:
+            self.runs = [run]
+            return
+        if type(runs) is list and len(runs) >= _FEW:
+            self.runs = runs = collections.deque(runs)
+        runs.append(run)
+
+    def _add_messages(self, messages: list[Message]) -> None:
+        if self.messages:
+            if type(self.messages) is list and len(self.messages) >= _FEW:
+                self.messages = collections.deque(self.messages)
+            self.messages.extend(messages)
+        else:
+            self.messages = messages if len(messages) <= _FEW else collections.deque(messages)
 
     def _deliver_small(self, run: Run, receive: Receive) -> bool:
         """Gives the first of a run to the first of the receives, if that is simple."""
@@ -236,8 +259,10 @@ class Lane:
 
     def spread(self) -> None:
         """Turns runs into messages like all others."""
-        while self.runs:
-            self.messages.extendleft(reversed(self._messages_of(self.runs.pop())))
+        if self.runs:
+            ready = [message for run in self.runs for message in self._messages_of(run)]
+            self.messages = collections.deque([*ready, *self.messages]) if self.messages or len(ready) > _FEW else ready
+            self.runs = _NOTHING
 
     def take_small(self, limit: int) -> bytes | None:
         """The first message, if it is one of a run and not too long. (The caller says that it is consumed.)"""
@@ -246,12 +271,14 @@ class Lane:
             return None
         data = run.pop()
         if not run.left:
-            self.runs.popleft()
+            del self.runs[0]
         return data
 
     def wait(self, want: Want, pins: Pinned | None, limit: int) -> Receive:
         self.spread()
         receive = Receive(self, want, pins, limit)
+        if self.receives is _NOTHING:
+            self.receives = collections.deque()
         self.receives.append(receive)
         self.settle()
         return receive
@@ -395,7 +422,8 @@ class Lane:
 
     def _drop_first(self, error: Exception) -> None:
         """The first receive cannot have the first message, and nobody else gets that."""
-        message = self.messages.popleft()
+        message = self.messages[0]
+        del self.messages[0]
         self._finish(self.receives[0], Error(error))
         if message.state is State.HELD:
             self.mover.discard(message)
@@ -441,7 +469,7 @@ class Lane:
                 self._copy_in(message, receive.pins)
             self._detach(message)
             result = message.length
-        self.messages.popleft()
+        del self.messages[0]
         self._finish(receive, Value(result) if message.error is None else Error(message.error))
         self.mover.consumed(message)
 
@@ -524,7 +552,7 @@ class Lane:
 
     def close(self, error: Exception) -> None:
         """We closed: nobody gets anything any more."""
-        self.runs.clear()
+        self.runs = _NOTHING
         for receive in list(self.receives):
             self.give_up(receive, error)
         for message in [message for message in self.messages if message.state is not State.MOVING]:

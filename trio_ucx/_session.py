@@ -350,7 +350,8 @@ class Session:
 
     def take_run(self, lane: Lane) -> bytes:
         """A whole run."""
-        run = lane.runs.popleft()
+        run = lane.runs[0]
+        del lane.runs[0]
         self.run_consumed(run.length, run.left)
         return run.rest()
 

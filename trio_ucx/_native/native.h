@@ -30,6 +30,9 @@
 /* And a message counts so much at least: UCX has 256 buffers for messages in shared memory to spare. It would have to get
  * more memory then, and where that cannot be had, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
+/* What is kept of others' tag messages on a worker that has Connections, until somebody asks for such messages. */
+#define TU_RAW_KEPT 128
+#define TU_RAW_BYTES (16 * 1024 * 1024)
 /* For so many nanoseconds request chains may go on in one call of Python's. */
 #define TU_CHAIN_SLICE 500000
 
@@ -58,6 +61,13 @@ typedef struct tu_operation {
     uint32_t generation;
     struct tu_operation *next_free;
 } tu_operation_t;
+
+/* A tag message that was taken off UCX's queue, and waits for somebody to ask for it. */
+typedef struct tu_kept {
+    ucp_tag_message_h message;
+    uint64_t tag;
+    size_t length;
+} tu_kept_t;
 
 /* How long a task that waits polls before it parks: poll.c. Times are in nanoseconds. */
 typedef struct tu_poll {
@@ -93,6 +103,11 @@ struct tu_worker {
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
+
+    int raw_used;              /* somebody has asked for other messages: then those stay with UCX, however many */
+    tu_kept_t kept[TU_RAW_KEPT];
+    size_t kept_count;
+    size_t kept_bytes;
 
     size_t collected;          /* bytes of the messages in the ring, which UCX still has */
     size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */

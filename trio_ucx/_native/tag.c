@@ -49,9 +49,34 @@ static int64_t end_receive(tu_post_t *post, ucs_status_ptr_t answer, const ucp_t
     return tu_post_end(post, answer);
 }
 
+/* The first of the kept messages with such a tag, or NULL. From now on UCX keeps those that come. */
+static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
+{
+    size_t i;
+
+    worker->raw_used = 1;
+    for (i = 0; i < worker->kept_count; i++) {
+        if (((worker->kept[i].tag ^ tag) & mask) == 0) {
+            return &worker->kept[i];
+        }
+    }
+    return NULL;
+}
+
+static tu_kept_t take_kept(tu_worker_t *worker, tu_kept_t *kept)
+{
+    tu_kept_t taken = *kept;
+
+    worker->kept_count--;
+    worker->kept_bytes -= taken.length;
+    memmove(kept, kept + 1, (size_t)(worker->kept + worker->kept_count - kept) * sizeof(*kept));
+    return taken;
+}
+
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received)
 {
+    tu_kept_t *kept = find_kept(worker, tag, mask);
     tu_post_t post;
     ucp_tag_recv_info_t info;
     int64_t verdict = begin_receive(&post, worker, buffers, &info);
@@ -59,6 +84,14 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
 
     if (verdict != 0) {
         return verdict;
+    }
+    if (kept != NULL) {
+        tu_kept_t taken = take_kept(worker, kept);
+
+        answer          = ucp_tag_msg_recv_nbx(worker->worker, post.address, post.count, taken.message, &post.param);
+        info.length     = taken.length; /* UCX 1.13 does not say when it completes at once */
+        info.sender_tag = taken.tag;
+        return end_receive(&post, answer, &info, received);
     }
     if (worker->loses_info) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
@@ -103,7 +136,15 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received)
 {
     ucp_tag_recv_info_t info;
-    ucp_tag_message_h message = ucp_tag_probe_nb(worker->worker, tag, mask, remove, &info);
+    ucp_tag_message_h message;
+    tu_kept_t *kept = find_kept(worker, tag, mask);
+
+    if (kept != NULL) {
+        received->length = kept->length;
+        received->tag    = kept->tag;
+        return remove ? (uint64_t)(uintptr_t)take_kept(worker, kept).message : 1;
+    }
+    message = ucp_tag_probe_nb(worker->worker, tag, mask, remove, &info);
 
     if (message == NULL) {
         return 0;

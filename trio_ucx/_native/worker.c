@@ -280,6 +280,29 @@ static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
     return UCS_OK;
 }
 
+/* Takes other tag messages off UCX's unexpected queue, which has no limit, while nobody has ever asked for such. The
+ * first ones are kept; the others go to Python, which throws them away. */
+static void collect_raw(tu_worker_t *worker)
+{
+    ucp_tag_recv_info_t info;
+    ucp_tag_message_h message;
+
+    while (worker->used + worker->reserved < worker->capacity) {
+        message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
+        if (message == NULL) {
+            return;
+        }
+        if (worker->kept_count < TU_RAW_KEPT && info.length <= TU_RAW_BYTES - worker->kept_bytes) {
+            worker->kept[worker->kept_count++] = (tu_kept_t){message, info.sender_tag, info.length};
+            worker->kept_bytes += info.length;
+        } else {
+            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
+                           (uint64_t)(uintptr_t)message);
+            worker->collected += info.length;
+        }
+    }
+}
+
 /* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. Those that find
  * no room stay there until Python has taken what is in the ring. */
 void tu_worker_collect(tu_worker_t *worker)
@@ -300,6 +323,9 @@ void tu_worker_collect(tu_worker_t *worker)
            worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {
         message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
         if (message == NULL) {
+            if (!worker->raw_used) {
+                collect_raw(worker);
+            }
             return;
         }
         batch = (uint32_t)info.sender_tag == TU_BATCH_LANE && info.length <= TU_LONGEST_BATCH;

@@ -44,7 +44,7 @@ def deliver(engine: Engine, rows: list[int]) -> None:
                 engine.messages += 1
                 mailbox = mail.boxes.get(tag >> 32)
                 if mailbox is None:
-                    mail.discard(pointer)
+                    mail.nobodys(tag, pointer)
                 else:
                     mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
             else:

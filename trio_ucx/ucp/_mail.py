@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from .._native import ffi, lib
@@ -11,6 +12,8 @@ from ._operations import ReceiveOperation
 if TYPE_CHECKING:
     from ._engine import Engine
     from ._status import UCXError
+
+logger = logging.getLogger("trio_ucx")
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
@@ -43,6 +46,7 @@ class Mail:
         self.claimed = False
         #: The least sizes from which on messages stay with their senders, and how many connections have each.
         self._thresholds: collections.Counter[int] = collections.Counter()
+        self._warned = False
         self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
@@ -71,6 +75,17 @@ class Mail:
     def received(self, place: int, size: int) -> bytes:
         """The bytes of a run that was received there."""
         return self._arena[place : place + size].tobytes()
+
+    def nobodys(self, tag: int, message: int) -> None:
+        """Throws away a message of a connection that is closed; or one of others', on a worker where nobody asks."""
+        if not tag & CONNECTION_BIT and not self._warned:
+            self._warned = True
+            logger.warning(
+                "tag messages that belong to no Connection are dropped (tag %#x was the first): nobody has asked for "
+                "such on this worker. Call tag_receive or tag_probe before they come, or use another worker for them",
+                tag,
+            )
+        self.discard(message)
 
     def discard(self, message: int) -> None:
         """Takes a message off UCX's hands and throws it away."""

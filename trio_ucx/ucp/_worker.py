@@ -38,7 +38,8 @@ class Worker(metaclass=OpenedNotConstructed):
     """A UCP worker in a Trio run. Open one with :func:`open_worker`.
 
     It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
-    endpoint. On a worker that has Connections, tags with bit 63 set belong to them.
+    endpoint. On a worker that has Connections, tags with bit 63 set belong to them; of the others 128
+    messages (16 MiB) are kept before the first :meth:`tag_receive` or :meth:`tag_probe`, and all after it.
     """
 
     _context: Context
