@@ -241,23 +241,23 @@ def some_ports() -> Iterator[tuple[DataPorts, list[tuple[str, ...]]]]:
 
 def test_what_is_admitted() -> None:
     with some_ports() as (ports, changes):
-        ports.admit(["127.0.0.1", "10.0.0.1"], "10.0.0.1")
-        ports.admit(["10.0.0.1"], "10.0.0.1")  # known already
-        ports.admit(["10.0.0.3"], None)  # by a Unix socket
-        ports.admit(["fd00::1"], "127.0.0.1")
+        ports.admit(["127.0.0.1", "10.0.0.1"], "10.0.0.1", (1, 22))
+        ports.admit(["10.0.0.1"], "10.0.0.1", (1, 22))  # known already
+        ports.admit(["10.0.0.3"], None, (1, 22))  # by a Unix socket
+        ports.admit(["fd00::1"], "127.0.0.1", (1, 22))
         assert changes == [("10.0.0.1",), ("10.0.0.1", "10.0.0.3"), ("10.0.0.1", "10.0.0.3", "fd00::1")]
         assert ports.restricted
-        ports.admit(["10.0.0.5"], "10.0.0.9")  # by address translation
+        ports.admit(["10.0.0.5"], "10.0.0.9", (1, 22))  # by address translation
         assert not ports.restricted
 
 
 def test_how_many_are_admitted() -> None:
     with some_ports() as (ports, changes):
-        ports.admit([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None)
+        ports.admit([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None, (1, 22))
         assert len(changes[-1]) == MAX_EACH
         for number in range(MAX_ADMITTED):
-            ports.admit([f"10.2.0.{number}"], None)
-            ports.admit(["10.1.0.0"], None)  # comes again and again
+            ports.admit([f"10.2.0.{number}"], None, (1, 22))
+            ports.admit(["10.1.0.0"], None, (1, 22))  # comes again and again
         assert len(changes[-1]) == MAX_ADMITTED
         assert "10.1.0.0" in changes[-1] and "10.1.0.1" not in changes[-1]
 

@@ -210,7 +210,7 @@ class Introduction:
         self._theirs = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._ours), self._theirs)
         hosts = [host for host, _ in self._theirs.tcp_addresses]
-        self.registry.engine.data_ports.admit(hosts, _plain_host(self.remote))
+        self.registry.engine.data_ports.admit(hosts, _plain_host(self.remote), facts.ucx)
 
     @property
     def theirs(self) -> Reach:

@@ -31,7 +31,7 @@
  * more memory then, and where that cannot be had, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
 /* What is kept of others' tag messages on a worker that has Connections, until somebody asks for such messages. */
-#define TU_RAW_KEPT 128
+#define TU_RAW_KEPT 64
 #define TU_RAW_BYTES (16 * 1024 * 1024)
 /* For so many nanoseconds request chains may go on in one call of Python's. */
 #define TU_CHAIN_SLICE 500000

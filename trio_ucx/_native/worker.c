@@ -287,7 +287,7 @@ static void collect_raw(tu_worker_t *worker)
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
 
-    while (worker->used + worker->reserved < worker->capacity) {
+    while (worker->used + worker->reserved < worker->capacity && worker->collected < TU_BATCH_BYTES) {
         message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
         if (message == NULL) {
             return;
@@ -298,7 +298,7 @@ static void collect_raw(tu_worker_t *worker)
         } else {
             tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                            (uint64_t)(uintptr_t)message);
-            worker->collected += info.length;
+            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
         }
     }
 }

@@ -30,6 +30,9 @@ MAX_ADMITTED = 200
 #: Addresses that one peer can have admitted.
 MAX_EACH = 16
 
+#: UCX connects from the address of the device that it chose (TCP_EP_BIND_SRC_ADDR).
+BINDS_TO_ITS_ADDRESS = (1, 19)
+
 # <linux/filter.h> and <asm-generic/socket.h>
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _LOAD_BYTE, _LOAD_WORD, _AND, _RETURN = 0x30, 0x20, 0x54, 0x06
@@ -153,15 +156,19 @@ class DataPorts:
         """
         return any(port.closed for port in self._ports)
 
-    def admit(self, hosts: Iterable[str], control: str | None) -> None:
+    def admit(self, hosts: Iterable[str], control: str | None, ucx: tuple[int, int]) -> None:
         """Lets a peer connect that the exchange has let in.
 
         Args:
             hosts: the addresses that its TCP transport connects from.
+            ucx: its release of UCX. Older ones connect from whatever address the kernel chooses.
             control: where its control socket comes from; None for a Unix socket. If that is another address of another
                 machine, there is address translation between, say, and nobody can tell where it will connect from.
         """
         if not self.restricted:
+            return
+        if ucx < BINDS_TO_ITS_ADDRESS and control is not None and not _is_loopback(control):
+            self.open("a peer's UCX is too old to connect from the addresses that it names")
             return
         hosts = list(dict.fromkeys(hosts))[:MAX_EACH]
         if control is not None and not _is_loopback(control) and control not in (*hosts, *self._local):

@@ -64,6 +64,7 @@ from ._pending import Signal, Waiters
 from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics, worker_statistics
 from ._status import Status, UCXError, broken
+from ._system_tasks import spawn, spawn_background
 from ._waiting import DEFAULT_SPIN, Waiting
 
 _BATCH = 256
@@ -371,15 +372,8 @@ class Engine:
         self.spawn(self._net.run, f"trio_ucx safety net (efd {self.efd})")
 
     def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
-        """Runs a system task, whose errors break the worker: Trio would end the run."""
-
-        async def run() -> None:
-            try:
-                await function()
-            except Exception as error:
-                self.internal_error(error)
-
-        trio.lowlevel.spawn_system_task(run, name=name)
+        """See :func:`_system_tasks.spawn`."""
+        spawn(self, function, name)
 
     async def _run(self) -> None:
         """The progress task."""
@@ -499,28 +493,8 @@ class Engine:
             self.settle()
 
     def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
-        """Runs an async function that outlives its caller. False when the run is too far gone for that."""
-        marker = object()
-
-        async def run() -> None:
-            try:
-                with trio.CancelScope(shield=True):
-                    await function()
-            except Exception as error:
-                report(f"{name} failed", error)
-            finally:
-                self.background.discard(marker)
-                if not self.background and self.background_ended is not None:
-                    contained(self.background_ended.set)
-                if self.usable:
-                    contained(self.rouse)  # the progress task may be waiting for the last of them
-
-        try:
-            trio.lowlevel.spawn_system_task(run, name=name)
-        except RuntimeError:
-            return False
-        self.background.add(marker)
-        return True
+        """See :func:`_system_tasks.spawn_background`."""
+        return spawn_background(self, function, name)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""

@@ -36,6 +36,7 @@ from .._native import ffi, lib
 from ._address import WorkerAddress
 from ._address_format import parse_worker_address
 from ._connecting import connect_worker
+from ._contained import report
 from ._context import Context, Feature
 from ._engine import Engine
 from ._mail import CONNECTION_BIT
@@ -140,6 +141,9 @@ class _Probe:
     def queue_stopped(self, error: UCXError) -> None:
         pass
 
+    def internal_error(self, error: BaseException) -> None:
+        report("an internal error of trio_ucx, while a shared-memory queue was probed", error)
+
     def look(self) -> None:
         """Sends what has not left yet, and takes the answer."""
         self._engine.turn(arm=False)
@@ -183,7 +187,7 @@ class ReceiveQueue:
         try:
             await self._check(timer)
         except Exception as error:  # it must not end the run
-            self._engine._break(error)
+            self._engine.internal_error(error)
         finally:
             self._checking = False
             if timer >= 0:
