@@ -148,6 +148,7 @@ async def own_loss(connection: trio_ucx.Connection) -> trio.BrokenResourceError:
 
 
 async def raises_another(connection: trio_ucx.Connection) -> None:
+    await connection.wait_closed()  # the client has connected, and gone
     raise trio.BrokenResourceError("of something else")
 
 
@@ -270,7 +271,7 @@ async def test_broken_worker_ends_the_server() -> None:
                     client = await trio_ucx.open_ucx_stream(*listener.address, worker=theirs)
                     try:
                         await until(lambda: listener.statistics().accepted)
-                        mine._engine._break(RuntimeError("a bug"))
+                        mine._engine.internal_error(RuntimeError("a bug"))
                         await trio.sleep_forever()
                     finally:
                         client.abort()
