@@ -155,8 +155,9 @@ async def test_raw_messages_before_they_are_asked_for(worker: ucp.Worker, caplog
             for number in range(60):
                 nursery.start_soon(raw.tag_send, pattern(100_000 if number == 40 else number, number), number % 3)
                 await trio.sleep(0)
-            await client.send(b"behind them")
-            await server.receive()
+            await raw.tag_send(b"", 3)
+            await until(lambda: worker.tag_probe(3) is not None)  # the others came before it
+            assert await worker.tag_receive(bytearray(1), 3) == (0, 3)
             assert worker.tag_probe(77) is None
             found = worker.tag_probe(1)
             assert found is not None and (found.length, found.sender_tag) == (1, 1)
