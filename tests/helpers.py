@@ -146,6 +146,24 @@ async def open_peer(
 
 
 @asynccontextmanager
+async def open_to_peer(way: str, worker: ucp.Worker, said: dict[str, Any]) -> AsyncIterator[ucp.Endpoint]:
+    """An endpoint to an ``owner`` in another process, by what it said."""
+    if way == "connection":
+        connection = await trio_ucx.open_ucx_stream(*said["connection"], worker=worker)
+        try:
+            yield connection.endpoint
+        finally:
+            connection.abort()
+        return
+    target = tuple(said["raw"]) if way == "raw" else ucp.WorkerAddress(bytes.fromhex(said["worker"]))
+    endpoint = await worker.open_endpoint(target)
+    try:
+        yield endpoint
+    finally:
+        endpoint.abort()
+
+
+@asynccontextmanager
 async def open_pair(
     worker: ucp.Worker, server_worker: ucp.Worker | None = None, *, by: str = "tcp", **options: Any
 ) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection]]:

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import trio
-from helpers import pattern
+from helpers import open_to_peer, pattern
 from shared_queue import take_an_element
 
 import trio_ucx
@@ -342,6 +343,49 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
             nursery.cancel_scope.cancel()
         del view
         memory.close()
+
+
+@role
+async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
+    """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed.
+
+    Four tasks do, one of them by request chains.
+    """
+    rng = random.Random(os.getpid())
+    data = np.ones(stop - start, np.uint8)
+
+    def piece() -> tuple[int, int]:
+        length = min(2 ** rng.randrange(4, 25), stop - start)
+        return rng.randrange(start, stop - length + 1), length
+
+    async def move(memory: ucp.RemoteMemory) -> None:
+        while True:
+            offset, length = piece()
+            if kind == "get":
+                await memory.get_into(data[:length], offset)
+            else:
+                await memory.put(data[:length], offset)
+
+    async def move_by_chains(worker: ucp.Worker, memory: ucp.RemoteMemory) -> None:
+        while True:
+            with worker.new_chain() as chain:
+                for offset, length in [piece() for _ in range(4)]:
+                    if kind == "get":
+                        chain.get(memory, offset, length)
+                    else:
+                        chain.put(memory, data[:length], offset)
+                (await chain.run()).values()
+
+    async with (
+        ucp.open_worker(features=REMOTE) as worker,
+        open_to_peer(way, worker, said) as endpoint,
+        trio.open_nursery() as nursery,
+    ):
+        memory = endpoint.attach(bytes.fromhex(said["descriptor"]))
+        for _ in range(3):
+            nursery.start_soon(move, memory)
+        nursery.start_soon(move_by_chains, worker, memory)
+        say("moving")
 
 
 @role

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import pytest
 import trio
-from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair
+from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_to_peer
 from peers import REMOTE
 
-import trio_ucx
 from trio_ucx import ucp
 
 #: What UCX_TLS is, and how an endpoint comes about. Shared memory alone has worker addresses only.
@@ -58,24 +58,6 @@ async def open_between(transports: str, way: str) -> AsyncIterator[tuple[ucp.End
 
 
 @asynccontextmanager
-async def open_to_peer(way: str, worker: ucp.Worker, said: dict[str, Any]) -> AsyncIterator[ucp.Endpoint]:
-    """An endpoint to an ``owner`` in another process, by what it said."""
-    if way == "connection":
-        connection = await trio_ucx.open_ucx_stream(*said["connection"], worker=worker)
-        try:
-            yield connection.endpoint
-        finally:
-            connection.abort()
-        return
-    target = tuple(said["raw"]) if way == "raw" else ucp.WorkerAddress(bytes.fromhex(said["worker"]))
-    endpoint = await worker.open_endpoint(target)
-    try:
-        yield endpoint
-    finally:
-        endpoint.abort()
-
-
-@asynccontextmanager
 async def open_owner(
     transports: str, way: str, nbytes: int, kind: str = "allocated"
 ) -> AsyncIterator[tuple[Peer, ucp.Endpoint, ucp.RemoteMemory]]:
@@ -88,6 +70,11 @@ async def open_owner(
         async with open_to_peer(way, worker, said) as endpoint:
             with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory:
                 yield peer, endpoint, memory
+
+
+def for_ucx(descriptor: bytes) -> ucp.MemoryDescriptor:
+    """The descriptor as one of a peer without trio_ucx, whose memory UCX's puts and gets reach."""
+    return attrs.evolve(ucp.MemoryDescriptor.from_bytes(descriptor), token=b"")
 
 
 async def expect_broken(function: Any, *args: object) -> None:

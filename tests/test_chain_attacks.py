@@ -13,7 +13,7 @@ import pytest
 import trio
 from outcome import Value
 from peers import REMOTE
-from remote import SOON, open_owner, released
+from remote import SOON, for_ucx, open_owner, released
 from test_chains import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
@@ -214,7 +214,7 @@ async def test_memory_of_a_closed_endpoint_is_kept(end: str) -> None:
     async with ucp.open_worker(config=config, features=REMOTE) as worker:
         async with ucp.open_worker(config=config, features=REMOTE) as owner:
             endpoint = await worker.open_endpoint(owner.address, error_mode=ucp.ErrorMode.NONE)
-            with owner.context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
+            with owner.context.allocate(size) as memory, endpoint.attach(for_ucx(memory.descriptor)) as remote:
                 await remote.get(0, 8)
                 chain, into = worker.new_chain(), bytearray(size)
                 word = chain.get(remote, 0, size, into=into)
@@ -356,8 +356,7 @@ async def test_results_of_no_bytes(ground: Ground) -> None:
 
 async def test_devices_are_not_reached_by_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX 1.22 gives a pointer to memory of a GPU, too."""
-    monkeypatch.setattr("trio_ucx.ucp._chain_run.is_host_memory", lambda _: False)
-    monkeypatch.setattr("trio_ucx.ucp._remote_memory.is_host_memory", lambda _: False)
+    monkeypatch.setattr("trio_ucx.ucp._ways.is_host_memory", lambda _: False)
     async with open_ground("tcp,sm,self") as ground:
         ground.write(b"there")
         await ground.remote.flush()

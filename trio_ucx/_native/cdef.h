@@ -11,6 +11,7 @@ typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
 typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
 typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
+typedef struct tu_served tu_served_t;  /* memory that peers reach by messages: serve.c */
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
 #define TU_RECORD_FIELDS 6
@@ -20,6 +21,7 @@ typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
 #define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
 #define TU_RECORD_AM 4         /* id: the queue of active messages is no longer empty */
 #define TU_RECORD_STREAM 5     /* id, length, pointer: an endpoint received a piece of its stream */
+#define TU_RECORD_UNUSED 8     /* memory that was closed while peers used it is used no more */
 #define TU_RECORD_CUT 6        /* id, status: an endpoint is to be closed for what it sent */
 #define TU_RECORD_RUN 7        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
                                   each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
@@ -284,6 +286,30 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
                   tu_rkey_t *rkey);
 int tu_worker_fence(tu_worker_t *worker);
+
+/* transfer.c and serve.c: remote memory without UCX's emulation. The id of the active messages, bytes of a token, and
+ * from what length on what is got stays with its owner until it is fetched. */
+#define TU_REMOTE_AM_ID 4095
+#define TU_TOKEN_SIZE 16
+#define TU_EAGER_GET 98304
+
+/* How remote memory is reached. */
+typedef struct tu_way {
+    char *local;               /* by load and store; NULL: not */
+    int messages;              /* by messages to its owner, with the token */
+    char token[16];
+    uint64_t length;
+} tu_way_t;
+
+int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const tu_buffers_t *buffers,
+                    uint64_t offset);
+int tu_transfers_status(tu_endpoint_t *endpoint);
+tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const char *token, uint64_t address,
+                             uint64_t length, int readable, int writable);
+unsigned tu_memory_withdraw(tu_served_t *served);
+void tu_worker_abandon(tu_worker_t *worker);
+int tu_memory_unused(tu_served_t *served);
+
 /* strided.c: strides in bytes, outermost dimension first. Pack and unpack answer how much they copied. */
 int tu_strided_create(void *address, size_t item, size_t dimensions, const size_t *shape, const ptrdiff_t *strides,
                       tu_strided_t **out);
@@ -430,7 +456,7 @@ int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
 void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
-                   int host);
+                   const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 int tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);

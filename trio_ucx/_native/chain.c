@@ -50,18 +50,17 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
 }
 
 void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
-                   int host)
+                   const tu_way_t *way)
 {
     tu_target_t *bound = chain->targets[target];
-    void *local;
 
+    memset(&bound->way, 0, sizeof(bound->way));
+    if (way != NULL) {
+        bound->way = *way;
+    }
     bound->endpoint = endpoint;
     bound->rkey     = rkey;
     bound->atomics  = atomics;
-    bound->local    = NULL;
-    if (rkey != NULL && host && ucp_rkey_ptr((ucp_rkey_h)rkey, bound->address, &local) == UCS_OK) {
-        bound->local = local;
-    }
 }
 
 static int make_room(tu_chain_t *chain)

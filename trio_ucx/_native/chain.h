@@ -3,7 +3,7 @@
 #ifndef TRIO_UCX_CHAIN_H
 #define TRIO_UCX_CHAIN_H
 
-#include "native.h"
+#include "remote.h"
 
 __extension__ typedef __int128 tu_integer_t;
 __extension__ typedef unsigned __int128 tu_natural_t;
@@ -41,7 +41,7 @@ typedef struct tu_node {
     uint32_t target;
     int continuing;            /* a node of a list was read, and the next one is to be */
     int arrived;               /* one was, and what is to be done with it depends on what runs again */
-    int stored;                /* a put that needed nothing of UCX */
+    int stored;                /* a put that is known to have happened when it is over */
     int flushing;              /* a put that was written */
     int flushed;               /* one that is known to have happened */
     int landing;               /* UCX is done with it, and what follows has not happened yet */
@@ -62,7 +62,7 @@ typedef struct tu_target {
     tu_rkey_t *rkey;
     uint64_t address;
     uint64_t length;
-    char *local;               /* the memory itself, where loads and stores reach it; else NULL */
+    tu_way_t way;              /* to the memory, where not by UCX's puts and gets */
     unsigned atomics;          /* so many of its endpoint's may be under way */
     int written;               /* by puts that no flush has followed */
     int flushing;

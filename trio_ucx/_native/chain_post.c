@@ -6,8 +6,6 @@
 
 #include "chain.h"
 
-#define DIRECT (64 * 1024)     /* longer reads are left to UCX: they would take too long at once */
-
 /* ---- from UCX and back ---- */
 
 static void over(void *request, ucs_status_t status, void *user_data)
@@ -16,6 +14,21 @@ static void over(void *request, ucs_status_t status, void *user_data)
     tu_chain_t *chain = node->chain;
 
     ucp_request_free(request);
+    if (node->lost) {
+        node->lost = 0;
+        tu_chain_lost_less(chain);
+    } else {
+        chain->in_flight--;
+        tu_node_landed(node, status);
+    }
+}
+
+/* A transfer is over: transfer.c. */
+static void transferred(void *owner, ucs_status_t status)
+{
+    tu_node_t *node   = owner;
+    tu_chain_t *chain = node->chain;
+
     if (node->lost) {
         node->lost = 0;
         tu_chain_lost_less(chain);
@@ -191,74 +204,39 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Reads what loads reach, at once. Over shared memory, UCX asks the owner for it instead, who may be asleep. */
-static int read_directly(tu_node_t *node, const tu_target_t *target)
+/* Reads or writes without UCX's puts and gets, where that is possible. It has happened at the owner when it is over. */
+static int transfer(tu_node_t *node, const tu_target_t *target, int put, char *buffer, int memory)
 {
-    const char *from = target->local + node->place;
-    uint64_t length  = node->length;
+    tu_transfer_t *transfer;
+    ucs_status_t status;
 
-    if (target->local == NULL || length > DIRECT || node->request.memory > TU_MEMORY_HOST) {
+    if (!target->way.messages && (target->way.local == NULL || memory > TU_MEMORY_HOST)) {
         return 0;
     }
-    if (length == 8 && (uintptr_t)from % 8 == 0) { /* nobody's write may be seen in halves */
-        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)from, __ATOMIC_ACQUIRE);
-
-        memcpy(node->result, &word, sizeof(word));
-    } else {
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        memcpy(node->result, from, length);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    }
+    node->stored = put;
+    node->state  = TU_CHAIN_POSTED; /* now: it may be over inside the call */
+    node->chain->in_flight++;
     node->chain->worker->counts.chain_requests++;
-    done_at_once(node);
-    return 1;
-}
-
-/* Writes a word by one store, where stores reach it. UCX copies it by memcpy, which may write it twice: what somebody
- * else has stored in between, into a lock that was just released, would be lost. */
-static int write_directly(tu_node_t *node, const tu_target_t *target, const char *data)
-{
-    char *to      = target->local + node->place;
-    size_t length = node->length;
-    uint64_t eight;
-    uint32_t four;
-    uint16_t two;
-
-    if (target->local == NULL || node->request.memory > TU_MEMORY_HOST || length > 8 ||
-        (length & (length - 1)) != 0 || (uintptr_t)to % length != 0) {
-        return 0;
+    status = tu_transfer_begin(target->endpoint, &target->way, put, buffer, node->length, memory, node->place, 1,
+                               transferred, node, &transfer);
+    if (status != UCS_INPROGRESS) {
+        node->chain->in_flight--;
+        tu_node_landed(node, status);
     }
-    switch (length) {
-    case 8:
-        memcpy(&eight, data, 8);
-        __atomic_store_n((uint64_t *)(void *)to, eight, __ATOMIC_RELEASE);
-        break;
-    case 4:
-        memcpy(&four, data, 4);
-        __atomic_store_n((uint32_t *)(void *)to, four, __ATOMIC_RELEASE);
-        break;
-    case 2:
-        memcpy(&two, data, 2);
-        __atomic_store_n((uint16_t *)(void *)to, two, __ATOMIC_RELEASE);
-        break;
-    default:
-        __atomic_store_n(to, *data, __ATOMIC_RELEASE);
-    }
-    node->stored = 1;
-    node->chain->worker->counts.chain_requests++;
-    done_at_once(node);
     return 1;
 }
 
 /* Reads what was chosen to the node's result. */
 static void read_remote(tu_node_t *node, tu_target_t *target)
 {
+    int memory = node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST;
     ucp_request_param_t param;
 
-    if (read_directly(node, target)) {
+    if (transfer(node, target, 0, node->result, memory)) {
         return;
     }
-    begin_post(node, &param, node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST);
+    begin_post(node, &param, memory);
+    node->chain->worker->unfenced = 1;
     end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
                                (ucp_rkey_h)target->rkey, &param));
 }
@@ -292,11 +270,12 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
         done_at_once(node);
         return;
     }
-    if (write_directly(node, target, data)) {
+    if (transfer(node, target, 1, (char *)data, node->request.memory)) {
         return;
     }
     target->written = 1;
     begin_post(node, &param, node->request.memory);
+    node->chain->worker->unfenced = 1;
     end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->place,
                                (ucp_rkey_h)target->rkey, &param));
 }
@@ -329,6 +308,7 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
     param.datatype      = ucp_dt_make_contig(size);
     param.reply_buffer  = reply;
+    node->chain->worker->unfenced = 1;
     end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
                                      target->address + node->place, (ucp_rkey_h)target->rkey, &param));
 }

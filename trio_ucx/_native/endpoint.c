@@ -4,7 +4,7 @@
 #include <netinet/in.h>
 #include <string.h>
 
-#include "native.h"
+#include "remote.h"
 
 int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
                      unsigned scope)
@@ -185,6 +185,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
     tu_chains_forget(endpoint);
+    tu_transfers_forget(endpoint);
     endpoint->ep    = NULL;
     *endpoint->link = endpoint->next;
     if (endpoint->next != NULL) {
@@ -236,11 +237,5 @@ void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
 
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
 {
-    tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
-
-    if (verdict != 0) {
-        return verdict;
-    }
-    return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
+    return tu_transfers_flush(endpoint);
 }

@@ -1,7 +1,7 @@
 /* Remote memory: registration, remote keys, put and get, atomics. */
 #include <string.h>
 
-#include "native.h"
+#include "remote.h"
 
 static ucp_mem_h native(tu_memory_t *memory)
 {
@@ -103,6 +103,7 @@ int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
+    endpoint->worker->unfenced = 1;
     return tu_post_end(&post, ucp_put_nbx(endpoint->ep, post.address, post.count, remote, rkey_of(rkey),
                                           &post.param));
 }
@@ -115,6 +116,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
+    endpoint->worker->unfenced = 1;
     return tu_post_end(&post, ucp_get_nbx(endpoint->ep, post.address, post.count, remote, rkey_of(rkey),
                                           &post.param));
 }
@@ -141,11 +143,19 @@ int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *ope
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_REPLY_BUFFER;
         post.param.reply_buffer  = reply;
     }
+    endpoint->worker->unfenced = 1;
     return tu_post_end(&post, ucp_atomic_op_nbx(endpoint->ep, operations[operation], operand, 1, remote,
                                                 rkey_of(rkey), &post.param));
 }
 
+/* UCX's fence may wait, in the call, until all that UCX has is flushed (ucp_worker_fence_strong). It is for UCX's own
+ * puts and gets only. */
 int tu_worker_fence(tu_worker_t *worker)
 {
+    tu_transfers_fence(worker);
+    if (!worker->unfenced) {
+        return UCS_OK;
+    }
+    worker->unfenced = 0;
     return ucp_worker_fence(worker->worker);
 }

@@ -51,12 +51,20 @@ struct tu_context {
     ucp_config_t *config;      /* kept for `python -m trio_ucx info` */
 };
 
+typedef struct tu_transfer tu_transfer_t;
+typedef struct tu_service tu_service_t;
+typedef struct tu_load tu_load_t;
+
+/* Buckets of the peers to which answers are under way: serve.c. */
+#define TU_LOADS 64
+
 typedef struct tu_operation {
     tu_worker_t *worker;
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
     void *described;           /* the list or strided array that UCX reads until the operation completes */
     tu_chain_t *chain;         /* whose run it is */
+    tu_transfer_t *transfer;   /* of which it is */
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
@@ -96,8 +104,20 @@ typedef struct tu_chains {
     int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
 } tu_chains_t;
 
+/* Puts and gets of an endpoint that UCX does not do, in the order in which they were posted: transfer.c. */
+typedef struct tu_transfers {
+    tu_transfer_t *first, **last;
+    tu_transfer_t *waiting;    /* the first that has not begun */
+    unsigned begun;            /* requests to the owner that it has not answered */
+    int fence;                 /* the next one waits for all before it */
+    int advancing;
+    ucs_status_t put_status;   /* of a put that the owner refused after it had left */
+    uint64_t nonce;            /* in our requests; 0: none yet */
+} tu_transfers_t;
+
 struct tu_worker {
     ucp_worker_h worker;
+    const tu_context_t *context;
     int efd;
     int knows_user_data;       /* UCX 1.18 can be asked for an endpoint's */
     int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
@@ -132,6 +152,17 @@ struct tu_worker {
     tu_poll_t poll;
     tu_chains_t chains;
 
+    tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: transfer.c */
+    tu_transfer_t **awaiting;  /* buckets of those that wait for an answer */
+    uint64_t transfer_ids;
+    struct {
+        tu_transfer_t *first, **last;
+    } copies;                  /* that go on with the worker's progress */
+    tu_service_t *services;    /* what we do for peers: serve.c */
+    tu_load_t *loads[TU_LOADS];
+    int unfenced;              /* UCX has had puts, gets or atomics since the last fence */
+    int unused;                /* memory that was closed is used no more: a record is due */
+
     tu_endpoint_t *endpoints;
     tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
     tu_counts_t counts;
@@ -144,6 +175,7 @@ struct tu_endpoint {
     int error_handling;
     int failed;                /* its record is in the ring, no longer reserved */
     unsigned chain_atomics;    /* of request chains, under way */
+    tu_transfers_t transfers;
     tu_endpoint_t *next;
     tu_endpoint_t **link;
 };

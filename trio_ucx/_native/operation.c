@@ -1,7 +1,7 @@
 /* Operations: their table, and the way from a call of Python's to a request of UCX's and back. */
 #include <string.h>
 
-#include "native.h"
+#include "remote.h"
 
 #define BLOCK_SLOTS 256
 
@@ -46,6 +46,7 @@ static void operation_release(tu_operation_t *operation)
     operation->id        = 0;
     operation->request   = NULL;
     operation->chain     = NULL;
+    operation->transfer  = NULL;
     operation->next_free = worker->free_slots;
     worker->free_slots   = operation;
     worker->counts.operations--;
@@ -119,6 +120,8 @@ int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
     }
     if (operation->chain != NULL) {
         tu_chain_cancel(operation->chain);
+    } else if (operation->transfer != NULL) {
+        return tu_transfer_cancel(operation->transfer);
     } else if (operation->request != NULL) {
         ucp_request_cancel(worker->worker, operation->request);
     }

@@ -1,7 +1,7 @@
 /* The worker: its ring of records, and the turn that moves everything. */
 #include <string.h>
 
-#include "native.h"
+#include "remote.h"
 
 #define BUSY_RETRIES 4
 #define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
@@ -105,10 +105,12 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
         params.client_id   = client_id;
     }
     ucp_get_version(&major, &minor, &release);
+    worker->context              = context;
     worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
     worker->knows_user_data      = major > 1 || minor >= 18;
     worker->loses_info           = major == 1 && minor < 17;
     worker->chains.last          = &worker->chains.queue;
+    worker->copies.last          = &worker->copies.first;
     worker->capacity             = 2 * TU_RING_SLACK;
     worker->counts.ring_capacity = worker->capacity;
     worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
@@ -124,6 +126,9 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
         status = ucp_worker_get_efd(worker->worker, &worker->efd);
         if (status == UCS_OK && worker->efd < 0) {
             status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
+        }
+        if (status == UCS_OK && (context->features & UCP_FEATURE_RMA) && (context->features & UCP_FEATURE_AM)) {
+            status = tu_remote_handle(worker);
         }
         if (status != UCS_OK) {
             ucp_worker_destroy(worker->worker);
@@ -144,6 +149,8 @@ void tu_worker_destroy(tu_worker_t *worker)
 
     ucp_worker_destroy(worker->worker);
     tu_operations_free(worker);
+    tu_transfers_free(worker);
+    tu_services_free(worker);
     while (worker->chains.all != NULL) {
         tu_chain_destroy(worker->chains.all);
     }
@@ -369,8 +376,15 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     if (worker->streams) {
         tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
     }
+    if (worker->copies.first != NULL) {
+        moved += tu_transfers_copy(worker);
+    }
     if (worker->chains.active != NULL) {
         moved += tu_chains_progress(worker);
+    }
+    if (worker->unused && tu_ring_has_slack(worker)) {
+        worker->unused = 0;
+        tu_ring_append(worker, TU_RECORD_UNUSED, 0, UCS_OK, 0, 0, 0);
     }
     return moved;
 }
@@ -392,9 +406,10 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
         do {
             moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
-        } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES);
+        } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
+                 worker->copies.first == NULL); /* a copy takes long enough for one turn */
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL ||
+        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL || worker->copies.first != NULL ||
             tu_poll_chains(worker, requests)) {
             return (int)count;
         }

@@ -23,11 +23,12 @@ from ._chain_errors import (
 from ._descriptors import opened
 from ._end import ignoring_late_run
 from ._endpoint import Endpoint
-from ._memory import is_host_memory
 from ._operations import EndpointCore, Operation, live_handles
 from ._pending import RequestCancelled
-from ._remote_memory import Key, RemoteMemory, connect, over_tcp
+from ._posting import refusal
+from ._remote_memory import RemoteMemory
 from ._status import Status, error_from_status
+from ._ways import Key, Way, connect, over_tcp
 
 if TYPE_CHECKING:
     from ._chain_terms import ChainRequest
@@ -218,6 +219,8 @@ class Target:
     #: Whether they are atomics, which have a connection of their own.
     atomic: bool
     core: EndpointCore | None = None
+    #: How its memory is reached, but for atomics.
+    way: Way | None = None
 
     async def connect(self) -> None:
         """Waits until the connection is up, or has failed. No checkpoint if it is known to be."""
@@ -230,7 +233,10 @@ class Target:
         try:
             if self.atomic:
                 self.core = self.thing._chain_companion()
-            await connect(self.core)
+                await connect(self.core)
+            else:
+                self.way = await self.thing._reach(lib.TU_MEMORY_HOST)
+                self.core = self.way.core
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # its requests say so
 
@@ -239,22 +245,27 @@ class Target:
         core = self.core
         assert core is not None
         if core.problem() is not None:
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, False)
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
             return None
         if isinstance(self.thing, Endpoint):
-            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, False)
+            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
             return None
-        key = self.thing._key(ATOMICS if self.atomic else "put and get", core)
-        limit = 0 if not self.atomic else LIMIT_OVER_TCP if over_tcp(core) else LIMIT
-        host = is_host_memory(self.thing._descriptor.rkey)
-        lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, host)
-        return key
+        if self.atomic:
+            key = self.thing._key(ATOMICS, core)
+            limit = LIMIT_OVER_TCP if over_tcp(core) else LIMIT
+            lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, ffi.NULL)
+            return key
+        assert self.way is not None
+        handle = ffi.NULL if self.way.key is None else self.way.key.handle
+        lib.tu_chain_bind(native, self.index, core.handle, handle, 0, self.way.native)
+        return self.way.key
 
     def error(self, status: int, doing: str) -> Exception:
+        refused = refusal(status, doing)
         if self.core is None:
-            return error_from_status(status, doing)
+            return refused or error_from_status(status, doing)
         self.core.told = True
-        return self.core.error_of(status, doing)
+        return refused if refused is not None and self.core.problem() is None else self.core.error_of(status, doing)
 
 
 class Run(Operation):

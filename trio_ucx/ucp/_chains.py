@@ -26,9 +26,10 @@ from ._memory import Access
 from ._pending import Signal
 from ._pointers import refuse_pointers
 from ._posting import completed, pending_operation
-from ._remote_memory import Key, RemoteMemory
+from ._remote_memory import RemoteMemory
 from ._tag import check_tag
 from ._util import FULL, check_integer
+from ._ways import Key
 
 if TYPE_CHECKING:
     from ._worker import Worker
@@ -81,7 +82,7 @@ class RequestChain(ChainBuilder):
     ) -> ChainRequest:
         """Reads remote memory; its result are the bytes.
 
-        (``ucp_get_nbx``; what loads reach, by ``ucp_rkey_ptr``, is read at once, up to 64 KiB.)
+        (As :meth:`RemoteMemory.get`: what loads reach is read at once, up to 1 MiB.)
 
         Args:
             remote: where from.
@@ -137,7 +138,7 @@ class RequestChain(ChainBuilder):
         length: Integer | int | None = None,
         **options: Any,
     ) -> ChainRequest:
-        """Writes remote memory (``ucp_put_nbx``).
+        """Writes remote memory, as :meth:`RemoteMemory.put`.
 
         Args:
             remote: where to.

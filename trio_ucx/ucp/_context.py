@@ -267,6 +267,11 @@ class Context(metaclass=OpenedNotConstructed):
         self._require_memory()
         return allocate(self, nbytes, access)
 
+    @property
+    def serves_memory(self) -> bool:
+        """Whether its workers reach remote memory, and answer for theirs, by messages (``serve.c``)."""
+        return Feature.RMA | Feature.AM in self.features
+
     def _require_memory(self) -> None:
         if not self.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
             self.require(Feature.RMA, "registering memory")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._native import lib
+from ._memory import unmap_unused
 from ._status import UCXError
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
             announce()
     elif kind == lib.TU_RECORD_STREAM:
         _deliver_piece(engine, id, pointer, length)
+    elif kind == lib.TU_RECORD_UNUSED:
+        unmap_unused()
 
 
 def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:

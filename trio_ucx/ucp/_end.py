@@ -13,6 +13,7 @@ from outcome import Error
 from .._native import lib, ucx
 from ._answers import send_answers
 from ._contained import contained
+from ._memory import unmap_unused
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
 
@@ -57,7 +58,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         stuck: what is still under way, in words.
     """
     if engine.unanswered or not all(loan.ended for loan in engine.overdue):
-        abandoned.append((engine, handle))  # somebody looks at UCX's memory, and was warned
+        _leave_alone(engine, handle)  # somebody looks at UCX's memory, and was warned
     elif not engine.uses_memory or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
         # A receive whose sender died in the middle of a message never completes, nor does a send to the full
         # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
@@ -75,8 +76,14 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         if engine.on_closed is not None:
             engine.on_closed()
     else:
-        abandoned.append((engine, handle))  # UCX may still touch those buffers: keep them for ever
+        _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
+    unmap_unused()
+
+
+def _leave_alone(engine: Engine, handle: Any) -> None:
+    abandoned.append((engine, handle))
+    lib.tu_worker_abandon(handle)
 
 
 def fail_everything(engine: Engine, error: BaseException) -> None:

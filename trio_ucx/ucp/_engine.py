@@ -150,7 +150,7 @@ class Engine:
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.
         self.tags = Feature.TAG in context.features
         #: Ids of active messages that are taken, and by what.
-        self.am_ids: dict[int, str] = {}
+        self.am_ids: dict[int, str] = {lib.TU_REMOTE_AM_ID: "the library itself"} if context.serves_memory else {}
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Who waits for active messages, by the queue's id.

@@ -45,10 +45,12 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 #: What of the kinds of memory that a Pinned may be in we can look at.
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
-#: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the lengths of the
-#: remote key and of a worker's address, which follow; behind them, a checksum of all before.
-_DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQII")
-_MAGIC, _VERSION = b"TURM", 1
+#: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the token; the
+#: lengths of the remote key and of a worker's address, which follow; behind them, a checksum of all before.
+_DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQ16sII")
+_MAGIC, _VERSION = b"TURM", 2
+#: In a descriptor: it cannot be reached by messages.
+_NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
 _MAX_ADDRESS = 2**64 - 1
 _MAX_LENGTH = 2**63 - 1
@@ -90,6 +92,8 @@ class MemoryDescriptor:
         access: what peers may do. UCX itself does not check that over TCP.
         worker: the address of a worker of the memory's context; atomics need one (:class:`RemoteMemory`).
         process: whose memory it is; for :meth:`Endpoint.attach` to notice a descriptor that went to the wrong place.
+        token: 16 random bytes by which the owner's workers know a request for this memory, where it is reached by
+            messages of ours; empty for memory of programs without trio_ucx.
     """
 
     address: int
@@ -98,6 +102,7 @@ class MemoryDescriptor:
     access: Access = Access.ALL
     worker: WorkerAddress | None = None
     process: Process = NOBODY
+    token: bytes = b""
 
     def __attrs_post_init__(self) -> None:
         check_integer(self.address, "the address", 0, _MAX_ADDRESS)
@@ -107,6 +112,10 @@ class MemoryDescriptor:
             raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
         if not isinstance(self.worker, WorkerAddress | None):
             raise TypeError(f"worker must be a WorkerAddress, not {type(self.worker).__name__}")
+        if not isinstance(self.token, bytes):
+            raise TypeError(f"a token is bytes, not {type(self.token).__name__}")
+        if len(self.token) not in (0, lib.TU_TOKEN_SIZE):
+            raise ValueError(f"a token has {lib.TU_TOKEN_SIZE} bytes, not {len(self.token)}")
         if not _is_rkey(self.rkey):
             raise ValueError(f"these {len(self.rkey)} bytes are no packed remote key of UCX's, or not all of one")
 
@@ -120,6 +129,7 @@ class MemoryDescriptor:
                 self.address,
                 self.nbytes,
                 *attrs.astuple(self.process),
+                self.token or _NO_TOKEN,
                 len(self.rkey),
                 len(worker),
             )
@@ -148,11 +158,19 @@ class MemoryDescriptor:
         _, version, access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
-        process, (rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
+        process, (token, rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
         rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
         if len(rkey) != rkey_length or len(worker) != worker_length:
             raise ValueError("this memory descriptor contradicts itself")
-        return cls(address, nbytes, rkey, Access(access & 7), WorkerAddress(worker) if worker else None, process)
+        return cls(
+            address,
+            nbytes,
+            rkey,
+            Access(access & 7),
+            WorkerAddress(worker) if worker else None,
+            process,
+            b"" if token == _NO_TOKEN else token,
+        )
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
@@ -176,6 +194,10 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _handle: Any
     _window: Window | None
     _pins: Pinned | None
+    #: By which peers ask for it by messages; empty: they cannot.
+    _token: bytes = b""
+    #: What C knows of that; None: nothing, or no more.
+    _served: Any = None
     _rkey: bytes | None = None
 
     @property
@@ -211,7 +233,9 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if engine is not None:
             engine.data_ports.open("a memory descriptor says the worker's address")
             worker = engine.address
-        return bytes(MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process()))
+        return bytes(
+            MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process(), self._token)
+        )
 
     def _check(self) -> None:
         if self._handle is None:
@@ -228,9 +252,10 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def close(self) -> None:
         """Ends the registration (``ucp_mem_unmap``); frees what was allocated. Closed already: no effect.
 
-        Peers that still have the descriptor can reach it no more: over RDMA their operations fail. Over TCP and for
-        most shared memory UCX does not check, and what they write then lands wherever the address leads. Tell them
-        first.
+        Peers with trio_ucx that reach it by messages are refused from now on. What they have under way goes on: until
+        then the memory stays, and a registered buffer pinned. Peers that have allocated memory mapped (over shared
+        memory) keep their mapping. For peers without trio_ucx UCX does not check, but for RDMA: what they write then
+        lands wherever the address leads. Tell them first.
 
         Raises:
             BufferError: something made from :attr:`memoryview` (a numpy array, say) is still in use.
@@ -243,6 +268,14 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if self._window is not None:
             self._window.close()
         handle, self._handle = self._handle, None
+        served, self._served = self._served, None
+        if served is not None and lib.tu_memory_withdraw(served):
+            _closing[served] = self, handle
+            unmap_unused()  # another thread may have done with it just now
+        else:
+            self._unmap(handle)
+
+    def _unmap(self, handle: Any) -> None:
         lib.tu_memory_unmap(self.context._handle, handle)
         if self._pins is not None:
             self._pins.release()
@@ -258,6 +291,18 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def __repr__(self) -> str:
         state = "closed" if self._handle is None else repr(self.access)
         return f"<trio_ucx.ucp.Memory of {self.nbytes} bytes at {self.address:#x}, {state}>"
+
+
+#: Memory that was closed while peers' transfers were under way, by what C knows of it, and UCX's handle of it.
+_closing: dict[Any, tuple[Memory, Any]] = {}
+
+
+def unmap_unused() -> None:
+    """Ends the registration of what was closed, and peers use no more."""
+    for served in list(_closing):
+        if served in _closing and lib.tu_memory_unused(served):
+            memory, handle = _closing.pop(served)
+            memory._unmap(handle)
 
 
 def register(context: Context, buffer: Buffer, access: Access) -> Memory:
@@ -339,6 +384,14 @@ def _map(
         base = found[0]
     window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
     memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
+    if on_host and context.serves_memory:
+        memory._token = os.urandom(lib.TU_TOKEN_SIZE)
+        readable, writable = Access.READ in access, Access.WRITE in access
+        memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, readable, writable)
+        if memory._served == ffi.NULL:
+            lib.tu_memory_unmap(native, out[0])
+            memory._handle = memory._served = None
+            raise MemoryError(f"no memory to register {nbytes} bytes of memory")
     context.memories.add(memory)
     context.lent_memory = True
     live_handles.opened("memory")

@@ -13,7 +13,7 @@ from ._engine import Engine
 from ._memory_kinds import MemoryType
 from ._operations import EndpointCore, Operation, with_companion
 from ._pending import Pending
-from ._status import error_from_status
+from ._status import Status, UCXError, error_from_status
 
 _HOST = lib.TU_MEMORY_HOST
 
@@ -72,6 +72,15 @@ def pending_operation(
             raise error_from_status(verdict, doing)
         core.told = True
         raise core.error_of(verdict, doing)
+    return None
+
+
+def refusal(status: int, doing: str) -> Exception | None:
+    """The exception for what the owner of remote memory did not do, if that is what the status says."""
+    if status == Status.NO_ELEM:
+        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
+    if status == Status.INVALID_ADDR:
+        return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
     return None
 
 

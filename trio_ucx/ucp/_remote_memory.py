@@ -28,91 +28,18 @@ from ._buffers import Buffer, Pinned, new_bytes
 from ._connecting import connect_companion, connect_for_memory
 from ._context import Feature
 from ._loans import Loan
-from ._memory import Access, MemoryDescriptor, is_host_memory
-from ._operations import EndpointCore, Operation, live_handles
-from ._posting import check_reaches, completed, flush, pending_operation, post_flush
+from ._memory import Access, MemoryDescriptor
+from ._operations import EndpointCore, Operation
+from ._posting import check_reaches, completed, flush, pending_operation, refusal
 from ._process import NOBODY
 from ._status import Status, UCXError
 from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
+from ._ways import Key, Way, connect, find_way, over_tcp, try_connect
 
 if TYPE_CHECKING:
     from ._address import WorkerAddress
     from ._endpoint import Endpoint
     from ._engine import Engine
-
-
-class Key:
-    """An unpacked remote key: destroyed when it was closed and nothing uses it any more."""
-
-    def __init__(self, core: EndpointCore, packed: bytes) -> None:
-        self._engine = core.engine
-        self._id = core.engine.next_id()
-        self._uses = 0
-        self._closed = False
-        out = ffi.new("tu_rkey_t **")
-        # UCX takes no length: it reads on until it finds this byte behind the key.
-        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
-        if status != Status.OK:
-            raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
-        self.handle: Any = out[0]
-        self._engine.at_end[self._id] = self._destroy
-        live_handles.opened("remote key")
-
-    def _destroy(self) -> None:
-        if self.handle is None:
-            return
-        handle, self.handle = self.handle, None
-        self._engine.at_end.pop(self._id, None)
-        if self._uses == 0 and self._engine.usable:  # else it goes with the worker, whose memory it is
-            lib.tu_rkey_destroy(handle)
-        live_handles.closed("remote key")
-
-    def hold(self) -> None:
-        self._uses += 1
-
-    def let_go(self) -> None:
-        self._uses -= 1
-        if self._closed and self._uses == 0:
-            self._destroy()
-
-    def close(self) -> None:
-        self._closed = True
-        if self._uses == 0:
-            self._destroy()
-
-
-async def connect(core: EndpointCore) -> None:
-    """Waits until the endpoint is up. No checkpoint if it is known to be.
-
-    A remote key that was unpacked before makes UCX 1.22 crash on endpoints by socket address: it adapts the key to the
-    new lanes, and stumbles over the connection manager's, which has no interface (ucp_ep_reconfig_internal).
-    """
-    if not core.connected:
-        operation = post_flush(core)
-        if operation is not None:
-            await completed(operation, core.engine)
-        core.connected = True
-
-
-def _try_connect(core: EndpointCore) -> bool:
-    """The same without waiting: whether it is up."""
-    if not core.connected:
-        operation = post_flush(core)
-        if operation is not None and operation.outcome is None:
-            operation.leave_over()
-            return False
-        if operation is not None:
-            operation.result()
-        core.connected = True
-    return True
-
-
-def over_tcp(core: EndpointCore) -> bool:
-    """Whether an endpoint has no lanes but TCP's. (UCX before 1.14 does not say.)"""
-    text = ffi.new("char[4096]")
-    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
-        return True
-    return all(line.startswith(b"tcp/") for line in ffi.string(text).splitlines())
 
 
 class _Transfer(Operation):
@@ -121,15 +48,23 @@ class _Transfer(Operation):
     __slots__ = ("_key",)
 
     def __init__(
-        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key | None
     ) -> None:
         super().__init__(engine, id, pins, doing, core)
         self._key = key
-        key.hold()
+        if key is not None:
+            key.hold()
+
+    def error(self, status: int) -> Exception:
+        return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
+
+    def _gone(self) -> bool:
+        return self.endpoint is not None and self.endpoint.problem() is not None
 
     def release(self) -> None:
         super().release()
-        self._key.let_go()
+        if self._key is not None:
+            self._key.let_go()
 
 
 class _Atomic(Operation):
@@ -190,6 +125,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _descriptor: MemoryDescriptor
     #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
     _keys: dict[str, Key] = attrs.field(factory=dict)
+    #: How it is reached, once that is known.
+    _way: Way | None = None
+    #: By UCX's puts and gets, for what the other way does not take.
+    _ucx_way: Way | None = None
     _loan: Loan | None = None
     _closed: bool = False
 
@@ -214,7 +153,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check(Access.READ, "read", offset, nbytes)
         await trio.lowlevel.checkpoint_if_cancelled()
         data = new_bytes(nbytes)
-        await self._transfer(lib.tu_get, Pinned(data), offset, "reading remote memory")
+        await self._transfer(False, Pinned(data), offset, "reading remote memory")
         return data
 
     @enable_ki_protection
@@ -233,7 +172,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         pins = await self._pin(buffer, Access.READ, "read", offset)
         size = pins.size
-        await self._transfer(lib.tu_get, pins, offset, "reading remote memory")
+        await self._transfer(False, pins, offset, "reading remote memory")
         return size
 
     @enable_ki_protection
@@ -251,7 +190,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         pins = await self._pin(data, Access.WRITE, "write", offset)
         self._core.unflushed = True
-        await self._transfer(lib.tu_put, pins, offset, "writing remote memory")
+        await self._transfer(True, pins, offset, "writing remote memory")
 
     @enable_ki_protection
     async def flush(self) -> None:
@@ -260,11 +199,16 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: they go on.
 
         Raises:
+            UCXError: the owner has refused a put that went over this endpoint, to whichever of its memory: NO_ELEM, it
+                has closed the memory.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
         await flush(self._core)
+        error = refusal(lib.tu_transfers_status(self._core.handle), "a put before this flush")
+        if error is not None:
+            raise error
 
     @enable_ki_protection
     def map(self) -> memoryview:
@@ -280,18 +224,15 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         self._check(Access.READ, "read", 0, 0)
         if self._loan is None:
-            if not _try_connect(self._core):
+            if not try_connect(self._core):
                 raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
-            pointer = ffi.new("uint64_t *")
             key = self._key("load and store", self._core)
-            status: int = Status.UNREACHABLE
-            if is_host_memory(self._descriptor.rkey):
-                status = lib.tu_rkey_pointer(key.handle, self._descriptor.address, pointer)
-            if status != Status.OK:
-                raise UCXError(status, "this memory cannot be reached by load and store: use get and put")
+            pointer = key.mapped(self._descriptor)
+            if not pointer:
+                raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
             key.hold()  # destroying it would unmap what the view shows
-            self._loan = Loan(self._core.engine, pointer[0], self.nbytes, key.let_go, writable=writable)
+            self._loan = Loan(self._core.engine, pointer, self.nbytes, key.let_go, writable=writable)
         return self._loan.view
 
     # ---- atomics ----
@@ -467,21 +408,55 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise
         return pins
 
-    async def _transfer(self, call: Any, pins: Pinned, offset: int, doing: str) -> None:
+    async def _reach(self, memory: int) -> Way:
+        """The way for local memory of this kind. No checkpoint if it is known."""
+        if self._way is None:
+            await connect(self._core)
+            self._check_open()
+            self._way = self._way or self._find_way()
+        if self._way is not None and self._way.takes(memory):
+            return self._way
+        return await self._reach_by_ucx()
+
+    async def _reach_by_ucx(self) -> Way:
+        """By UCX's puts and gets: over an endpoint beside a Connection's."""
+        if self._ucx_way is None or self._ucx_way.core.handle is None:
+            core = connect_for_memory(self._core) if self._core.owner is not None else self._core
+            await connect(core)
+            self._check_open()
+            old = self._keys.pop("put and get", None)  # of an endpoint that is gone
+            if old is not None:
+                old.close()
+            self._ucx_way = Way(core, ffi.NULL, self._key("put and get", core))
+        return self._ucx_way
+
+    def _find_way(self) -> Way | None:
+        try:
+            key = self._key("load and store", self._core)
+        except UCXError:
+            return find_way(self._core, self._descriptor, None)
+        return find_way(self._core, self._descriptor, key)
+
+    async def _transfer(self, put: bool, pins: Pinned, offset: int, doing: str) -> None:
         if pins.size == 0:
             pins.release()
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        core = self._core
         try:
-            core.engine.context.require(Feature.RMA, doing)
-            await connect(core)
+            self._core.engine.context.require(Feature.RMA, doing)
+            way = await self._reach(pins.memory)
             self._check_open()
-            key = self._key("put and get", core)
+            core, key = way.core, way.key
+            core.check()
         except BaseException:
             pins.release()
             raise
-        verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+        if way.native != ffi.NULL:
+            verdict = lib.tu_transfer(core.handle, way.native, put, pins.native_list(), offset)
+        else:
+            assert key is not None
+            call = lib.tu_put if put else lib.tu_get
+            verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
         operation = pending_operation(
             core.engine,
             verdict,
@@ -532,7 +507,5 @@ def attach(endpoint: Endpoint, core: EndpointCore, descriptor: bytes | MemoryDes
         context.require(Feature.RMA, "using remote memory")
     if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
-    if core.owner is not None:
-        core = connect_for_memory(core)
     memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, endpoint, core, descriptor)
     return memory

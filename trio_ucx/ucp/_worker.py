@@ -415,7 +415,8 @@ class Worker(metaclass=OpenedNotConstructed):
     def fence(self) -> None:
         """Orders remote memory operations: those after it happen after those before it, endpoint by endpoint.
 
-        ``ucp_worker_fence``. It does not order atomics with puts and gets: those go over different connections.
+        ``ucp_worker_fence``, where UCX's own puts and gets are used: that waits for them, and blocks the thread
+        meanwhile. It does not order atomics with puts and gets: those go over different connections.
 
         Raises:
             trio.ClosedResourceError: the worker was closed.

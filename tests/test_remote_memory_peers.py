@@ -1,0 +1,320 @@
+"""Puts and gets that UCX does not do: owners whose peers are killed, and what an owner lets nobody do."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from helpers import assert_free, open_peer, open_to_peer, pattern
+from peers import REMOTE
+from remote import open_between, open_two, open_way
+
+from trio_ucx import ucp
+from trio_ucx.testing import live_handles
+
+MB = 2**20
+#: Of the owner's memory: what the killed ones use, and what is ours.
+THEIRS, OURS = 48 * MB, 8 * MB
+#: Killed in each case of the test, and so many at once.
+KILLS, CROWD = 24, 4
+#: Messages of the library's own (docs/wire.md).
+REQUEST = struct.Struct("<BB6xQQQQ16s")
+ANSWER = struct.Struct("<BB6xQQ")
+GET, PUT = 1, 2
+ID = 4095
+
+
+# ---- peers that are killed ----
+
+
+async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: ucp.RequestChain) -> None:
+    """Puts, gets, and both by a chain: of random lengths, in our part."""
+    length = min(2 ** rng.randrange(4, 25), OURS)
+    offset = THEIRS + rng.randrange(OURS - length + 1)
+    data = pattern(length, rng.randrange(1000))
+    await memory.put(data, offset)
+    await memory.flush()
+    assert await memory.get(offset, length) == data
+    chain.clear()
+    put = chain.put(memory, data[::-1], offset)
+    got = chain.get(memory, offset, length, after=put)
+    assert (await chain.run())[got].unwrap() == data[::-1]
+
+
+async def kill_crowd(way: str, said: dict[str, Any], transports: str, rng: random.Random) -> None:
+    async with trio.open_nursery() as nursery:
+
+        async def one(kind: str) -> None:
+            async with open_peer(
+                "mover", way, said, kind, 0, THEIRS, transports=transports, UCX_LOG_FILE="stderr"
+            ) as peer:
+                # It cannot come up where the owner's queue in shared memory has stopped: see below.
+                with suppress(*(() if transports == "tcp" else (trio.TooSlowError, EOFError))):
+                    assert await peer.hear(15) == "moving"
+                await trio.sleep(rng.uniform(0, 0.1))
+                peer.process.kill()
+                await peer.ended()
+
+        for number in range(CROWD):
+            nursery.start_soon(one, "get" if number % 2 else "put")
+
+
+@pytest.mark.cut_off
+@pytest.mark.parametrize("kind", ["allocated", "registered"])
+@pytest.mark.parametrize(
+    ("transports", "way"),
+    [("tcp", "connection"), ("tcp", "worker"), ("tcp,sm,self", "connection"), ("sm,self", "worker")],
+)
+async def test_owner_survives_killed_peers(transports: str, way: str, kind: str) -> None:
+    """Getters and putters of 16 bytes to 16 MiB, single calls and chains: the owner lives, and others go on."""
+    rng = random.Random(5)
+    with trio.fail_after(55):
+        async with (
+            open_peer("owner", THEIRS + OURS, kind, transports=transports, UCX_LOG_FILE="stderr") as owner,
+            ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker,
+        ):
+            said = await owner.hear()
+            done, stopped = 0, False
+
+            async def go_on() -> None:
+                nonlocal done, stopped
+                while not stopped:
+                    try:
+                        async with open_to_peer(way, worker, said) as endpoint:
+                            with (
+                                endpoint.attach(bytes.fromhex(said["descriptor"])) as memory,
+                                worker.new_chain() as chain,
+                            ):
+                                while True:
+                                    await check_ours(memory, rng, chain)
+                                    done += 1
+                    except trio.BrokenResourceError:
+                        # One was killed while it wrote to a queue in shared memory: of that worker UCX gets nothing
+                        # more by it, and we end the endpoints. Connections get another worker.
+                        if transports == "tcp":
+                            raise
+                        stopped = way == "worker"
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(go_on)
+                for _ in range(KILLS // CROWD):
+                    before = done
+                    await kill_crowd(way, said, transports, rng)
+                    assert owner.process.returncode is None
+                    with trio.fail_after(20):
+                        while done < before + 2 and not stopped:
+                            await trio.sleep(0.01)
+                    if stopped:
+                        break
+                nursery.cancel_scope.cancel()
+            await owner.tell(["word", 0])
+            await owner.hear()
+
+
+# ---- what an owner checks ----
+
+
+@asynccontextmanager
+async def open_asker(
+    transports: str, access: ucp.Access = ucp.Access.ALL
+) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Memory, ucp.ActiveMessages]]:
+    """An endpoint of a worker that speaks by itself, memory that it leads to, and the answers."""
+    config = {"TLS": transports}
+    async with (
+        ucp.open_worker(config=config) as worker,  # without RMA: the id is free
+        ucp.open_worker(config=config, features=REMOTE) as owner,
+    ):
+        with (
+            owner.context.register(bytearray(b"secret!!" * 8), access=access) as memory,
+            worker.open_active_messages(ID) as answers,
+        ):
+            endpoint = await worker.open_endpoint(owner.address)
+            yield endpoint, memory, answers
+            endpoint.abort()
+
+
+def token_of(memory: ucp.Memory) -> bytes:
+    return ucp.MemoryDescriptor.from_bytes(memory.descriptor).token
+
+
+@pytest.mark.parametrize("transports", ["tcp", "sm,self"])
+async def test_an_owner_checks_every_request(transports: str) -> None:
+    """Token, range, rights, and the form of a request."""
+    no_elem, invalid = 12, 7
+    async with open_asker(transports) as (endpoint, memory, answers):
+        token = token_of(memory)
+        wrong = bytes([token[0] ^ 1]) + token[1:]
+
+        async def ask(kind: int, offset: int, length: int, key: bytes, data: bytes = b"") -> tuple[int, bytes]:
+            header = REQUEST.pack(kind, 0, 77, 99, offset, length, key)
+            await endpoint.am_send(ID, data, header=header, reply=True)
+            with trio.fail_after(5), await answers.receive() as answer:
+                said, status, id, nonce = ANSWER.unpack(answer.header)
+                assert (said, id, nonce) == (3, 77, 99)
+                return status, await answer.receive()
+
+        assert await ask(GET, 8, 8, token) == (0, b"secret!!")
+        assert await ask(GET, 0, 64, token) == (0, b"secret!!" * 8)
+        for offset, length in ((0, 65), (64, 1), (65, 0), (1, 64), (2**64 - 8, 16), (8, 2**64 - 8), (0, 0)):
+            assert await ask(GET, offset, length, token) == (invalid, b"")
+        for bad in (wrong, bytes(16)):
+            assert await ask(GET, 0, 8, bad) == (no_elem, b"")
+            assert await ask(PUT, 0, 0, bad, b"x") == (no_elem, b"")
+        for offset, data in ((64, b"x"), (60, b"12345"), (2**64 - 1, b"12"), (0, b"")):
+            assert await ask(PUT, offset, 0, token, data) == (invalid, b"")
+        assert bytes(memory.memoryview) == b"secret!!" * 8
+        assert await ask(PUT, 60, 0, token, b"1234") == (0, b"")
+        assert memory.memoryview[56:] == b"secr1234"
+        for header in (b"", b"\1", REQUEST.pack(7, 0, 1, 1, 0, 8, token), REQUEST.pack(GET, 0, 1, 1, 0, 8, token)[:-1]):
+            await endpoint.am_send(ID, b"", header=header, reply=True)
+        await endpoint.am_send(ID, b"", header=REQUEST.pack(GET, 0, 1, 1, 0, 8, token))  # no reply asked for
+        for _ in range(2):
+            await endpoint.am_send(ID, b"x", header=ANSWER.pack(3, 0, 1, 1), reply=True)  # to nothing
+        assert await ask(GET, 0, 8, token) == (0, b"secret!!")
+
+
+async def test_an_owner_allows_no_more_than_it_said() -> None:
+    for access, allowed in ((ucp.Access.READ, GET), (ucp.Access.WRITE, PUT), (ucp.Access.ATOMIC, 0)):
+        async with open_asker("tcp", access) as (endpoint, memory, answers):
+            for kind in (GET, PUT):
+                header = REQUEST.pack(kind, 0, 1, 1, 0, 1, token_of(memory))
+                await endpoint.am_send(ID, b"x" if kind == PUT else b"", header=header, reply=True)
+                with trio.fail_after(5), await answers.receive() as answer:
+                    assert (ANSWER.unpack(answer.header)[1] == 0) == (kind == allowed)
+
+
+@pytest.mark.parametrize("way", ["raw", "connection", "worker"])
+async def test_closed_memory_is_refused(way: str) -> None:
+    """What is under way goes on; what comes later is an error, and the connection stays."""
+    async with open_between("tcp", way) as (endpoint, context):
+        memory, other = context.register(bytearray(8)), context.register(buffer := bytearray(8 * MB))
+        with endpoint.attach(memory.descriptor) as remote, endpoint.attach(other.descriptor) as large:
+            assert await remote.get() == bytes(8)
+            memory.close()
+            with pytest.raises(ucp.UCXError, match="refused") as caught:
+                await remote.get()
+            assert caught.value.status is ucp.Status.NO_ELEM
+            await remote.put(b"12345678")
+            with pytest.raises(ucp.UCXError, match="refused"):
+                await remote.flush()
+            await remote.flush()
+            chain = endpoint.worker.new_chain()
+            got = chain.get(remote, 0, 8)
+            outcome = (await chain.run())[got]
+            with pytest.raises(ucp.UCXError, match="refused"):
+                outcome.unwrap()
+            chain.close()
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(large.put, b"\1" * (8 * MB))
+                    while not buffer[0]:
+                        await trio.lowlevel.checkpoint()
+                    other.close()
+                while live_handles().get("memory"):
+                    await trio.sleep(0.001)
+        assert_free(buffer)
+        assert endpoint.alive
+
+
+# ---- order, and the loop ----
+
+
+@pytest.mark.parametrize(
+    ("transports", "kind"), [("tcp", "registered"), ("sm,self", "allocated"), ("sm,self", "registered")]
+)
+async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) -> None:
+    async with open_between(transports, "worker") as (endpoint, context):
+        nbytes = 4 * MB
+        memory = context.allocate(nbytes) if kind == "allocated" else context.register(np.zeros(nbytes, np.uint8))
+        with memory, endpoint.attach(memory.descriptor) as remote, trio.fail_after(30):
+            view = memory.memoryview
+            view[:] = bytes(nbytes)
+            await remote.get(0, 1)
+            for number in range(1, 20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(remote.put, bytes([number]) * nbytes)
+                    while not endpoint.statistics().operations_in_flight and view[0] != number:
+                        await trio.lowlevel.checkpoint()
+                    endpoint.worker.fence()
+                    await remote.put(b"\xff" * 8, nbytes - 8)
+                await remote.flush()
+                assert bytes(view[nbytes - 8 :]) == b"\xff" * 8
+                assert view[: nbytes - 8] == bytes([number]) * (nbytes - 8)
+            del view
+
+
+async def test_long_copies_let_others_run() -> None:
+    """Of 256 MiB over shared memory: other tasks run meanwhile, and cancelling it frees the buffer at once."""
+    async with open_between("sm,self", "worker") as (endpoint, context):
+        size = 256 * MB
+        with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
+            await remote.get(0, 1)
+            buffer = bytearray(size)
+            rounds = 0
+            async with trio.open_nursery() as nursery:
+
+                async def count() -> None:
+                    nonlocal rounds
+                    while True:
+                        rounds += 1
+                        await trio.lowlevel.checkpoint()
+
+                nursery.start_soon(count)
+                await remote.get_into(buffer)
+                assert rounds > 50
+                with trio.CancelScope() as scope:
+                    scope.deadline = trio.current_time() + 0.005
+                    await remote.put(buffer)
+                assert scope.cancelled_caught
+                nursery.cancel_scope.cancel()
+            assert_free(buffer)
+            assert not endpoint.statistics().left_over_operations
+
+
+async def test_a_descriptor_that_claims_more_than_is_mapped() -> None:
+    async with open_between("sm,self", "worker") as (endpoint, context):
+        with context.allocate(8192) as memory:
+            whole = ucp.MemoryDescriptor.from_bytes(memory.descriptor)
+            lying = ucp.MemoryDescriptor(whole.address, 2**30, whole.rkey, token=whole.token)
+            with endpoint.attach(lying) as remote:
+                for call in (remote.get, lambda: remote.put(b"x"), lambda: remote.get(2**29, 8)):
+                    with pytest.raises(ValueError, match="exist"):
+                        await call()
+                with pytest.raises(ValueError, match="exist"):
+                    remote.map()
+
+
+# ---- peers without trio_ucx ----
+
+
+@pytest.mark.parametrize(("transports", "way"), [("tcp", "connection"), ("tcp", "worker"), ("sm,self", "worker")])
+async def test_without_a_token(transports: str, way: str) -> None:
+    """The memory of a UCP program: UCX's puts and gets; an allocated one is mapped all the same."""
+    async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
+        for memory in (owner.context.register(bytearray(MB)), owner.context.allocate(MB)):
+            with memory, endpoint.attach(ucp.MemoryDescriptor(memory.address, MB, memory.rkey)) as remote:
+                await remote.put(pattern(MB))
+                await remote.flush()
+                assert await remote.get() == memory.memoryview == pattern(MB)
+
+
+async def test_a_token_is_of_16_bytes() -> None:
+    async with open_between("tcp", "worker") as (_, context):
+        with context.allocate(8) as memory:
+            for token in (b"1", bytes(17)):
+                with pytest.raises(ValueError, match="16 bytes"):
+                    ucp.MemoryDescriptor(memory.address, 8, memory.rkey, token=token)
+            with pytest.raises(TypeError):
+                ucp.MemoryDescriptor(memory.address, 8, memory.rkey, token="token")
+
+
+async def test_the_id_of_the_library() -> None:
+    async with ucp.open_worker(features=REMOTE) as worker:
+        with pytest.raises(ValueError, match="the library itself"):
+            worker.open_active_messages(ID)

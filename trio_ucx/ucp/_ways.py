@@ -1,0 +1,184 @@
+"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts and gets.
+
+Theory
+======
+
+UCX does puts and gets over TCP, and over shared memory of what the owner did not allocate, by messages of its own. Its
+owner's side ends the process when the peer dies while answers are under way. So between two trio_ucx peers we do
+without:
+
+* What the owner allocated, this process has mapped over shared memory. It is copied, in pieces (``transfer.c``).
+* Else the owner is asked by active messages of ours (``transfer.c``, and ``serve.c`` at the owner), if the memory's
+  descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks each
+  request. docs/wire.md describes them.
+* What is left goes to UCX: peers without trio_ucx, RDMA hardware, device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from .._native import ffi, lib
+from ._memory import MemoryDescriptor, is_host_memory
+from ._operations import EndpointCore, live_handles
+from ._posting import completed, post_flush
+from ._status import Status, UCXError
+
+#: UCX's transports that do not put and get by hardware.
+_SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
+
+
+class Key:
+    """An unpacked remote key: destroyed when it was closed and nothing uses it any more."""
+
+    def __init__(self, core: EndpointCore, packed: bytes) -> None:
+        self._engine = core.engine
+        self._id = core.engine.next_id()
+        self._uses = 0
+        self._closed = False
+        out = ffi.new("tu_rkey_t **")
+        # UCX takes no length: it reads on until it finds this byte behind the key.
+        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
+        if status != Status.OK:
+            raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
+        self.handle: Any = out[0]
+        self._engine.at_end[self._id] = self._destroy
+        live_handles.opened("remote key")
+
+    def _destroy(self) -> None:
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        self._engine.at_end.pop(self._id, None)
+        if self._uses == 0 and self._engine.usable:  # else it goes with the worker, whose memory it is
+            lib.tu_rkey_destroy(handle)
+        live_handles.closed("remote key")
+
+    def hold(self) -> None:
+        self._uses += 1
+
+    def let_go(self) -> None:
+        self._uses -= 1
+        if self._closed and self._uses == 0:
+            self._destroy()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._uses == 0:
+            self._destroy()
+
+    def mapped(self, descriptor: MemoryDescriptor) -> int:
+        """Where load and store reach the memory in this process; 0 if they do not.
+
+        Raises:
+            ValueError: the descriptor claims more than there is.
+        """
+        pointer = ffi.new("uint64_t *")
+        if not is_host_memory(descriptor.rkey):
+            return 0
+        if lib.tu_rkey_pointer(self.handle, descriptor.address, pointer) != Status.OK:
+            return 0
+        start = int(pointer[0])
+        end = _end_of_shared_mapping(start)
+        if not end:
+            return 0
+        if start + descriptor.nbytes > end:
+            raise ValueError(
+                f"this descriptor is of {descriptor.nbytes} bytes of memory, of which only {end - start} exist"
+            )
+        return start
+
+
+def _end_of_shared_mapping(address: int) -> int:
+    """Where a mapping of this process's ends that is shared with others; 0 if there is none at this address."""
+    with open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            span, permissions, _ = line.split(b" ", 2)
+            first, _, end = span.partition(b"-")
+            if int(first, 16) <= address < int(end, 16):
+                return int(end, 16) if permissions.endswith(b"s") else 0
+    return 0
+
+
+async def connect(core: EndpointCore) -> None:
+    """Waits until the endpoint is up. No checkpoint if it is known to be.
+
+    A remote key that was unpacked before makes UCX 1.22 crash on endpoints by socket address: it adapts the key to the
+    new lanes, and stumbles over the connection manager's, which has no interface (ucp_ep_reconfig_internal).
+    """
+    if not core.connected:
+        operation = post_flush(core)
+        if operation is not None:
+            await completed(operation, core.engine)
+        core.connected = True
+
+
+def try_connect(core: EndpointCore) -> bool:
+    """The same without waiting: whether it is up."""
+    if not core.connected:
+        operation = post_flush(core)
+        if operation is not None and operation.outcome is None:
+            operation.leave_over()
+            return False
+        if operation is not None:
+            operation.result()
+        core.connected = True
+    return True
+
+
+def _transports(core: EndpointCore) -> list[bytes] | None:
+    """Of its lanes. (UCX before 1.14 does not say.)"""
+    text = ffi.new("char[4096]")
+    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
+        return None
+    return list(ffi.string(text).splitlines())
+
+
+def over_tcp(core: EndpointCore) -> bool:
+    """Whether an endpoint has no lanes but TCP's, as far as UCX says."""
+    return all(line.startswith(b"tcp/") for line in _transports(core) or ())
+
+
+def _is_emulated(core: EndpointCore) -> bool:
+    """Whether UCX would put and get by messages of its own, as far as it says."""
+    return all(line.decode().startswith(_SOFTWARE) for line in _transports(core) or ())
+
+
+@attrs.frozen(eq=False)
+class Way:
+    """A way to a peer's memory.
+
+    Attributes:
+        core: the endpoint.
+        native: ``tu_way_t``; NULL: UCX's puts and gets.
+        key: what these need, or what keeps the memory mapped.
+    """
+
+    core: EndpointCore
+    native: Any
+    key: Key | None
+
+    def takes(self, memory: int) -> bool:
+        """Whether it is for local memory of this kind."""
+        return bool(self.native == ffi.NULL or memory <= lib.TU_MEMORY_HOST or self.native.messages)
+
+
+def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
+    """The way to memory of a peer's that does without UCX's puts and gets, if there is one.
+
+    Args:
+        core: an endpoint that is up.
+        key: the memory's, for this endpoint; None: UCX does not take it.
+
+    Raises:
+        ValueError: the descriptor claims more than there is.
+    """
+    native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
+    pointer = 0 if key is None else key.mapped(descriptor)
+    native.local = ffi.cast("char *", pointer)
+    if descriptor.token and core.engine.context.serves_memory and _is_emulated(core):
+        native.messages = True
+        ffi.memmove(native.token, descriptor.token, len(descriptor.token))
+    return Way(core, native, key if pointer else None) if pointer or native.messages else None
