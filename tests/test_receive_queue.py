@@ -243,7 +243,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])
 async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[str]) -> None:
     """Its queue is full, so UCX cannot be armed. Then another one is killed."""
-    transports = TRANSPORTS[1]
+    transports = "tcp,sysv,posix,cma,self"  # by name, else posix is left out
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
         open_peer("raw_listener" if raw else "silent", transports=transports) as stopped,
@@ -261,7 +261,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
             await stopped.stop()
             async with worker.open_request_group() as group:
                 for _ in range(320):  # within a window, and more than a queue holds
-                    group.tag_send(endpoint, bytes(3000), 1) if raw else group.send(connection, bytes(3000), 1)
+                    group.tag_send(endpoint, bytes(2000), 1) if raw else group.send(connection, bytes(2000), 1)
                 killed.signal(signal.SIGKILL)
                 with trio.fail_after(SOON):
                     while doomed.alive or len(probes) < 2:
