@@ -150,7 +150,7 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
 
 async def test_raw_messages_before_they_are_asked_for(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     """The first ones are kept, in order, and can be received, probed and cancelled as any."""
-    async with open_pair(worker) as (client, server), open_raw_pair(worker) as (raw, _), trio.open_nursery() as nursery:
+    async with open_pair(worker), open_raw_pair(worker) as (raw, _), trio.open_nursery() as nursery:
         with trio.fail_after(10):
             for number in range(60):
                 nursery.start_soon(raw.tag_send, pattern(100_000 if number == 40 else number, number), number % 3)
