@@ -1,5 +1,49 @@
-"""Only because setuptools wants `cffi_modules` from a setup() call; everything else is in pyproject.toml."""
+"""What pyproject.toml cannot say: the compiled module, and dependencies that the environment decides about."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 
-setup(cffi_modules=["build_ffi.py:builder"])
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from build_ffi import use_system_ucx
+
+#: The UCX that is installed with trio_ucx, by the value of TRIO_UCX_LIBUCX.
+LIBUCX = {"cu12": ["libucx-cu12>=1.17"], "cu13": ["libucx-cu13>=1.17"], "none": []}
+
+
+def libucx() -> list[str]:
+    choice = os.environ.get("TRIO_UCX_LIBUCX") or ("none" if use_system_ucx() else "cu12")
+    if choice not in LIBUCX:
+        raise SystemExit(f"trio_ucx: TRIO_UCX_LIBUCX={choice}: it must be one of {', '.join(LIBUCX)}")
+    return LIBUCX[choice]
+
+
+class Build(build_ext):
+    def run(self) -> None:
+        compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if shutil.which(compiler) is None:
+            raise SystemExit(
+                f"trio_ucx: building it needs a C compiler, and there is no {compiler} here: install one "
+                "(Debian and Ubuntu: apt install gcc; Fedora: dnf install gcc), or name it in CC"
+            )
+        if not header.exists():
+            raise SystemExit(
+                f"trio_ucx: building it needs Python's headers, and {header.name} is not in {header.parent}: install "
+                "them (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
+            )
+        super().run()
+
+
+setup(
+    cffi_modules=["build_ffi.py:make_builder"],
+    cmdclass={"build_ext": Build},
+    install_requires=["trio>=0.28", "cffi>=1.16", "attrs>=22.2", "outcome>=1.2", *libucx()],
+)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Connects trio_ucx built for one UCX release with trio_ucx built for another: which releases can talk to each other.
+"""Connects trio_ucx on one UCX release with trio_ucx on another: which releases can talk to each other.
 
-Builds a virtual environment for each release in a temporary directory. Then connects each release to each, in both
-roles and over each transport, checks messages, the byte stream, closing and aborting, and prints a table. Exits with 1
+Builds one wheel, and installs it in a virtual environment for each release of libucx-cu12 (the system's UCX gets a build
+of its own). Then connects each release to each, in both roles and over each transport, checks messages, the byte stream, closing and aborting, and prints a table. Exits with 1
 when a pair does something else than EXPECTED says.
 
     python .ci/releases.py                  all releases
@@ -356,7 +356,29 @@ def run(*command: str | Path, **variables: str) -> None:
         sys.exit(f"{done.stdout}\n{command}: exit status {done.returncode}")
 
 
-def build(release: str, system: bool, directory: Path) -> Path:
+def build_wheel(directory: Path) -> Path:
+    """The wheel that every release of libucx-cu12 has to run with, unless it is there."""
+    wheels = directory / "wheel"
+    if not list(wheels.glob("*.whl")):
+        source = copy_of_the_source(directory / "source")
+        pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
+        run(*pip, "--no-deps", "--wheel-dir", wheels, source, TRIO_UCX_SYSTEM_UCX="0")
+    [wheel] = wheels.glob("*.whl")
+    return wheel
+
+
+def copy_of_the_source(target: Path) -> Path:
+    """A source tree of its own for each build: setuptools takes object files that lie about for its own."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for file in ROOT.glob("*"):
+        if file.is_file():
+            shutil.copy(file, target)
+    shutil.copytree(ROOT / "trio_ucx", target / "trio_ucx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return target
+
+
+def install(release: str, system: bool, directory: Path) -> Path:
     """Makes the virtual environment of a release, unless it is there; returns its interpreter."""
     python = directory / release / "bin" / "python"
     finished = directory / release / "finished"
@@ -365,16 +387,11 @@ def build(release: str, system: bool, directory: Path) -> Path:
     shutil.rmtree(directory / release, ignore_errors=True)
     run(sys.executable, "-m", "venv", directory / release)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    wheel = () if system else (f"libucx-cu12=={release}.*",)
-    run(*pip, *wheel, "setuptools>=77", "cffi>=1.16", "trio>=0.28", "attrs>=22.2", "outcome>=1.2")
-    # A copy for each: setuptools builds in the source tree, and would take the object files of another release.
-    source = directory / f"source-{release}"
-    shutil.rmtree(source, ignore_errors=True)
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "build_ffi.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "trio_ucx", source / "trio_ucx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    run(*pip, "--no-build-isolation", "--no-deps", source, TRIO_UCX_SYSTEM_UCX="1" if system else "0")
+    if system:
+        run(*pip, copy_of_the_source(directory / f"source-{release}"), TRIO_UCX_SYSTEM_UCX="1")
+    else:
+        run(*pip, build_wheel(directory), f"libucx-cu12=={release}.*")
+    run(python, "-I", ROOT / ".ci" / "smoke.py")
     finished.touch()
     return python
 
@@ -529,8 +546,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interpreters: dict[str, Path] = {}
         for release in releases:
             started = time.monotonic()
-            interpreters[release] = build(release, release == system, directory)
-            print(f"built for UCX {release} in {time.monotonic() - started:.0f} s", flush=True)
+            interpreters[release] = install(release, release == system, directory)
+            print(f"installed with UCX {release} in {time.monotonic() - started:.0f} s", flush=True)
         results: dict[tuple[str, str, str], Result] = {}
         for transport in transports:
             for server, server_python in interpreters.items():

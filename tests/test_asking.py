@@ -39,7 +39,7 @@ def own_address() -> str:
 
 def test_library() -> None:
     library = ucp.library()
-    assert library.version == _native.ucx.version and library.version >= library.compiled_version
+    assert library.version == _native.ucx.version and library.version[0] == library.compiled_version[0]
     assert os.path.exists(library.file)
     assert isinstance(library.max_thread_mode, ucp.ThreadMode)
 
@@ -152,7 +152,7 @@ async def test_evaluate_in_unified_mode() -> None:
         endpoint.abort()
 
 
-@pytest.mark.skipif(_native.ucx.compiled_version < (1, 14), reason="UCX 1.13 cannot be asked")
+@pytest.mark.skipif(_native.ucx.version < (1, 14), reason="UCX 1.13 cannot be asked")
 async def test_transports_are_one_per_lane(transports: str, worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, server):
         await client.tag_send(b"x", 1)

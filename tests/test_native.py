@@ -33,7 +33,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ((1, 22, 0), (1, 22), True),
         ((1, 22, 0), (1, 13), True),
         ((1, 13, 1), (1, 13), True),
-        ((1, 13, 1), (1, 22), False),
+        ((1, 13, 1), (1, 22), True),
         ((1, 12, 0), (1, 12), False),
         ((2, 0, 0), (1, 22), False),
     ],
@@ -47,7 +47,7 @@ def test_a_ucx_that_does_not_fit_is_refused(
     else:
         with pytest.raises(ImportError) as caught:
             _native.check_versions(library)
-        for word in ("/some/libucp.so.0", ".".join(map(str, version)), ".".join(map(str, compiled))):
+        for word in ("/some/libucp.so.0", ".".join(map(str, version)), f"compiled for UCX {compiled[0]}"):
             assert word in str(caught.value)
 
 

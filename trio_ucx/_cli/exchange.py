@@ -154,7 +154,7 @@ def _pieces(data: memoryview, size: int) -> list[memoryview]:
 
 
 def hello() -> dict[str, Any]:
-    return {"perf": PROTOCOL, "tune": TUNING, "trio_ucx": __version__, "ucx": ".".join(map(str, ucx.version))}
+    return {"perf": PROTOCOL, "tune": TUNING, "trio_ucx": __version__, "ucx": ucx.release}
 
 
 async def tell(connection: Connection, message: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "ucx": {
-            "version": ".".join(map(str, ucx.version)),
+            "version": ucx.release,
             "compiled_version": ".".join(map(str, ucx.compiled_version)),
             "file": ucx.file,
             "source": "system" if ucx.system else "PyPI wheel",

@@ -39,7 +39,7 @@ from .facts import Facts, Reach, SharedMemory, use_shared_memory
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
 
-SOFTWARE = f"trio_ucx {__version__}, UCX {'.'.join(map(str, ucx.version))}"
+SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"
 
 
 class Registry:

@@ -42,6 +42,11 @@ class UCXLibrary:
     file: str
     system: bool
 
+    @property
+    def release(self) -> str:
+        """The version at run time as UCX writes it, as in ``"1.22.0"``."""
+        return ".".join(map(str, self.version))
+
 
 #: What UCX does to the process while it is loaded, unless the user chose: it would install handlers for SIGSEGV, SIGHUP
 #: and others, and print to stdout. (Where it logs from then on: ``log.c``.)
@@ -127,14 +132,14 @@ def check_versions(library: UCXLibrary) -> None:
     """Refuses a UCX that does not fit.
 
     Raises:
-        ImportError: it is older than the headers we were compiled against, of another major version, or too old.
+        ImportError: it is too old, or of another major version than the headers that trio_ucx was compiled with.
     """
-    version, compiled = library.version[:2], library.compiled_version
-    if version < MINIMUM_UCX or version[0] != compiled[0] or version < compiled:
+    major = library.compiled_version[0]
+    if library.version[:2] < MINIMUM_UCX or library.version[0] != major:
         raise ImportError(
-            f"trio_ucx was compiled against UCX {compiled[0]}.{compiled[1]}, but {library.file} is UCX "
-            f"{'.'.join(map(str, library.version))}; it needs the same major version, not older. Rebuild trio_ucx "
-            "against this UCX (pip install --no-binary trio_ucx trio_ucx), or choose the other one with "
+            f"{library.file} is UCX {library.release}, and trio_ucx, which was compiled for UCX {major}, needs "
+            f"{'.'.join(map(str, MINIMUM_UCX))} or a later one of this major version. Install another UCX (pip install "
+            "--upgrade libucx-cu12), or choose the other one that is installed with "
             f"TRIO_UCX_SYSTEM_UCX={'0' if library.system else '1'}"
         )
 

@@ -33,14 +33,12 @@ static uint64_t endpoint_id(tu_worker_t *worker, ucp_ep_h ep)
 {
     tu_endpoint_t *endpoint;
 
-#if UCP_API_VERSION >= UCP_VERSION(1, 18)
-    ucp_ep_attr_t attr = {.field_mask = UCP_EP_ATTR_FIELD_USER_DATA};
+    tu_ep_attr_t attr = {.field_mask = TU_EP_ATTR_USER_DATA};
 
-    if (worker->knows_user_data && ucp_ep_query(ep, &attr) == UCS_OK) {
+    if (worker->knows_user_data && tu_ep_query(ep, &attr) == UCS_OK) {
         endpoint = attr.user_data;
         return endpoint != NULL ? endpoint->id : 0;
     }
-#endif
     for (endpoint = worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
         if (endpoint->ep == ep) {
             return endpoint->id;

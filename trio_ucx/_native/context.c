@@ -40,7 +40,7 @@ int tu_context_create(const char **names, const char **values, size_t count, uin
         }
     }
     if (status == UCS_OK) {
-        status = ucp_init(&params, context->config, &context->context);
+        status = ucp_init_version(TU_OLDEST_MAJOR, TU_OLDEST_MINOR, &params, context->config, &context->context);
     }
     if (status != UCS_OK) {
         ucp_config_release(context->config);

@@ -22,6 +22,7 @@
 #include <ucp/api/ucp.h>
 
 #include "cdef.h"
+#include "newer.h"
 
 /* Records that may arrive without a reservation, between two turns. */
 #define TU_RING_SLACK 256

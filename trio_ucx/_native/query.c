@@ -75,16 +75,19 @@ int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t
 /* Writes "transport/device" for each lane, one a line. Needs UCX 1.14. */
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
 {
-#if UCP_API_VERSION >= UCP_VERSION(1, 14)
-    ucp_transport_entry_t entries[64];
-    ucp_ep_attr_t attr = {
-        .field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS,
+    tu_transport_entry_t entries[64];
+    tu_ep_attr_t attr = {
+        .field_mask = TU_EP_ATTR_TRANSPORTS,
         .transports = {.entries = entries, .num_entries = 64, .entry_size = sizeof(entries[0])},
     };
-    ucs_status_t status = ucp_ep_query(endpoint->ep, &attr);
-    size_t used         = 0;
+    ucs_status_t status;
+    size_t used = 0;
     unsigned i;
 
+    if (!tu_ucx_has(1, 14)) {
+        return UCS_ERR_NOT_IMPLEMENTED;
+    }
+    status = tu_ep_query(endpoint->ep, &attr);
     if (status != UCS_OK) {
         return status;
     }
@@ -95,12 +98,6 @@ int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
         used += wrote > 0 ? (size_t)wrote : 0;
     }
     return UCS_OK;
-#else
-    (void)endpoint;
-    (void)out;
-    (void)size;
-    return UCS_ERR_NOT_IMPLEMENTED;
-#endif
 }
 
 int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size)

@@ -90,7 +90,6 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
     };
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
     tu_worker_t *worker     = calloc(1, sizeof(*worker));
-    unsigned major, minor, release;
     ucs_status_t status;
 
     if (worker == NULL) {
@@ -104,11 +103,10 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
         params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
         params.client_id   = client_id;
     }
-    ucp_get_version(&major, &minor, &release);
     worker->context              = context;
     worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
-    worker->knows_user_data      = major > 1 || minor >= 18;
-    worker->loses_info           = major == 1 && minor < 17;
+    worker->knows_user_data      = tu_ucx_has(1, 18);
+    worker->loses_info           = !tu_ucx_has(1, 17);
     worker->chains.last          = &worker->chains.queue;
     worker->copies.last          = &worker->copies.first;
     worker->capacity             = 2 * TU_RING_SLACK;

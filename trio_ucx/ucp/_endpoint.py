@@ -11,7 +11,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .._native import ffi, lib
+from .._native import ffi, lib, ucx
 from ._active_messages import SendProtocol, post_am_send
 from ._attributes import text
 from ._buffers import Buffer
@@ -89,7 +89,9 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
     text = ffi.new("char[4096]")
     status = lib.tu_endpoint_transports(core.handle, text, 4096)
     if status == Status.NOT_IMPLEMENTED:
-        raise UCXError(status, "asking for an endpoint's transports needs trio_ucx built against UCX 1.14 or later")
+        raise UCXError(
+            status, f"asking for an endpoint's transports needs UCX 1.14 or later; this is UCX {ucx.release}"
+        )
     if status != Status.OK:
         raise error_from_status(status, "asking for an endpoint's transports", core.origin)
     lines = ffi.string(text).decode().splitlines()

@@ -65,8 +65,7 @@ def check_error_mode(mode: ErrorMode) -> ErrorMode:
     if not isinstance(mode, ErrorMode):
         raise TypeError(f"error_mode must be an ErrorMode, not {mode!r}")
     if mode is ErrorMode.FAILOVER and ucx.version < FAILOVER_UCX:
-        version = ".".join(map(str, ucx.version))
-        raise NotImplementedError(f"ErrorMode.FAILOVER needs UCX 1.21 or later; this is UCX {version}")
+        raise NotImplementedError(f"ErrorMode.FAILOVER needs UCX 1.21 or later; this is UCX {ucx.release}")
     return mode
 
 

@@ -1,0 +1,126 @@
+"""Building and installing: what is asked for, what is said when something is missing, what the sdist holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VARIABLES = ("TRIO_UCX_SYSTEM_UCX", "TRIO_UCX_LIBUCX", "TRIO_UCX_WERROR", "CC")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A source tree to build in: setuptools leaves files behind."""
+    target = tmp_path / "source"
+    target.mkdir()
+    for file in tracked_files():
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, target / file)
+    return target
+
+
+def tracked_files() -> set[str]:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout: what belongs to the project is not known")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return {file for file in listed.stdout.splitlines() if (ROOT / file).exists()}
+
+
+def run(code: str, source: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, '.')\n{code}"],
+        cwd=source,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode != 0, result.stdout
+    return result.stderr.strip().splitlines()[-1]
+
+
+BUILD = "import runpy; sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
+
+
+def test_without_a_compiler_the_build_says_so(source: Path) -> None:
+    words = last_line(run(BUILD, source, CC="no-such-compiler -O2"))
+    assert words.startswith("trio_ucx: building it needs a C compiler, and there is no no-such-compiler here")
+    assert "apt install gcc" in words
+
+
+def test_without_pythons_headers_the_build_says_so(source: Path) -> None:
+    words = last_line(run(f"import sysconfig; sysconfig.get_path = lambda name: '/no/such/folder'\n{BUILD}", source))
+    assert words.startswith("trio_ucx: building it needs Python's headers, and Python.h is not in /no/such/folder")
+    assert "python3-dev" in words
+
+
+def test_without_ucxs_headers_the_build_says_so(source: Path) -> None:
+    words = last_line(run(f"sys.modules['libucx'] = None\n{BUILD}", source))
+    assert words.startswith("trio_ucx: building it needs UCX's headers")
+    assert "TRIO_UCX_SYSTEM_UCX=1" in words
+
+
+def test_warnings_are_errors_only_where_asked_for(source: Path) -> None:
+    code = "import build_ffi; print('-Werror' in build_ffi.make_builder()._assigned_source[3]['extra_compile_args'])"
+    assert run(code, source).stdout == "False\n"
+    assert run(code, source, TRIO_UCX_WERROR="1").stdout == "True\n"
+
+
+def requirements(source: Path, **variables: str) -> tuple[list[str], list[str]]:
+    """What is needed to build a wheel, and what of UCX the wheel wants when it is installed without extras."""
+    code = """
+import pathlib, tempfile, build_backend
+print(build_backend.get_requires_for_build_wheel())
+with tempfile.TemporaryDirectory() as folder:
+    metadata = pathlib.Path(folder, build_backend.prepare_metadata_for_build_wheel(folder), "METADATA").read_text()
+wanted = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+print([one for one in wanted if "libucx" in one and "extra" not in one])
+"""
+    result = run(code, source, **variables)
+    assert result.returncode == 0, result.stderr
+    to_build, to_run = result.stdout.splitlines()[0], result.stdout.splitlines()[-1]
+    return eval(to_build), eval(to_run)
+
+
+@pytest.mark.parametrize(
+    ("variables", "to_build", "to_run"),
+    [
+        ({}, ["libucx-cu12==1.17.*"], ["libucx-cu12>=1.17"]),
+        ({"TRIO_UCX_SYSTEM_UCX": "1"}, [], []),
+        ({"TRIO_UCX_LIBUCX": "cu13"}, ["libucx-cu12==1.17.*"], ["libucx-cu13>=1.17"]),
+        ({"TRIO_UCX_LIBUCX": "none"}, ["libucx-cu12==1.17.*"], []),
+        ({"TRIO_UCX_SYSTEM_UCX": "1", "TRIO_UCX_LIBUCX": "cu12"}, [], ["libucx-cu12>=1.17"]),
+    ],
+)
+def test_ucx_is_fetched_only_where_it_is_wanted(
+    source: Path, variables: dict[str, str], to_build: list[str], to_run: list[str]
+) -> None:
+    assert requirements(source, **variables) == (to_build, to_run)
+
+
+def test_another_choice_of_libucx_is_refused(source: Path) -> None:
+    assert last_line(run(BUILD, source, TRIO_UCX_LIBUCX="cu11")) == (
+        "trio_ucx: TRIO_UCX_LIBUCX=cu11: it must be one of cu12, cu13, none"
+    )
+
+
+def test_the_sdist_holds_the_project(source: Path) -> None:
+    """All that is needed to build and to test."""
+    result = run("import build_backend; print(build_backend.build_sdist('dist'))", source)
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(source / "dist" / result.stdout.splitlines()[-1]) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked_files() - packed - {".gitignore"} == set()
+    assert not [name for name in packed if name.endswith((".so", ".pyc", "_ucx.c"))]
