@@ -292,7 +292,7 @@ async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> N
             beside = [core.memory_companion, core.companion]
             beside += [one.companion for one in beside if one is not None]
             found = [one for one in beside if isinstance(one, EndpointCore)]
-            assert len(found) >= 2
+            assert found
             for one in found:
                 one.error = UCXError(Status.CONNECTION_RESET, "pretended")
                 loss, rest = split_loss(connection, one.problem() or AssertionError())
