@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Connects trio_ucx on one UCX release with trio_ucx on another: which releases can talk to each other.
 
-Builds one wheel, and installs it in a virtual environment for each release of libucx-cu12 (the system's UCX gets a build
-of its own). Then connects each release to each, in both roles and over each transport, checks messages, the byte stream, closing and aborting, and prints a table. Exits with 1
-when a pair does something else than EXPECTED says.
+Builds one wheel, and installs it in a virtual environment for each release of libucx-cu12; the system's UCX gets a
+build of its own. Then connects each release to each, in both roles and over each transport, checks messages, the byte
+stream, closing and aborting, and prints a table. Exits with 1 when a pair does something else than EXPECTED says.
 
     python .ci/releases.py                  all releases
     python .ci/releases.py 1.19 1.22        these only

@@ -492,6 +492,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
                 chain = worker.new_chain()
                 word = chain.get(remote, into=buffer)
                 chain.check(chain.local(number).u64() == 1, on_false=ucp.Retry(2**40, again=word, delay=0.01))
+                await remote.get()  # connects
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_until_closed, chain)
                     await trio.sleep(0.05)
