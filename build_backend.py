@@ -13,7 +13,6 @@ from setuptools.build_meta import (
     build_editable,
     build_sdist,
     build_wheel,
-    get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
@@ -38,4 +37,5 @@ def get_requires_for_build_wheel(config_settings: Mapping[str, object] | None = 
     return [] if use_system_ucx() else [OLDEST_LIBUCX]
 
 
-get_requires_for_build_editable = get_requires_for_build_wheel
+#: An sdist, too: setuptools runs setup.py for it.
+get_requires_for_build_sdist = get_requires_for_build_editable = get_requires_for_build_wheel
