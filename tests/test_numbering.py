@@ -209,6 +209,7 @@ class Node:
             address=SimpleNamespace(uid=uid),
             mail=SimpleNamespace(boxes={}),
             made=self.made,
+            data_ports=SimpleNamespace(admit=lambda *_: None),
         )
 
     def toward(self, uid: int) -> Node:
