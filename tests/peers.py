@@ -376,11 +376,12 @@ async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int
                         chain.put(memory, data[:length], offset)
                 (await chain.run()).values()
 
-    async with (
-        ucp.open_worker(features=REMOTE) as worker,
-        open_to_peer(way, worker, said) as endpoint,
-        trio.open_nursery() as nursery,
-    ):
+    async with ucp.open_worker(features=REMOTE) as worker, contextlib.AsyncExitStack() as stack:
+        try:
+            endpoint = await stack.enter_async_context(open_to_peer(way, worker, said))
+        except OSError:
+            return  # another mover was killed, and the owner's queue in shared memory has stopped
+        nursery = await stack.enter_async_context(trio.open_nursery())
         memory = endpoint.attach(bytes.fromhex(said["descriptor"]))
         for _ in range(3):
             nursery.start_soon(move, memory)
