@@ -335,7 +335,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         await client.stream_send(pattern(10_000))
         await arrived(server, 10_000)
         await server.stream_receive(bytearray(read))
-        listener.close()
+        await listener.aclose()
     assert len(_end.abandoned) == abandoned
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
