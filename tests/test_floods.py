@@ -14,7 +14,7 @@ from helpers import PROMPT, open_pair, open_peer, open_raw_pair, pattern, until
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._flow import MESSAGE_OVERHEAD
+from trio_ucx._flow import cost
 
 MIB = 2**20
 WINDOW = MIB
@@ -77,7 +77,7 @@ async def one_message_each(attacker: Attacker, size: int = 0) -> None:
             sent += 1
             if sent % 100 == 0:
                 await trio.sleep(0)
-        assert sent == WINDOW // (MESSAGE_OVERHEAD + size)
+        assert sent == WINDOW // cost(size, 0)
     await attacker.is_heard()
 
 

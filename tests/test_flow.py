@@ -11,7 +11,7 @@ import trio.testing
 from helpers import open_pair, open_peer, pattern, until
 
 from trio_ucx import ucp
-from trio_ucx._flow import ANNOUNCEMENT, MESSAGE_OVERHEAD, Inbound, Outbound, cost
+from trio_ucx._flow import ANNOUNCEMENT, LARGE_OVERHEAD, LONGEST_SMALL, MESSAGE_OVERHEAD, Inbound, Outbound, cost
 from trio_ucx._wire import ProtocolError
 
 
@@ -27,9 +27,11 @@ def ready(out: Outbound) -> list[object]:
 
 def test_costs() -> None:
     assert cost(0, 0) == MESSAGE_OVERHEAD
-    assert cost(65535, 65536) == 65535 + MESSAGE_OVERHEAD
+    assert cost(LONGEST_SMALL, 0) == LONGEST_SMALL + MESSAGE_OVERHEAD
+    assert cost(LONGEST_SMALL + 1, 0) == LONGEST_SMALL + 1 + LARGE_OVERHEAD
+    assert cost(65535, 65536) == 65535 + LARGE_OVERHEAD
     assert cost(65536, 65536) == cost(2**40, 65536) == ANNOUNCEMENT
-    assert cost(2**20, 0) == 2**20 + MESSAGE_OVERHEAD
+    assert cost(2**20, 0) == 2**20 + LARGE_OVERHEAD
 
 
 def test_credit_runs_out_and_comes_back() -> None:
@@ -63,8 +65,8 @@ def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
 
 def test_admitted_lane_overtakes() -> None:
     out, into = Outbound(4096, 0), Inbound(4096, 0)
-    assert out.take(1, 4096 - MESSAGE_OVERHEAD)
-    into.arrived(1, 4096 - MESSAGE_OVERHEAD)
+    assert out.take(1, 4096 - LARGE_OVERHEAD)
+    into.arrived(1, 4096 - LARGE_OVERHEAD)
     blocked, wanted, second = Ticket(1, 100), Ticket(2, 9000), Ticket(2, 1)
     for ticket in (blocked, wanted, second):
         out.enqueue(ticket)
@@ -80,7 +82,7 @@ def test_admitted_lane_overtakes() -> None:
 
 def test_admission_is_void_when_a_message_is_on_its_way() -> None:
     out = Outbound(4096, 0)
-    assert out.take(2, 4096 - MESSAGE_OVERHEAD)
+    assert out.take(2, 4096 - LARGE_OVERHEAD)
     out.admit(2, 0)
     assert not out.take(2, 100)
     out.admit(2, 1)

@@ -192,12 +192,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         lane = link.lanes.get(tag)
         if lane is None:
             return None
-        if not lane.runs:
+        if lane.run is None:
             waiting = link.engine.waiting
             if not lane.idle or link.inbound.stalled or not waiting.poll_at_once():
                 return None
             waiting.went_on()
-            if not lane.runs:
+            if lane.run is None:
                 return None
         return link.take_small(lane, limit)
 
@@ -266,10 +266,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.check()
         lane = link.lanes.get(tag)
-        if lane is None or (not lane.runs and lane.ready_now() is None):
+        if lane is None or (lane.run is None and lane.ready_now() is None):
             link.engine.settle()
             lane = link.lanes.get(tag)
-        if lane is not None and lane.runs:
+        if lane is not None and lane.run is not None:
             data = link.take_small(lane, link.options.max_message_size)
             if data is not None:
                 return data
@@ -460,7 +460,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def _next_piece(self) -> bytes | None:
         lane = self._link.lanes.get(wire.STREAM)
-        if lane is not None and lane.runs:
+        if lane is not None and lane.run is not None:
             return self._link.take_run(lane)
         if lane is None or lane.ready_now() is None:
             return None

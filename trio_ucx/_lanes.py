@@ -160,7 +160,18 @@ _FEW = 8
 class Lane:
     """One lane of a connection, in the receiving direction."""
 
-    __slots__ = ("_again", "_settling", "failure", "messages", "mover", "number", "receives", "runs", "sequential")
+    __slots__ = (
+        "_again",
+        "_later_runs",
+        "_settling",
+        "failure",
+        "messages",
+        "mover",
+        "number",
+        "receives",
+        "run",
+        "sequential",
+    )
 
     def __init__(self, number: int, mover: Mover, *, sequential: bool = False) -> None:
         self.number = number
@@ -169,7 +180,8 @@ class Lane:
         #: Why nothing comes any more in a sequential lane in which a message is missing.
         self.failure: Exception | None = None
         #: READY messages that come before all others; while there are any, there is no receive.
-        self.runs: collections.deque[Run] | list[Run] = _NOTHING
+        self.run: Run | None = None
+        self._later_runs: collections.deque[Run] | list[Run] = _NOTHING
         self.messages: collections.deque[Message] | list[Message] = _NOTHING
         self.receives: collections.deque[Receive] = _NOTHING
         self._settling = False
@@ -177,7 +189,7 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        return not (self.messages or self.receives or self.runs) and self.failure is None
+        return not (self.messages or self.receives or self.run) and self.failure is None
 
     def arrived(self, handle: int, length: int, *, whole: bool | None) -> None:
         """A message arrived.
@@ -216,13 +228,23 @@ class Lane:
         self.settle()
 
     def _add_run(self, run: Run) -> None:
-        runs = self.runs
-        if not runs:
-            self.runs = [run]
-            return
-        if type(runs) is list and len(runs) >= _FEW:
-            self.runs = runs = collections.deque(runs)
-        runs.append(run)
+        later = self._later_runs
+        if self.run is None:
+            self.run = run
+        elif not later:
+            self._later_runs = [run]
+        else:
+            if type(later) is list and len(later) >= _FEW:
+                self._later_runs = later = collections.deque(later)
+            later.append(run)
+
+    def next_run(self) -> None:
+        """The first run is used up."""
+        if self._later_runs:
+            self.run = self._later_runs[0]
+            del self._later_runs[0]
+        else:
+            self.run = None
 
     def _add_messages(self, messages: list[Message]) -> None:
         if self.messages:
@@ -259,19 +281,21 @@ class Lane:
 
     def spread(self) -> None:
         """Turns runs into messages like all others."""
-        if self.runs:
-            ready = [message for run in self.runs for message in self._messages_of(run)]
+        ready: list[Message] = []
+        while self.run is not None:
+            ready += self._messages_of(self.run)
+            self.next_run()
+        if ready:
             self.messages = collections.deque([*ready, *self.messages]) if self.messages or len(ready) > _FEW else ready
-            self.runs = _NOTHING
 
     def take_small(self, limit: int) -> bytes | None:
         """The first message, if it is one of a run and not too long. (The caller says that it is consumed.)"""
-        run = self.runs[0]
-        if run.length > limit:
+        run = self.run
+        if run is None or run.length > limit:
             return None
         data = run.pop()
         if not run.left:
-            del self.runs[0]
+            self.next_run()
         return data
 
     def wait(self, want: Want, pins: Pinned | None, limit: int) -> Receive:
@@ -552,7 +576,8 @@ class Lane:
 
     def close(self, error: Exception) -> None:
         """We closed: nobody gets anything any more."""
-        self.runs = _NOTHING
+        self.run = None
+        self._later_runs = _NOTHING
         for receive in list(self.receives):
             self.give_up(receive, error)
         for message in [message for message in self.messages if message.state is not State.MOVING]:

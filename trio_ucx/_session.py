@@ -342,16 +342,17 @@ class Session:
             self._acknowledge()
 
     def take_small(self, lane: Lane, limit: int) -> bytes | None:
-        """The first message of a lane that has runs, if it is not longer than ``limit``."""
+        """The first message of a lane that has a run, if it is not longer than ``limit``."""
         data = lane.take_small(limit)
         if data is not None:
             self.run_consumed(len(data), 1)
         return data
 
     def take_run(self, lane: Lane) -> bytes:
-        """A whole run."""
-        run = lane.runs[0]
-        del lane.runs[0]
+        """A whole run, of a lane that has one."""
+        run = lane.run
+        assert run is not None
+        lane.next_run()
         self.run_consumed(run.length, run.left)
         return run.rest()
 

@@ -37,8 +37,13 @@ def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
     """
     if address is not None:
         known = _about_worker(context, status, address)
+    elif _within_host(context):
+        known = (
+            f"transports in use: {context.transports}. Socket addresses need tcp or RDMA among them, as in "
+            "TLS=tcp,sm,self; shared memory is reached by worker addresses"
+        )
     elif status == Status.UNREACHABLE:
-        known = _about_listener(context)
+        known = f"transports in use: {context.transports}. No device of theirs reaches this address"
     elif status == Status.REJECTED:
         known = f"its listener refused, or its UCX is of another release: {_same_release()}"
     else:
@@ -59,14 +64,9 @@ def _same_release() -> str:
     return f"socket addresses work only between workers of the same one, here {ours}; worker addresses do between any"
 
 
-def _about_listener(context: Context) -> str:
-    transports = context.transports
-    if set(transports.split(",")) <= _WITHIN_HOST:
-        return (
-            f"transports in use: {transports}. Socket addresses need tcp or RDMA among them, as in TLS=tcp,sm,self; "
-            "shared memory is reached by worker addresses"
-        )
-    return f"transports in use: {transports}. No device of theirs reaches this address"
+def _within_host(context: Context) -> bool:
+    """Whether none of its transports has socket addresses: whatever UCX tried first, that is why it failed."""
+    return set(context.transports.split(",")) <= _WITHIN_HOST
 
 
 def _about_worker(context: Context, status: int, address: WorkerAddress) -> str:
