@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import ssl
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import trustme
-from helpers import TRANSPORTS, Certificates
+from helpers import TRANSPORTS, Certificates, Rounds
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
@@ -17,6 +18,54 @@ from trio_ucx.ucp import _engine
 
 # Children must take Ctrl-C even where a shell has started us in the background, which ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("how much is tested")
+    group.addoption("--full", action="store_true", help="all cases of tests that have many, and all their rounds")
+    group.addoption("--seed", type=int, default=None, help="choose cases and random data as a run with this seed did")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    how = "all cases" if config.option.full else "a sample of the cases of long tests (--full: all)"
+    return f"{how}; random choices: --seed {config.option.seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the cases of tests that are marked ``sample(n)``."""
+    if config.option.full:
+        return
+    chance = random.Random(config.option.seed)
+    cases: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            assert isinstance(item, pytest.Function)
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    left_out = set()
+    for group in cases.values():
+        marker = group[0].get_closest_marker("sample")
+        assert marker is not None
+        left_out.update(chance.sample(group, max(0, len(group) - marker.args[0])))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> Rounds:
+    """How many rounds a test makes: the first number, or the second with ``--full``."""
+    return lambda few, all: all if request.config.option.full else few
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Random data that another run with the same ``--seed`` has, too."""
+    return random.Random(f"{request.config.option.seed} {request.node.nodeid}")
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,10 @@ HERE = Path(__file__).parent
 PROMPT = 0.1 + 0.9
 
 
+#: See the fixture ``rounds``.
+Rounds = Callable[[int, int], int]
+
+
 def pattern(size: int, seed: int = 0) -> bytes:
     """Bytes that differ everywhere and by seed."""
     block = random.Random(seed).randbytes(min(size, 65521))

@@ -973,6 +973,43 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
     connection.abort()
 
 
+async def move_much(connection: trio_ucx.Connection, size: int) -> None:
+    """Sends and receives messages of ``size`` on four lanes, until the connection ends."""
+
+    async def send(lane: int, data: bytes) -> None:
+        while True:
+            await connection.send(data, lane)
+
+    async def receive(lane: int, buffer: bytearray) -> None:
+        while True:
+            await connection.receive_into(buffer, lane)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for lane in range(4):
+                nursery.start_soon(send, lane, bytes(size))
+                nursery.start_soon(receive, lane, bytearray(size))
+    except* (trio.BrokenResourceError, trio.ClosedResourceError):
+        pass
+
+
+@role
+async def busy_both_ways(size: int) -> None:
+    await serve(lambda connection: move_much(connection, size))
+
+
+@role
+async def aborter(address: list[Any], size: int, rounds: int) -> None:
+    """Aborts connections while much is under way both ways."""
+    rng = random.Random(os.getpid())
+    for number in range(rounds):
+        async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
+            nursery.start_soon(move_much, connection, size)
+            await trio.sleep(rng.uniform(0.02, 0.1))
+            connection.abort()
+        say(number)
+
+
 @role
 async def steady_client(limit: float) -> None:
     """Makes round trips until told to stop, and connects again whenever it has to.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import PROMPT, Rounds, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -434,3 +435,36 @@ async def test_given_up_connect_leaves_no_connection(worker: ucp.Worker) -> None
             with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
                 await server.receive()
             server.abort()
+
+
+# ---- aborting with much under way ----
+
+
+async def test_abort_with_much_under_way_ends_soon(worker: ucp.Worker, transports: str) -> None:
+    """UCX's endpoint is closed by force when everything has been transferred, or a second later."""
+    engine = worker._engine
+    for reads in (True, False):
+        async with open_pair(worker, by="tcp") as (client, server):
+            for lane in range(4):
+                client.send_nowait(bytes(2**24), lane)
+            with Stopwatch():
+                client.abort()
+            assert bool(engine.lingering) == (transports == "tcp")
+            if reads:
+                for lane in range(4):
+                    with contextlib.suppress(trio.BrokenResourceError):
+                        await server.receive(lane)
+            with Stopwatch(1 + PROMPT):
+                await client.wait_buffers_released()
+    with Stopwatch(2 + PROMPT):  # the server's have waited longer
+        await until(lambda: not engine.lingering)
+
+
+async def test_aborts_with_much_under_way(transports: str, rounds: Rounds) -> None:
+    """UCX 1.22 crashes the process that aborts, or the other, in about one of 60 rounds if endpoints close at once."""
+    count = rounds(6, 200)
+    async with open_peer("busy_both_ways", 2**24, transports=transports) as server:
+        [address, _] = await server.hear()
+        async with open_peer("aborter", address, 2**24, count, transports=transports) as client:
+            for number in range(count):
+                assert await client.hear(10) == number

@@ -8,41 +8,35 @@
 
 /* ---- from UCX and back ---- */
 
-static void over(void *request, ucs_status_t status, void *user_data)
+/* Of a lost node nobody waits for the result any more. */
+static void ended(tu_node_t *node, ucs_status_t status)
 {
-    tu_node_t *node   = user_data;
-    tu_chain_t *chain = node->chain;
-
-    ucp_request_free(request);
     if (node->lost) {
         node->lost = 0;
-        tu_chain_lost_less(chain);
+        tu_chain_lost_less(node->chain);
     } else {
-        chain->in_flight--;
+        node->chain->in_flight--;
         tu_node_landed(node, status);
     }
 }
 
-/* A transfer is over: transfer.c. */
-static void transferred(void *owner, ucs_status_t status)
+static void request_ended(void *request, ucs_status_t status, void *user_data)
 {
-    tu_node_t *node   = owner;
-    tu_chain_t *chain = node->chain;
+    ucp_request_free(request);
+    ended(user_data, status);
+}
 
-    if (node->lost) {
-        node->lost = 0;
-        tu_chain_lost_less(chain);
-    } else {
-        chain->in_flight--;
-        tu_node_landed(node, status);
-    }
+/* What transfer.c calls. */
+static void transfer_ended(void *owner, ucs_status_t status)
+{
+    ended(owner, status);
 }
 
 static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
 {
     memset(param, 0, sizeof(*param));
     param->op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param->cb.send      = over;
+    param->cb.send      = request_ended;
     param->user_data    = node;
     if (memory != TU_MEMORY_UNKNOWN) {
         param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
@@ -218,7 +212,7 @@ static int transfer(tu_node_t *node, const tu_target_t *target, int put, char *b
     node->chain->in_flight++;
     node->chain->worker->counts.chain_requests++;
     status = tu_transfer_begin(target->endpoint, &target->way, put, buffer, node->length, memory, node->place, 1,
-                               transferred, node, &transfer);
+                               transfer_ended, node, &transfer);
     if (status != UCS_INPROGRESS) {
         node->chain->in_flight--;
         tu_node_landed(node, status);

@@ -557,7 +557,7 @@ class Engine:
             contained(close)
         for core in list(self.endpoints.values()):
             contained(core.close)
-        contained(self.lingering.close, 0)
+        contained(self.lingering.close_all)
         for operation in list(self.in_flight.values()):
             contained(self._end, operation)
         return True

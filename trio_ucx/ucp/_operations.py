@@ -114,6 +114,8 @@ class Operation(Pending):
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
+            if self.endpoint.handle is None and not self.endpoint.pending:
+                self.engine.lingering.drained(self.endpoint)
         if self.pins is not None:
             self.pins.release()
         self.engine.counters["completed"] += 1
@@ -330,9 +332,8 @@ class EndpointCore:
             return
         self.error = error
         try:
-            if linger and self.forcible:
-                self.engine.lingering.add(self, self._let_go())
-                self.engine.watch_events()
+            if linger:
+                self._linger(AFTER_PEER, until_drained=False)
             else:
                 self._force_close()
         finally:
@@ -389,11 +390,18 @@ class EndpointCore:
         heir.peer, heir.peer_address, heir.connected = self.peer, self.peer_address, self.connected
         return heir
 
-    def close(self) -> None:
-        """Closes by force, at once. Waiters get ClosedResourceError."""
+    def close(self, *, linger: bool = False) -> None:
+        """Closes by force, at once. Waiters get ClosedResourceError.
+
+        Args:
+            linger: close UCX's endpoint a moment later if much is under way: see :class:`Lingering`.
+        """
         self.on_failure = None
         if self.handle is not None:
-            self._force_close()
+            if linger and sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH:
+                self._linger(BEFORE_PEER, until_drained=True)
+            else:
+                self._force_close()
         if self.inbox is not None:
             self.inbox.discard()
         callback, self.on_close = self.on_close, None
@@ -442,6 +450,13 @@ class EndpointCore:
             self.close_native(handle)
         engine.settle()  # UCX takes the lanes apart in its progress, completed or not
 
+    def _linger(self, seconds: float, *, until_drained: bool) -> None:
+        if self.forcible:
+            self.engine.lingering.add(self, self._let_go(), seconds, until_drained)
+            self.engine.watch_events()
+        else:
+            self._force_close()
+
     def close_native(self, handle: Any) -> None:
         verdict = lib.tu_endpoint_close(handle)
         if verdict > 0:
@@ -489,51 +504,69 @@ class CloseOperation(Operation):
         self.finish(Value(None))
 
 
-#: Seconds before a lingering endpoint is closed.
-LINGER = 1.0
+#: Seconds that an endpoint lingers whose peer has closed, aborted or vanished.
+AFTER_PEER = 1.0
+#: Seconds that one lingers which is closed here first: shorter, so that the two sides do not close at once.
+BEFORE_PEER = 0.5
+#: So many bytes, or fewer, find room in the sockets' buffers.
+MUCH = 2**21
 #: When one more lingers, the oldest is closed at once.
 MAX_LINGERING = 256
 
 
 class Lingering:
-    """UCX's endpoints whose peer has just closed, aborted or vanished.
+    """UCX's endpoints that nobody uses any more, and that are closed by force a moment later.
 
-    If both sides close a TCP connection by force at the same moment, with data under way, UCX 1.22 sometimes frees its
-    endpoint while it handles an event of it, and the process crashes. So the side that learns of the peer's close
-    delays its own.
+    UCX 1.22 sometimes frees a TCP endpoint while it handles an event of it, and the process crashes: when both sides
+    close by force at the same moment, or one does with more to write than the sockets hold. So the side that closes
+    first goes on until all its operations have ended, for BEFORE_PEER at most, and the side that learns of that waits
+    for AFTER_PEER.
     """
 
     def __init__(self) -> None:
-        #: UCX's endpoint of each, and since when it lingers; the oldest first.
-        self._endpoints: dict[EndpointCore, tuple[Any, float]] = {}
+        #: UCX's endpoint of each, when it is closed, and whether it is as soon as nothing is under way; in the order in
+        #: which they were added.
+        self._endpoints: dict[EndpointCore, tuple[Any, float, bool]] = {}
         self._ended: list[Signal] = []
 
     async def wait_ended(self) -> None:
         """Waits until none lingers."""
-        if self._endpoints:
+        while self._endpoints:
             ended = Signal()
             self._ended.append(ended)
-            await ended.wait()
+            with trio.move_on_after(min(closes for _, closes, _ in self._endpoints.values()) - time.monotonic()):
+                await ended.wait()
+            self.close_due()
 
     def __bool__(self) -> bool:
         return bool(self._endpoints)
 
-    def add(self, core: EndpointCore, handle: Any) -> None:
-        self._endpoints[core] = handle, time.monotonic()
+    def add(self, core: EndpointCore, handle: Any, seconds: float, until_drained: bool) -> None:
+        self._endpoints[core] = handle, time.monotonic() + seconds, until_drained
         if len(self._endpoints) > MAX_LINGERING:
             self.close_one(next(iter(self._endpoints)))
 
     def close_one(self, core: EndpointCore) -> None:
         """There is nothing more to wait for. If it does not linger: no effect."""
         if core in self._endpoints:
-            handle, _ = self._endpoints.pop(core)
+            handle, _, _ = self._endpoints.pop(core)
             core.close_native(handle)
             core.engine.settle()
             while not self._endpoints and self._ended:
                 self._ended.pop().set()
 
-    def close(self, age: float = LINGER) -> None:
-        """Closes those that have lingered for so many seconds."""
-        limit = time.monotonic() - age
-        for core in [core for core, (_, since) in self._endpoints.items() if since <= limit]:
+    def drained(self, core: EndpointCore) -> None:
+        """Its last operation has ended."""
+        _, _, until_drained = self._endpoints.get(core, (None, 0, False))
+        if until_drained:
+            self.close_one(core)
+
+    def close_due(self) -> None:
+        """Closes those whose time is over."""
+        now = time.monotonic()
+        for core in [core for core, (_, closes, _) in self._endpoints.items() if closes <= now]:
+            self.close_one(core)
+
+    def close_all(self) -> None:
+        for core in list(self._endpoints):
             self.close_one(core)

@@ -73,7 +73,7 @@ class SafetyNet:
             if engine.numbering.has_temporary:
                 engine.guard(engine.numbering.close_idle)
             if engine.lingering:
-                engine.guard(engine.lingering.close)
+                engine.guard(engine.lingering.close_due)
             if not self.awaited():
                 self._running = False
                 self._set(0)
