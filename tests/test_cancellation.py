@@ -10,6 +10,7 @@ import trio
 import trio.testing
 from helpers import (
     PROMPT,
+    Rounds,
     Stopwatch,
     assert_free,
     assert_lanes,
@@ -143,10 +144,11 @@ async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
 
 
 @pytest.mark.parametrize("way", ["receive", "receive_into", "same_buffer", "mixed"])
-async def test_receive_cancelled_in_the_middle_loses_nothing(worker: ucp.Worker, transports: str, way: str) -> None:
+async def test_receive_cancelled_in_the_middle_loses_nothing(
+    worker: ucp.Worker, transports: str, way: str, chance: random.Random, rounds: Rounds
+) -> None:
     """Random moments of 64 MiB transfers: each message arrives once, whole, in order."""
-    chance = random.Random(way)
-    count = 25 if way.startswith("receive") else 15
+    count = rounds(8, 25)
     same = bytearray(BIG)
     async with open_peer("numbered", count, BIG, transports=transports) as peer:
         address, _ = await peer.hear()
