@@ -1,8 +1,8 @@
-"""The PEP 517 backend: setuptools, told what a build needs only where it does.
+"""The PEP 517 backend: setuptools, and libucx-cu12 as a build requirement where the build needs it.
 
-A build compiles against the headers of the oldest libucx-cu12 that is supported, whichever is installed where it will
-run: UCX only ever appends to its structures, so such a module runs with every later one. With ``TRIO_UCX_SYSTEM_UCX=1``
-it takes the system's headers, and libucx-cu12 is not fetched.
+A build compiles against the headers of the oldest libucx-cu12 that is supported. UCX only ever appends to its
+structures, so the compiled module runs with every later release, too. With ``TRIO_UCX_SYSTEM_UCX=1`` a build compiles
+against the system's headers, and libucx-cu12 is not fetched.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ def get_requires_for_build_wheel(config_settings: Mapping[str, object] | None = 
     return [] if use_system_ucx() else [OLDEST_LIBUCX]
 
 
-#: An sdist, too: setuptools runs setup.py for it.
+#: An sdist needs the same, because setuptools runs setup.py for it.
 get_requires_for_build_sdist = get_requires_for_build_editable = get_requires_for_build_wheel

@@ -64,7 +64,7 @@ def pkg_config(option: str) -> list[str]:
 
 
 def warnings_are_errors() -> list[str]:
-    """For those who work on trio_ucx: a user's compiler may warn of what ours has never heard of."""
+    """Only for development: a user's compiler may have warnings that ours does not know."""
     return ["-Werror"] if os.environ.get("TRIO_UCX_WERROR") == "1" else []
 
 
@@ -83,7 +83,8 @@ def ucx_location() -> tuple[list[str], list[str], list[str]]:
 
     home = Path(libucx.__file__).parent
     # trio_ucx/_native/__init__.py opens the wheel's library first, by its full path. The search path is for tools like
-    # ldd, and tells that file which UCX this build was for.
+    # ldd, and tells that module which UCX this build was for. (It also finds an installed wheel when the user asks for
+    # the system's UCX by TRIO_UCX_SYSTEM_UCX=1.)
     return ["-isystem", str(home / "include")], [f"-L{home / 'lib'}"], ["$ORIGIN/../../libucx/lib"]
 
 

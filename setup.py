@@ -1,4 +1,7 @@
-"""What pyproject.toml cannot say: the compiled module, and dependencies that the environment decides about."""
+"""What pyproject.toml cannot say: the compiled module, and which UCX is installed with it.
+
+pip has no default extras, so libucx-cu12 is an ordinary dependency, which the environment of the build can replace.
+"""
 
 from __future__ import annotations
 

@@ -10,14 +10,15 @@ In programs of your own, whose workers run `await work(address, {"shout": bytes.
         assert await pool.run(Task("shout", b"hello")) == b"HELLO"
         async for result in pool.map(Task("shout", line) for line in file): ...
 
-The pool listens. It gives each worker one task at a time, and both use a single lane:
+The pool listens. It gives each worker one task at a time, and both use a single tag:
 
     to the worker   a function's name, then the payload; b"" when nobody wants the result any more
     to the pool     for each task: b"" and the result, or the type and the text of an exception
 
 A worker that leaves gives its task back. The task of one that dies goes to another, but not to more than MAX_DEATHS.
 
-UCX's shared memory can stand still when a process is killed in the middle of a message; UCX_TLS=tcp never does.
+When a process is killed in the middle of a message over shared memory, connections of other local processes can break.
+With UCX_TLS=tcp that does not happen.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from trio_ucx._native import ucx
 
 
 def flags() -> list[str]:
-    """What the compiler needs to know about the UCX in use."""
+    """The compiler's options for the UCX in use."""
     if ucx.system:
         return ["-lucp", "-lucs"]
     home = Path(ucx.file).parent.parent
@@ -21,7 +21,7 @@ def flags() -> list[str]:
 
 
 def compiled(source: Path, folder: Path, *options: str) -> Path:
-    """The program, in this folder; skips the test where there is no compiler, or no header of UCX."""
+    """Compiles a program into this folder; skips the test where there is no compiler, or no header of UCX."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler")

@@ -1,4 +1,4 @@
-"""What a writer does to a worker's shared-memory queue that is killed in the middle of writing."""
+"""Imitates a writer to a worker's shared-memory queue that is killed in the middle of writing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CACHE_LINE = 64
 
 
 def take_an_element(address: ucp.WorkerAddress, transport: str) -> None:
-    """Takes the next element of a queue, as UCX's writers do first of all, and never fills it."""
+    """Takes the next element of a queue, as UCX's writers do first, and never fills it."""
     [where] = [
         each.interface_address[:8]
         for device in parse_worker_address(address.ucx).devices

@@ -1,4 +1,4 @@
-"""Building and installing: what is asked for, what is said when something is missing, what the sdist holds."""
+"""Building and installing: requirements, errors when something is missing, and the contents of the sdist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLES = ("TRIO_UCX_SYSTEM_UCX", "TRIO_UCX_LIBUCX", "TRIO_UCX_WERROR", "CC")
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A source tree to build in: setuptools leaves files behind."""
+    """A copy of the source tree to build in, because setuptools leaves files behind."""
     target = tmp_path / "source"
     target.mkdir()
     for file in tracked_files():
@@ -79,7 +79,7 @@ def test_warnings_are_errors_only_where_asked_for(source: Path) -> None:
 
 
 def requirements(source: Path, **variables: str) -> tuple[list[str], list[str]]:
-    """What is needed to build a wheel, and what of UCX the wheel wants when it is installed without extras."""
+    """What building a wheel requires, and which UCX the wheel requires without extras."""
     code = """
 import pathlib, tempfile, build_backend
 print(build_backend.get_requires_for_build_wheel())
@@ -117,7 +117,7 @@ def test_another_choice_of_libucx_is_refused(source: Path) -> None:
 
 
 def test_the_sdist_holds_the_project(source: Path) -> None:
-    """All that is needed to build and to test."""
+    """It contains everything that building and testing needs."""
     result = run("import build_backend; print(build_backend.build_sdist('dist'))", source)
     assert result.returncode == 0, result.stderr
     with tarfile.open(source / "dist" / result.stdout.splitlines()[-1]) as archive:

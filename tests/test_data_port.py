@@ -116,13 +116,13 @@ async def test_strangers_on_this_machine(
 
 
 async def settled(door: Door, descriptors: int) -> None:
-    """Few more descriptors than before: endpoints are kept for two seconds for the next connection."""
+    """Waits until hardly more descriptors are open than before: endpoints are kept for two seconds for reuse."""
     await until(lambda: door.descriptors <= descriptors)
     await door.is_well()
 
 
 async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
-    """UCX stops listening when it cannot accept for want of descriptors. The listener goes on with another worker."""
+    """UCX stops listening when it cannot accept for lack of descriptors. The listener goes on with another worker."""
     async with open_door(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as door:
         pid = door.server.process.pid
         await door.is_well()
@@ -230,7 +230,7 @@ async def test_a_worker_where_filters_cannot_be_had(monkeypatch: pytest.MonkeyPa
 
 @contextlib.contextmanager
 def some_ports() -> Iterator[tuple[DataPorts, list[tuple[str, ...]]]]:
-    """Ports that are not there, and what the filter let in each time that it was changed."""
+    """Ports that do not exist, and the addresses that the filter admitted at each change."""
     ports = DataPorts(b"")
     assert not ports.restricted
     ports.restricted = True

@@ -1,4 +1,4 @@
-"""Opening things with hardly any file descriptors left: an error that says so, nothing left behind, never a crash."""
+"""Opening things with few file descriptors left gives an error that says so, leaves nothing open, and never crashes."""
 
 from __future__ import annotations
 

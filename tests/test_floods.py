@@ -1,4 +1,4 @@
-"""What a peer can make a server hold: its window and a fixed amount; and how others are served meanwhile."""
+"""How much memory a peer can make a server hold: its window and a fixed amount. Others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Attacker:
         return self.connections[-1]
 
     async def is_heard(self) -> None:
-        """All that was sent before has arrived."""
+        """Waits until everything that was sent before has arrived."""
         for connection in self.connections:
             await connection.send(b"x", 7)
             assert await connection.receive(7) == b"x"
@@ -54,7 +54,7 @@ async def raw_tags(attacker: Attacker) -> None:
 
 
 async def raw_announcements(attacker: Attacker) -> None:
-    """The same of messages that stay with their sender."""
+    """Raw tag messages that stay with their sender."""
     connection = await attacker.connect()
     async with trio.open_nursery() as nursery:
         for _ in range(2000):
@@ -65,7 +65,7 @@ async def raw_announcements(attacker: Attacker) -> None:
 
 
 async def one_message_each(attacker: Attacker, size: int = 0) -> None:
-    """As many messages as go, each the only one of its tag, on several connections."""
+    """As many messages as the windows allow, each the only one of its tag, on several connections."""
     for _ in range(CONNECTIONS):
         connection = await attacker.connect()
         sent = 0
@@ -90,7 +90,7 @@ async def messages_of_2_kb(attacker: Attacker) -> None:
 
 
 async def admissions(attacker: Attacker) -> None:
-    """A peer that says that it waits at very many lanes."""
+    """A peer that sends ADMIT for very many tag queues."""
     connection = await attacker.connect()
     for lane in range(60_000):
         connection._link.control(wire.Admit(lane, 0))
@@ -149,7 +149,7 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
 
 
 async def test_raw_messages_before_they_are_asked_for(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
-    """The first ones are kept, in order, and can be received, probed and cancelled as any."""
+    """The first raw messages are kept, in order, and can be received, probed and cancelled like others."""
     async with open_pair(worker), open_raw_pair(worker) as (raw, _), trio.open_nursery() as nursery:
         with trio.fail_after(10):
             for number in range(60):

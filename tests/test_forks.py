@@ -1,4 +1,4 @@
-"""Forked children: they are refused at once, with words that help, and the parent goes on undisturbed."""
+"""Forked children are refused at once, with a helpful error, and the parent goes on undisturbed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT = 20.0
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """What the function returns in a forked child, by way of JSON."""
+    """Runs the function in a forked child, and returns its result (by JSON)."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
@@ -46,7 +46,7 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 
 def refusal(function: Callable[[], Any]) -> str:
-    """How it is refused; a coroutine is before it waits for anything."""
+    """How a function is refused. If it returns a coroutine, the refusal must come before the first wait."""
     try:
         result = function()
         if hasattr(result, "send"):
@@ -63,7 +63,7 @@ def refusal(function: Callable[[], Any]) -> str:
 
 
 def in_run(function: Callable[[], Any]) -> str:
-    """How a run of the child's own is refused that awaits or enters this."""
+    """How a Trio run in the child is refused that awaits or enters what the function returns."""
     verdict: list[str] = []
 
     async def main() -> None:
@@ -112,7 +112,7 @@ def answers_at_entries(address: tuple[str, int], worker: ucp.Worker) -> dict[str
 
 
 def _second_step(coroutine: Any) -> None:
-    """Lets it pass its first checkpoint, as the run would."""
+    """Lets the coroutine pass its first checkpoint, as the Trio run would."""
     coroutine.send(None)
     coroutine.send(Value(None))
 
@@ -133,7 +133,7 @@ async def test_a_child_may_open_nothing(transports: str) -> None:
 
 
 async def test_what_a_child_inherits(transports: str) -> None:
-    """Its use is refused; closing and dropping it has no effect on the parent, which is busy with it meanwhile."""
+    """Use of inherited objects is refused; closing and dropping them has no effect on the parent, which uses them."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}, features=REMOTE))
         client, server = await stack.enter_async_context(open_pair(worker))

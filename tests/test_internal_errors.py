@@ -1,4 +1,4 @@
-"""Errors of our own while something is delivered, want of memory first: they end what they are about, never the run."""
+"""Internal errors during deliveries, lack of memory first: they end what they concern, and never the Trio run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = 300_000
 
 @contextmanager
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int = LONG) -> Iterator[None]:
-    """There is none for messages of ``limit`` bytes and more."""
+    """Makes allocating memory fail for messages of ``limit`` bytes and more."""
 
     def new_bytes(size: int) -> bytes:
         if size >= limit:
@@ -45,7 +45,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int = LONG) -> Itera
 
 
 async def test_receive_without_memory_fails_alone(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says how long the message was; that one is dropped, and all others arrive."""
+    """The error names the length of the message, which is dropped; all others arrive."""
     async with open_pair(worker) as (client, server), open_pair(worker) as (other, other_server):
         with trio.fail_after(10):
             async with trio.open_nursery() as nursery:
@@ -60,7 +60,7 @@ async def test_receive_without_memory_fails_alone(worker: ucp.Worker, monkeypatc
 
 
 async def test_receives_behind_one_without_memory(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait get the messages after it; a buffer of the user's needs no memory."""
+    """Receives that wait behind it get the next messages; a user's buffer needs no memory."""
     async with open_pair(worker) as (client, server):
         results: list[object] = []
         buffer = bytearray(LONG)
@@ -102,7 +102,7 @@ async def test_stream_without_memory_loses_nothing(worker: ucp.Worker, monkeypat
 async def test_message_that_has_arrived_is_kept_until_there_is_memory(
     worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is with UCX meanwhile; its sender may even have closed."""
+    """UCX keeps the message meanwhile, even when its sender has closed."""
     size = 20_000
     async with open_pair(worker) as (client, server):
         with trio.fail_after(10):
@@ -118,7 +118,7 @@ async def test_message_that_has_arrived_is_kept_until_there_is_memory(
 
 @pytest.mark.parametrize("announced", [900, 1000])
 async def test_process_short_of_memory(transports: str, announced: int) -> None:
-    """A peer announces more than the process may have (RLIMIT_AS): its receive fails, and others are served."""
+    """A peer announces more bytes than the process may have (RLIMIT_AS): that receive fails, and others are served."""
     async with open_peer("limited", 700, transports=transports) as peer:
         [address, _] = await peer.hear()
         address = tuple(address)
@@ -185,12 +185,12 @@ MODULES = [
     ),
 ]
 PACKAGE = str(Path(trio_ucx.__file__).parent)
-#: What Trio's loop calls, and what our deliveries begin with: whatever these call is nobody's who could take an error.
+#: Functions that Trio's loop calls, and with which deliveries begin: no caller of theirs could handle an error.
 LOOP = {
     *("turn", "take", "_look", "before_io_wait", "after_io_wait", "_abandon_for_trio"),
     *("_run", "run", "_wait", "call", "_serve", "_begin"),
 }
-#: What contains errors, and reports them; if that fails, there is nothing left to rely on.
+#: Functions that contain and report errors: the test relies on them, so they are left out.
 CONTAINERS = {"internal_error", "_abandon_for_trio", "fail_everything", "end_waits", "spawn", "run", "guard"}
 
 
@@ -203,7 +203,7 @@ class NoMemory(MemoryError):
 
 
 def functions(module: types.ModuleType) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """All functions and methods of a module: where each is, its name there, itself."""
+    """All functions and methods of a module: (where it is, its name there, the function)."""
     for name, thing in list(vars(module).items()):
         if getattr(thing, "__module__", None) != module.__name__:
             continue
@@ -275,7 +275,7 @@ def patched(where: Any, name: str, function: Callable[..., Any], fault: Fault) -
 
 
 async def busy_connection(worker: ucp.Worker, address: Any, accept: Callable[[], Any]) -> None:
-    """Everything that a connection can do, in short."""
+    """Uses everything that a connection can do."""
     async with trio_ucx.connect(address, worker=worker, window=16384, close_timeout=1, connect_timeout=1) as client:
         server = await accept()
         try:
@@ -336,7 +336,7 @@ async def _until_the_end(function: Callable[[], Any]) -> None:
 
 
 async def raw_operations(worker: ucp.Worker) -> None:
-    """The same for what is below connections."""
+    """Uses everything that raw workers and endpoints can do."""
     async with open_raw_pair(worker) as (client, server):
         with worker.open_active_messages(3) as queue:
             async with trio.open_nursery() as nursery:
@@ -365,7 +365,7 @@ async def raw_operations(worker: ucp.Worker) -> None:
             chain.close()
 
 
-#: What a task of a user's may get when something of ours failed.
+#: Exceptions that a user's task may get after an internal error.
 EXPECTED = (
     *(OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, trio.TooSlowError),
     *(Injected, MemoryError, ucp.UCXError, ucp.RequestCancelled),
@@ -374,7 +374,7 @@ FEATURES = ucp.Feature.ALL
 
 
 async def scenario(transports: str, arm: Callable[[bool], None], raised: Callable[[], bool]) -> None:
-    """A worker with a connection that looks on, and one that does everything, with a fault armed meanwhile."""
+    """While a fault is armed, uses everything on one worker; an older connection and another worker must not suffer."""
     async with (
         ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker,
         ucp.open_worker(config={"TLS": "tcp"}) as apart,
@@ -416,7 +416,7 @@ async def scenario(transports: str, arm: Callable[[bool], None], raised: Callabl
 
 
 async def _is_served(listener: trio_ucx.Listener, worker: ucp.Worker) -> None:
-    """Who connects now."""
+    """A client that connects now is served."""
     async with trio.open_nursery() as nursery:
 
         async def serve() -> None:
@@ -438,7 +438,7 @@ async def _echo_once(connection: trio_ucx.Connection) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Faults leave things unclosed, which say so when they are collected; log records would keep them until later."""
+    """Silences the warnings of objects that faults leave unclosed, and the log, whose records would keep them alive."""
     logger, hook = logging.getLogger("trio_ucx"), sys.unraisablehook
     logger.disabled, sys.unraisablehook = True, lambda _: None
     try:
@@ -453,7 +453,7 @@ def quiet() -> Iterator[None]:
 
 @cache
 def called(transports: str) -> dict[tuple[str, str], int]:
-    """How often each function is called where its errors are nobody's, by its module and qualified name."""
+    """How often each function is called where no caller could handle its errors, by module and qualified name."""
     counters: list[tuple[tuple[str, str], Fault]] = []
     with ExitStack() as stack:
         for name in MODULES:
@@ -472,7 +472,7 @@ def called(transports: str) -> dict[tuple[str, str], int]:
 
 
 NEVER = 1 << 60
-#: Over which transports, at which call of each function, and what it raises.
+#: The transports, at which call of each function the fault happens, and what it raises.
 FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 
 
@@ -481,7 +481,7 @@ FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 @pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
 @pytest.mark.parametrize("name", MODULES)
 def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:
-    """Of each function in turn: the run goes on, and others' connections work."""
+    """Each function raises in turn: the Trio run goes on, and other connections work."""
     raised = False
     for where, attribute, function in functions(importlib.import_module(f"trio_ucx.{name}")):
         if called(transports)[name, function.__qualname__] < call:

@@ -162,7 +162,7 @@ async def test_raw(transports: str) -> None:
 
 
 class Interface:
-    """An object with an array interface of CUDA, which says no more."""
+    """An object that has ``__cuda_array_interface__`` and nothing else."""
 
     def __init__(self, **interface: Any) -> None:
         self.__cuda_array_interface__ = {"shape": (0,), "data": (0, False), "version": 3, **interface}

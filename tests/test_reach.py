@@ -1,4 +1,4 @@
-"""What is said about a peer that cannot be reached: only what is known, and what to do."""
+"""Errors about a peer that cannot be reached say only what is known, and what to do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_address_of_a_dead_process(transports: str, alone: bool, mode: ucp
 
 
 async def test_refusal_says_nothing_about_transports(transports: str, worker: ucp.Worker) -> None:
-    """Nobody listens at that port: UCX's own words say all, which differ from time to time."""
+    """No process listens at that port: UCX's own message, which differs from time to time, says it all."""
     with ucp.open_context({"TLS": transports}) as context:
         for status in (Status.NOT_CONNECTED, Status.CONNECTION_RESET, Status.ENDPOINT_TIMEOUT, Status.CANCELED):
             assert hint(context, status, None) == ""
@@ -64,7 +64,7 @@ async def test_refusal_says_nothing_about_transports(transports: str, worker: uc
 
 
 async def test_socket_address_over_shared_memory_alone() -> None:
-    """Whatever UCX notices first: that nobody listens there, or that it has no transport."""
+    """Whether UCX first notices that no process listens there, or that it has no transport."""
     async with ucp.open_worker(config={"TLS": "sm,self"}) as worker:
         for status in (Status.UNREACHABLE, Status.NOT_CONNECTED, Status.REJECTED):
             assert "Socket addresses need tcp" in hint(worker.context, status, None)
@@ -118,7 +118,7 @@ def test_release_of_the_peer() -> None:
 
 
 async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when its UCX is of another release: that is an OSError, whatever UCX answers, and the words say so."""
+    """When the client's UCX is of another release, for instance: an OSError that says so, whatever UCX answers."""
     for status in (Status.UNREACHABLE, Status.INVALID_PARAM, Status.CONNECTION_RESET):
         async with await worker.open_listener("127.0.0.1", 0) as listener:
             endpoint = await worker.open_endpoint(listener.address)
@@ -134,7 +134,7 @@ async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: p
 
 
 class Failing:
-    """The compiled module, where no request can be accepted."""
+    """Stands for the compiled module; accepting a request fails."""
 
     def __init__(self, lib: object, status: int) -> None:
         self._lib = lib

@@ -1,4 +1,4 @@
-"""A local peer that is killed in the middle of writing to shared memory, which stops the queue for all."""
+"""A local peer is killed in the middle of writing to shared memory, which stops the queue for all peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trio_ucx.testing import live_handles
 from trio_ucx.ucp import _receive_queue
 from trio_ucx.ucp._engine import Engine
 
-#: How long it may take until others are told, and until new clients connect over shared memory.
+#: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
 #: The transports with a queue in shared memory.
 QUEUES = ["sysv", "posix"]
@@ -31,7 +31,7 @@ def options(queue: str) -> dict[str, str]:
 
 
 class Echo:
-    """A server in this process: what it has accepted, and what became of it."""
+    """A server in this process, with the connections that it accepted and how they ended."""
 
     def __init__(self, listener: trio_ucx.Listener) -> None:
         self.listener = listener
@@ -76,7 +76,7 @@ async def open_echo(worker: ucp.Worker | None = None, isolate: bool = False) -> 
 
 
 async def is_answered(echo: Echo, queue: str) -> None:
-    """A new client is, over shared memory."""
+    """A new client is served over shared memory."""
     async with open_peer("caller", 100, True, transports=options(queue)["TLS"]) as client:
         await client.tell(echo.listener.address)
         assert queue in await client.hear(SOON)
@@ -118,7 +118,7 @@ async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: p
 
 
 async def test_who_connects_while_the_queue_stands_still() -> None:
-    """...is let in, or gets an error in time."""
+    """A client that connects while the queue has stopped is let in, or gets an error in time."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
         ours = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
@@ -152,7 +152,7 @@ async def test_who_connects_while_the_queue_stands_still() -> None:
 
 @pytest.mark.parametrize("queue", QUEUES)
 async def test_a_server_is_killed_in_the_middle_of_writing(queue: str) -> None:
-    """The queue of the worker that everything shares which this program connects to."""
+    """The queue that stops is that of this program's shared worker, which is a client here."""
     transports = options(queue)["TLS"]
     async with AsyncExitStack() as stack:
         good = await stack.enter_async_context(open_peer("echo", [0], transports=transports))
@@ -207,7 +207,7 @@ async def test_raw_endpoints(queue: str) -> None:
 
 
 async def test_a_stopped_worker_sleeps() -> None:
-    """UCX cannot be armed any more, but there is nothing to look for."""
+    """UCX cannot be armed any more, but no event can come: the worker uses no CPU."""
     async with (
         ucp.open_worker(config=options("sysv")) as worker,
         open_echo(worker) as echo,
@@ -228,7 +228,7 @@ async def test_a_stopped_worker_sleeps() -> None:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The queues that were probed."""
+    """Records which queues were probed."""
     found: list[str] = []
     begin = _receive_queue._Probe.__init__
 
@@ -242,7 +242,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])
 async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[str]) -> None:
-    """Its queue is full, so UCX cannot be armed. Then another one is killed."""
+    """The queue of a stopped peer is full, so UCX cannot be armed. Then another peer is killed."""
     transports = "tcp,sysv,posix,cma,self"  # by name, else posix is left out
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
@@ -277,7 +277,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
 
 
 async def test_a_program_that_is_busy_has_no_dead_queue(probes: list[str]) -> None:
-    """Its queue is full when a peer is killed, and it looks at nothing for longer than a dead queue takes."""
+    """Its queue is full when a peer is killed, and it does not progress for longer than the time limits of a probe."""
     transports = TRANSPORTS[1]
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
@@ -301,7 +301,7 @@ async def test_a_program_that_is_busy_has_no_dead_queue(probes: list[str]) -> No
 
 
 async def test_isolated_connections() -> None:
-    """Each has a worker of its own: one that is stopped touches no other, and all are closed with their connections."""
+    """Each connection has a worker: a stopped one does not affect others, and each is closed with its connection."""
     transports = options("sysv")["TLS"]
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
@@ -364,7 +364,7 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
 
 
 async def test_isolated_connections_without_descriptors(transports: str) -> None:
-    """Clients for which there are too few are refused."""
+    """Clients for which too few descriptors are left are refused."""
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
         open_peer("tight", 100, True, transports=transports) as server,

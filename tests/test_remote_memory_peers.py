@@ -1,4 +1,4 @@
-"""Puts and gets that UCX does not do: owners whose peers are killed, and what an owner lets nobody do."""
+"""Puts and gets without UCX's own: owners whose peers are killed, and requests that an owner refuses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 
 MB = 2**20
-#: Of the owner's memory: what the killed ones use, and what is ours.
+#: Sizes of the owner's memory: the part of the killed peers, and that of this process.
 THEIRS, OURS = 48 * MB, 8 * MB
-#: So many are killed at once.
+#: How many peers run, and are killed, at once.
 CROWD = 4
-#: Messages of the library's own (docs/wire.md).
+#: The layout of requests and answers (docs/wire.md).
 REQUEST = struct.Struct("<BB6xQQQQ16s")
 ANSWER = struct.Struct("<BB6xQQ")
 GET, PUT = 1, 2
@@ -34,7 +34,7 @@ ID = 4095
 
 
 async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: ucp.RequestChain) -> None:
-    """Puts, gets, and both by a chain: of random lengths, in our part."""
+    """Puts, gets, and both by a chain, of random lengths, in this process's part of the memory."""
     length = min(2 ** rng.randrange(4, 25), OURS)
     offset = THEIRS + rng.randrange(OURS - length + 1)
     data = pattern(length, rng.randrange(1000))
@@ -139,7 +139,7 @@ async def kill_crowds(crowds: int, way: str, kind: str, transports: str, chance:
 async def open_asker(
     transports: str, access: ucp.Access = ucp.Access.ALL
 ) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Memory, ucp.ActiveMessages]]:
-    """An endpoint of a worker that speaks by itself, memory that it leads to, and the answers."""
+    """An endpoint that sends requests written by the test, the owner's memory, and the answers."""
     config = {"TLS": transports}
     async with (
         ucp.open_worker(config=config) as worker,  # without RMA: the id is free
@@ -160,7 +160,7 @@ def token_of(memory: ucp.Memory) -> bytes:
 
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
 async def test_an_owner_checks_every_request(transports: str) -> None:
-    """Token, range, rights, and the form of a request."""
+    """The owner checks the token, range, access rights and form of a request."""
     no_elem, invalid = 12, 7
     async with open_asker(transports) as (endpoint, memory, answers):
         token = token_of(memory)
@@ -206,7 +206,7 @@ async def test_an_owner_allows_no_more_than_it_said() -> None:
 
 @pytest.mark.parametrize("way", ["raw", "connection", "worker"])
 async def test_closed_memory_is_refused(way: str) -> None:
-    """What is under way goes on; what comes later is an error, and the connection stays."""
+    """Requests in flight go on; later ones are errors, and the connection stays."""
     async with open_between("tcp", way) as (endpoint, context):
         memory, other = context.register(bytearray(8)), context.register(buffer := bytearray(8 * MB))
         with endpoint.attach(memory.descriptor) as remote, endpoint.attach(other.descriptor) as large:
@@ -265,7 +265,7 @@ async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) ->
 
 
 async def test_long_copies_let_others_run() -> None:
-    """Of 256 MiB over shared memory: other tasks run meanwhile, and cancelling it frees the buffer at once."""
+    """While 256 MiB are copied over shared memory, other tasks run; cancelling the copy frees the buffer at once."""
     async with open_between("sm,self", "worker") as (endpoint, context):
         size = 256 * MB
         with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
@@ -310,7 +310,7 @@ async def test_a_descriptor_that_claims_more_than_is_mapped() -> None:
 
 @pytest.mark.parametrize(("transports", "way"), [("tcp", "connection"), ("tcp", "worker"), ("sm,self", "worker")])
 async def test_without_a_token(transports: str, way: str) -> None:
-    """The memory of a UCP program: UCX's puts and gets; an allocated one is mapped all the same."""
+    """Memory of a UCP program is reached by UCX's puts and gets; allocated memory is mapped all the same."""
     async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
         for memory in (owner.context.register(bytearray(MB)), owner.context.allocate(MB)):
             with memory, endpoint.attach(ucp.MemoryDescriptor(memory.address, MB, memory.rkey)) as remote:

@@ -1,4 +1,4 @@
-"""What ends a server, and what does not: a client that is lost is no reason, every other error is, as in Trio."""
+"""What ends a server: not the loss of a client, but every other error of a handler, as in Trio."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ async def test_of_a_group_only_the_own_loss_is_taken_out(worker: ucp.Worker, cap
 
 
 async def test_loss_beside_a_cancellation(worker: ucp.Worker) -> None:
-    """A handler that is cancelled while its client is lost ends as it was told to."""
+    """A handler that is cancelled while its client is lost ends as cancelled."""
     waiting = trio.Event()
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -263,7 +263,7 @@ async def test_loss_beside_a_cancellation(worker: ucp.Worker) -> None:
 
 
 async def test_broken_worker_ends_the_server() -> None:
-    """It is no client that was lost then."""
+    """When the worker breaks, the error is not taken for the loss of a client."""
     with pytest.raises(ExceptionGroup) as caught:
         with trio.fail_after(20):
             async with ucp.open_worker() as mine, ucp.open_worker() as theirs:
@@ -279,7 +279,7 @@ async def test_broken_worker_ends_the_server() -> None:
 
 
 async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> None:
-    """What reaches the client's memory, and atomics, are endpoints of their own: their errors say the same."""
+    """Remote memory and atomics use endpoints beside the connection's: their errors mean a lost client, too."""
     remote = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
     open_worker = partial(ucp.open_worker, config={"TLS": transports}, features=remote)
     async with open_worker() as mine, open_worker() as theirs:

@@ -1,4 +1,4 @@
-"""Shared memory that is not to be had, and what is left of it when processes are killed."""
+"""Shared memory that is not available, and what killed processes leave of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ print(json.dumps([found, number, log]))
 
 @attrs.frozen
 class Limits:
-    """A machine without some of its shared memory: namespaces of its own, and what is done in them."""
+    """A machine without some kinds of shared memory: namespaces, in which programs run."""
 
     name: str
     commands: str
@@ -196,7 +196,7 @@ def test_unread_messages_need_no_more_segments(size: int) -> None:
 
 
 async def test_peers_with_different_kinds() -> None:
-    """Each has what the other does not: over TCP, and an error for who insists."""
+    """Each has the kind that the other lacks: they use TCP, and ``shared_memory=True`` is an error."""
     one, other = Side(environment={"UCX_TLS": "tcp,sysv,self"}), Side(environment={"UCX_TLS": "tcp,posix,self"})
     (await meet(one, other)).assert_tcp()
     insists = attrs.evolve(one, options={"shared_memory": True})

@@ -15,7 +15,7 @@ from helpers import assert_lanes, open_peer, until
 from trio_ucx import ucp
 
 SIZES = [1000, 300_000, 4 * 2**20]
-#: Who opens an endpoint to whom.
+#: Which side opens an endpoint to the other.
 DIRECTIONS = ["ours", "theirs", "both"]
 
 
@@ -100,7 +100,7 @@ async def test_messages(program: Path, transports: str, mode: str, direction: st
 
 
 async def test_peers_of_ours_use_shared_memory(worker: ucp.Worker, transports: str) -> None:
-    """By ``bytes(address)``, which says how the peer is configured, or when the caller knows."""
+    """Because ``bytes(address)`` says how the peer is configured, or the caller does."""
     async with open_peer("raw_listener", transports=transports) as peer:
         _, address = await peer.hear()
         known = ucp.WorkerAddress(bytes.fromhex(address))
@@ -125,7 +125,7 @@ async def test_address_says_whether_its_worker_handles_errors() -> None:
 
 @pytest.mark.parametrize(("sends", "receives"), ["ny", "yn"])
 async def test_two_of_ours_with_different_options(sends: str, receives: str) -> None:
-    """One side was told to do without: both directions work, over TCP."""
+    """One side has MM_ERROR_HANDLING=n: both directions work, over TCP."""
     async with (
         ucp.open_worker(config={"MM_ERROR_HANDLING": sends}) as source,
         ucp.open_worker(config={"MM_ERROR_HANDLING": receives}) as target,

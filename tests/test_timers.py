@@ -1,4 +1,4 @@
-"""Timers that are armed anew just before the task runs that was woken by their last end."""
+"""Timers that are started again just before the task runs that their last expiry woke."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JustBefore(trio.abc.Instrument):
 
 @asynccontextmanager
 async def just_before(name: str, function: Callable[[], object]) -> AsyncIterator[None]:
-    """Leaves when the task has run that the block woke."""
+    """Returns when the task that was woken in the block has run."""
     instrument = JustBefore(name, function)
     trio.lowlevel.add_instrument(instrument)
     try:
@@ -60,7 +60,7 @@ async def just_before(name: str, function: Callable[[], object]) -> AsyncIterato
 
 @asynccontextmanager
 async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Worker, ucp.RequestChain]]:
-    """A request chain that tries something in vain so often."""
+    """A request chain whose condition fails so many times."""
     config = {"TLS": TRANSPORTS[1]}
     async with (
         ucp.open_worker(config=config, features=REMOTE) as owner,
@@ -94,7 +94,7 @@ async def test_short_delays_are_short() -> None:
 
 
 async def test_the_safety_net() -> None:
-    """It is asked to look soon, and must not take an earlier end of its timer for that."""
+    """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
     async with ucp.open_worker() as worker:
         net = worker._engine._net
         await trio.testing.wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""What UCX prints: it goes to the logger ``trio_ucx.ucx``, and never to stdout unless the user says so."""
+"""UCX's log goes to the logger ``trio_ucx.ucx``, and to stdout only if the user says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field that a peer sends: checked where it is decoded, for each frame there is, and harmless whatever it is."""
+"""Every field that a peer sends is checked where it is decoded, in every frame, and no value does harm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def width(format: str) -> int:
 
 
 def extremes(format: str, limits: tuple[int, int]) -> Iterator[int]:
-    """Values at the ends of what is allowed, and of what the field can carry; and some others."""
+    """Values at the limits of what is allowed, and of what the field can carry; and some others."""
     least, most = limits
     end = width(format)
     chance = random.Random(1)
@@ -48,7 +48,7 @@ def fields(frame: type[wire.Frame]) -> list[tuple[str, tuple[int, int]]]:
 
 
 def test_every_frame_has_limits_for_every_field() -> None:
-    """Anything that is added to the wire format gets them, or this fails."""
+    """A field that is added to the wire format must get limits, or this fails."""
     named = [thing for thing in vars(wire).values() if attrs.has(thing) and hasattr(thing, "kind")]
     assert sorted(frame.kind for frame in named) == sorted(wire._FRAMES)
     for frame in FRAMES:
@@ -76,7 +76,7 @@ def test_fields_of_control_frames(frame: type[wire.Frame]) -> None:
 
 
 def with_field(data: bytes, number: int, value: object) -> bytes:
-    """Facts with one field changed, and a checksum that is right again."""
+    """Facts with one field changed, and the checksum corrected."""
     values = list(facts._FACTS.unpack_from(data))
     values[number] = value
     body = facts._FACTS.pack(*values) + data[facts._FACTS.size : -4]
@@ -175,7 +175,7 @@ def test_fields_of_other_frames(is_client: bool) -> None:
 
 
 def test_process_ids_in_addresses() -> None:
-    """Those of peers, which come by whatever means."""
+    """Process ids in the addresses and descriptors of peers are checked, too."""
     for pid in (2**22 + 1, 2**31, 2**32 - 1):
         address = ucp.WorkerAddress.from_ucx(ALL, process=attrs.evolve(some_facts().host.process, pid=pid))
         with pytest.raises(ValueError, match="process"):

@@ -75,7 +75,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended: it was closed or aborted here, the peer has closed it, or the peer is lost.
+        """Whether the connection has ended: it was closed or aborted here, the peer has closed it, or the peer is lost.
 
         What had arrived from a peer that closed or was lost can still be received.
         """
@@ -511,10 +511,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_closed(self) -> None:
-        """Waits until it has ended, from whichever side (:attr:`closed`), without receiving anything.
+        """Waits until either side has ended the connection (:attr:`closed`), without receiving anything.
 
-        After an :meth:`aclose` that was cancelled, it waits for the close that goes on in the background. Any number of
-        tasks may wait.
+        After a cancelled :meth:`aclose` it waits for the close that goes on in the background. Any number of tasks may
+        wait.
 
         Cancellation: nothing happens.
         """

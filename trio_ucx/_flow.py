@@ -22,14 +22,14 @@ from typing import Protocol
 
 from ._wire import ProtocolError
 
-#: What an unread message costs us besides its payload: objects of ours. Measured: 240 to 290 bytes for the only one of
-#: a lane, 75 to 110 for one of many.
+#: What an unread message of up to LONGEST_SMALL costs besides its payload: Python objects. Measured: 240 to 290 bytes
+#: for the only message of a tag queue, 75 to 110 for one of many.
 MESSAGE_OVERHEAD = 288
-#: The same for one that is longer than LONGEST_SMALL.
+#: What a longer one costs besides its payload.
 LARGE_OVERHEAD = 512
 LONGEST_SMALL = 1024
-#: The same, and what UCX keeps of an announced message: one receive segment of shared memory (8,256 bytes), less over
-#: tcp.
+#: What a message costs in all that stays with its sender: the objects, and UCX's buffer with its announcement, which is
+#: one receive segment of shared memory (8,256 bytes), less over TCP.
 ANNOUNCEMENT = 8960
 
 #: Lanes whose last message is remembered before those are forgotten that the peer has.

@@ -223,7 +223,7 @@ def connect(
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
-        worker: where the connection shall live; by default the run's shared worker.
+        worker: the worker of the connection; by default the run's shared worker.
         connect_timeout: seconds for the look-up of the name, the control socket, the exchange and the greeting over UCX
             together.
         close_timeout: seconds that closing may take.
@@ -303,16 +303,16 @@ async def open_ucx_listeners(
         port: 0 chooses a free one.
         host: a name or address of this machine; None is every interface, IPv4 and IPv6. ``"unix:/path"``, with port 0,
             is a Unix socket; its file's permissions decide who can connect.
-        worker: where the connections shall live; by default the run's shared worker.
+        worker: the worker of the connections; by default the run's shared worker.
         backlog: connections that may wait to be accepted; more clients are turned away. None is 1024.
-        connect_timeout: seconds that a client has for the exchange and its greeting over UCX.
+        connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
         authkey: a secret that clients must have, too.
         ssl_context: runs the exchanges under TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
         isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
             writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
-            descriptors, and 10 ms to open, during which the program stands still.
+            descriptors, and 10 ms to open, during which the program is blocked.
 
     Cancellation: no listener is left behind.
 
@@ -392,10 +392,10 @@ async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
 
 
 def split_loss(connection: Connection, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
-    """Tells the errors that a connection raised because its peer was lost from all others.
+    """Separates the errors that a connection raised because its peer was lost from all others.
 
     Returns:
-        The first of these, and what is left of ``error`` without them: each None if there is nothing.
+        The first of these errors, and what is left of ``error`` without them; each is None if there is nothing.
     """
     core = connection._link.core
     if core.engine.broken is not None:
@@ -426,12 +426,13 @@ async def serve_ucx(
 ) -> None:
     """Listens, and runs ``handler(connection)`` in a task for each client, as ``trio.serve_tcp`` does over TCP.
 
-    A handler that returns has its connection closed gracefully, one that raises by force.
+    When a handler returns, its connection is closed gracefully; when it raises, by force.
 
-    A ``trio.BrokenResourceError`` that a handler does not catch, and that this handler's own connection raised, says
-    that one client was lost: it is logged (logger ``trio_ucx``, level INFO), and the server goes on. It is taken out of
-    exception groups, too. Every other exception ends the server, as in Trio: one of another connection that the handler
-    uses, ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception raised from a lost client's.
+    A ``trio.BrokenResourceError`` of a handler's own connection, which the handler does not catch, says that this
+    client was lost: it is logged (logger ``trio_ucx``, level INFO), and the server goes on. It is removed from
+    exception groups, too. Every other exception ends the server, as in Trio: an error of another connection that the
+    handler uses, ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception that was raised from a lost
+    client's.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
@@ -461,6 +462,6 @@ async def serve_ucx(
             except trio.BrokenResourceError as error:
                 logger.info("%r: %s", connection, error)
         if rest is not None:
-            raise rest  # from here, so that what is left out is not its context
+            raise rest  # outside the except block, so that the removed errors are not its context
 
     await trio.serve_listeners(handle, listeners, handler_nursery=handler_nursery, task_status=task_status)

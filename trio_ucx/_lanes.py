@@ -46,7 +46,7 @@ class Message:
 
     def __init__(self, lane: Lane, handle: int, length: int) -> None:
         self.lane = lane
-        #: Whether UCX has all of it, as far as that is known.
+        #: Whether UCX is known to have the whole message.
         self.whole = False
         self.handle = handle
         self.length = length
@@ -123,7 +123,7 @@ class Mover(Protocol):
         Sets its state to READY if that is done at once, else to MOVING, and calls ``lane.moved`` later.
 
         Raises:
-            MemoryError: there is no fresh memory for it; it stays HELD.
+            MemoryError: there is not enough memory; the message stays HELD.
         """
 
     def run_consumed(self, length: int, count: int) -> None:
@@ -151,9 +151,9 @@ AHEAD = 8
 FRESH_AHEAD = 2**24
 
 
-#: What an empty deque is replaced by: one takes 600 bytes, and a peer can make us open a lane with an empty message.
+#: Used instead of an empty deque, which takes 600 bytes: a peer can make us open a tag queue with an empty message.
 _NOTHING: Any = ()
-#: Runs and messages are in a list up to this many of them, for the same reason.
+#: Up to so many runs or messages are kept in a list rather than a deque, for the same reason.
 _FEW = 8
 
 
@@ -195,8 +195,8 @@ class Lane:
         """A message arrived.
 
         Args:
-            whole: whether UCX has all of it; False if it stays with its sender until it is received, None if that is
-                not known. Unless it is False, the message goes to memory of ours if no receive is there for it.
+            whole: whether UCX has the whole message; False if it stays with its sender until it is received, None if
+                that is not known. Unless it is False, a message without a receive is moved to memory of ours.
         """
         message = Message(self, handle, length)
         message.whole = whole is True
@@ -209,7 +209,7 @@ class Lane:
             try:
                 self.mover.move(message, None)
             except MemoryError:
-                return  # UCX keeps it until it is received
+                return  # UCX keeps the message until it is received
             self.settle()
 
     def run_arrived(self, run: Run) -> None:
@@ -239,7 +239,7 @@ class Lane:
             later.append(run)
 
     def next_run(self) -> None:
-        """The first run is used up."""
+        """Goes on to the next run: the first one is used up."""
         if self._later_runs:
             self.run = self._later_runs[0]
             del self._later_runs[0]
@@ -434,7 +434,7 @@ class Lane:
         return True
 
     def _no_memory(self, message: Message, cause: MemoryError) -> bool:
-        """There is no memory for the first message, which is dropped; a piece of the byte stream stays."""
+        """Not enough memory for the first message: drops it, unless it is a piece of the byte stream."""
         fate = "it can be read again" if self.sequential else "it was dropped; receive_into takes a buffer of yours"
         error = MemoryError(f"there is no memory for a message of {message.length} bytes: {fate}")
         error.__cause__ = cause
@@ -445,7 +445,7 @@ class Lane:
         return True
 
     def _drop_first(self, error: Exception) -> None:
-        """The first receive cannot have the first message, and nobody else gets that."""
+        """Drops the first message, and ends the first receive with an error."""
         message = self.messages[0]
         del self.messages[0]
         self._finish(self.receives[0], Error(error))
@@ -477,7 +477,7 @@ class Lane:
                 try:
                     self._move(message, receive)
                 except MemoryError:
-                    return  # said when it is its turn
+                    return  # raised when its turn comes
                 if self._again:
                     return  # things may have changed
 
@@ -498,7 +498,7 @@ class Lane:
         self.mover.consumed(message)
 
     def _finish(self, receive: Receive, result: outcome.Outcome[Any]) -> None:
-        """Takes a receive out of the queue, and ends it. What else may fail comes before that, or after it."""
+        """Removes a receive from the queue, and ends it. Anything else that may fail is done before or after that."""
         if self.receives[0] is receive:
             self.receives.popleft()
         else:

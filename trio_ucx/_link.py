@@ -54,7 +54,7 @@ class ControlSocket(Protocol):
     """Tells the peer, and us, that the other side has gone."""
 
     def abort(self, sent: int = 0) -> None:
-        """Tells the peer that we close by force, after so many messages, and closes."""
+        """Tells the peer that this side closes by force, after so many messages over UCX, and closes the socket."""
 
     def close(self) -> None:
         """Closes."""
@@ -86,7 +86,7 @@ class Link(Session):
         self.remote_address: tuple[str, int] | None = None
         #: Takes the endpoint of a connection that was closed gracefully.
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
-        #: Called when it has been closed.
+        #: Called when the link has been closed.
         self.on_closed: Callable[[], None] | None = None
         #: Whether the endpoint is not closed by force at once (see Lingering); over a network, not over shared memory.
         self.lingers = False
@@ -185,7 +185,7 @@ class Link(Session):
             if self.core.error is None:
                 self.core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
             self.engine.settle()
-        except Exception as error:  # those who sent these messages have gone on
+        except Exception as error:  # the sends of these messages have returned already
             self.internal_error(error)
 
     def check_memory(self, pins: Pinned) -> None:
@@ -201,8 +201,8 @@ class Link(Session):
         try:
             post_bytes_send(self.core, wire.encode_frame(frame), (self.peer_id << 32) | wire.CONTROL)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
-            pass  # the connection's failure is told elsewhere
-        except Exception as error:  # a peer that waits for this frame would wait for ever
+            pass  # the failure of the connection is reported elsewhere
+        except Exception as error:  # else a peer that waits for this frame would wait for ever
             self.internal_error(error)
 
     async def wait_room(self, lane: int) -> None:
@@ -214,7 +214,7 @@ class Link(Session):
     def message_came(self, lane: int, handle: int, length: int) -> None:
         """The engine's delivery calls this."""
         try:
-            if lane == wire.CONTROL:  # control frames are so small that they are received in C
+            if lane == wire.CONTROL:  # control frames are so small that C code receives them
                 raise wire.ProtocolError(f"a control frame of {length} bytes")
             self.announced(lane, length)
         except wire.ProtocolError as error:
@@ -319,11 +319,11 @@ class Link(Session):
             raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.core.origin)
 
     def lost(self) -> None:
-        """What the endpoint calls when it has failed. Never raises."""
+        """Called by the endpoint when it has failed. Never raises."""
         if not contained(super().lost) and self.core.error is not None:
             self.end_waits(self.broken(f"the connection to {self.core.label} broke: {self.core.error}"))
         if self.control_socket is not None:
-            contained(self.control_socket.abort)  # messages cannot get through any more: the peer need not wait
+            contained(self.control_socket.abort)  # nothing can arrive over UCX any more: the peer need not wait for it
 
     def internal_error(self, error: BaseException) -> None:
         report(f"an internal error of trio_ucx, in the connection to {self.core.label}, which ends", error)
@@ -346,12 +346,12 @@ class Link(Session):
         return True
 
     def queue_stopped(self, error: UCXError) -> None:
-        """Nothing arrives over shared memory any more: its endpoint has failed, if it uses that."""
+        """The worker's shared-memory queue has stopped. An endpoint that uses it has failed already."""
 
     def control_said(self, event: object) -> None:
-        """The peer said something on the control socket: that can only be ABORT.
+        """An event from the control socket; after the exchange that can only be ABORT.
 
-        Messages that it had sent before may still be on their way over UCX: waits for them, for a moment.
+        Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
         """
         self._aborted = True
         sent: int = getattr(event, "sent", 0)
@@ -374,7 +374,7 @@ class Link(Session):
         """The peer's end of the control socket was closed, or its host does not answer.
 
         Args:
-            cause: an exception of our own code, if that is why it cannot be heard.
+            cause: the internal error that ended the control socket, if one did.
         """
         if cause is not None:
             self.internal_error(cause)

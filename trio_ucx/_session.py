@@ -138,7 +138,7 @@ class Session:
         raise NotImplementedError
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code: ends the connection, and no other. Never raises."""
+        """Ends the connection, and no other, after an exception in our own code. Never raises."""
         raise NotImplementedError
 
     def peer_left(self) -> None:
@@ -342,14 +342,14 @@ class Session:
             self._acknowledge()
 
     def take_small(self, lane: Lane, limit: int) -> bytes | None:
-        """The first message of a lane that has a run, if it is not longer than ``limit``."""
+        """Takes the first message of a tag queue that has packed messages, if it is not longer than ``limit``."""
         data = lane.take_small(limit)
         if data is not None:
             self.run_consumed(len(data), 1)
         return data
 
     def take_run(self, lane: Lane) -> bytes:
-        """A whole run, of a lane that has one."""
+        """Takes a whole run of packed messages, from a tag queue that has one."""
         run = lane.run
         assert run is not None
         lane.next_run()
@@ -467,7 +467,7 @@ class Session:
         self.changed()
 
     def end_waits(self, error: Exception) -> None:
-        """Whoever still waits gets this error, where the rules could not be carried out. Never raises."""
+        """Ends all waits with this error, because the session cannot go on. Never raises."""
         for lane in list(self.lanes.values()):
             for receive in list(lane.receives):
                 contained(lane.give_up, receive, error)

@@ -25,12 +25,13 @@ CONTROL = 2**31
 STREAM = 2**31 + 1
 BATCH = 2**31 + 2
 
-#: A smaller window holds hardly any message.
+#: The least window: a smaller one would hold hardly any message.
 MIN_WINDOW = 4096
 MAX_WINDOW = 2**62
-#: The least threshold from which on messages stay with their sender (UCX's RNDV_THRESH): control frames must not.
+#: The least threshold from which on messages stay with their sender (UCX's RNDV_THRESH). Control frames must be
+#: shorter.
 MIN_THRESHOLD = 64  # more than MAX_FRAME
-#: The numbers of endpoints have 16 bits in UCX.
+#: The greatest number of an endpoint: UCX has 16 bits for it.
 MAX_NUMBER = 0xFFFF
 
 #: A run of messages in a batch: their lane, the length of each, their number; then the messages.
@@ -57,7 +58,7 @@ def is_connection_id(number: int) -> bool:
 
 
 def check_lane(lane: int) -> None:
-    """Refuses a lane that is neither the user's nor the byte stream's.
+    """Refuses a tag queue that is neither the user's nor the byte stream's.
 
     Raises:
         ProtocolError: it is reserved.
@@ -83,7 +84,7 @@ class Grant:
     received: int
     kind: ClassVar[int] = 1
     format: ClassVar[str] = "<BQQ"
-    #: Of each frame: what each field may be, least and most.
+    #: The least and the greatest value of each field, by frame.
     limits: ClassVar[Limits] = ((1, MAX_WINDOW), _COUNT)
 
 
@@ -166,7 +167,7 @@ def decode_frame(data: bytes) -> Frame:
     """Reads a control frame.
 
     Raises:
-        ProtocolError: it is none, or a field is out of range.
+        ProtocolError: it is not a control frame, or a field is out of range.
     """
     cls = _FRAMES.get(data[0]) if data else None
     if cls is None or len(data) != struct.calcsize(cls.format):

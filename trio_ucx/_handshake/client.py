@@ -157,7 +157,7 @@ class Connecting:
         control.start()
 
     async def _refuse(self, stream: ControlStream, exchange: Exchange, reason: str) -> None:
-        """Tells the server why there will be no connection, if it can still be told."""
+        """Sends the server the reason why there will be no connection, if the control socket still takes it."""
         exchange.refuse(reason)
         try:
             await stream.send_all(exchange.data_to_send())

@@ -29,9 +29,9 @@ class ControlSocket:
     """One connection's control socket.
 
     Args:
-        on_event: takes what the peer says.
-        on_lost: takes why the peer cannot be heard any more, and the exception of our own code that is the reason, if
-            there is one. Called once, with the last event or without any.
+        on_event: called with each event from the peer.
+        on_lost: called once, after the last event, with the reason why no more events can come, and with the internal
+            error behind it, if there is one.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ControlSocket:
         self._sockets.peer_may_have_died()
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code, reading it: its connection ends, and no other. Never raises."""
+        """An exception in our own code while the socket was read: ends its connection, and no other. Never raises."""
         contained(self._lose, f"an internal error of trio_ucx: {error!r}", error)
 
     def flush(self) -> None:
@@ -112,7 +112,7 @@ class ControlSocket:
             pass  # the peer has gone, which the next look at the socket shows
 
     def abort(self, sent: int = 0) -> None:
-        """Tells the peer that we close by force, after so many messages, and closes."""
+        """Tells the peer that this side closes by force, after so many messages over UCX, and closes the socket."""
         if self._socket is not None:
             self.exchange.abort(sent)
             self.flush()

@@ -52,7 +52,7 @@ _CODE = hashlib.sha256().digest_size
 
 #: No frame is longer. (Worker addresses take some kilobytes on machines with many RDMA ports.)
 MAX_FRAME = 1 << 17
-#: How many messages a peer may say that it has sent.
+#: The largest number of sent messages that a peer may name.
 MAX_SENT = 2**62
 #: After how many declined numbers the two give up.
 MAX_DECLINED = 64
@@ -162,7 +162,7 @@ class Aborted:
     """ABORT came.
 
     Attributes:
-        sent: how many messages the peer had sent over UCX. They may come later than ABORT.
+        sent: how many messages the peer had sent over UCX. They may arrive after ABORT.
     """
 
     sent: int = 0
@@ -296,7 +296,7 @@ class Exchange:
         self.state = State.OPENED
 
     def abort(self, sent: int = 0) -> None:
-        """Says that we close by force, after so many messages over UCX."""
+        """Makes ABORT: this side closes by force, after so many messages over UCX."""
         if self.state in (State.GREETING, State.OPENED):
             self._send(Kind.ABORT, _SENT.pack(sent))
         self.state = State.ENDED
@@ -453,7 +453,7 @@ class Exchange:
     def _facts(self, body: bytes) -> Facts:
         try:
             facts = Facts.decode(body)
-        except ProtocolError as error:  # an option that is unusual perhaps, which the peer should hear of
+        except ProtocolError as error:  # an unusual option, perhaps: the peer should get the reason
             raise Refusal(str(error)) from error
         self.peer_software = facts.software
         return facts

@@ -16,11 +16,11 @@ from ..ucp._process import MAX_PID, Host, Process
 
 #: No worker address is longer.
 MAX_ADDRESS = 48_000
-#: What numbers that are only compared may be: anything.
+#: The range of numbers that are only compared: any value.
 _ANY8, _ANY32, _ANY64 = (0, 2**8 - 1), (0, 2**32 - 1), (0, 2**64 - 1)
 
-#: The fields, in their order: what each is, its format, and the least and the most that it may be (None: it is no
-#: number). The addresses and the software follow, and the checksum of everything.
+#: The fields, in their order: name, format, and the least and the greatest value (None: not a number). The addresses,
+#: the software and the checksum of everything follow.
 FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("connection id", "I", (2**31, 2**32 - 1)),
     ("window", "Q", (MIN_WINDOW, MAX_WINDOW)),
@@ -173,7 +173,7 @@ class Facts:
 
 
 def _checked(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The fields of some facts, if each is in its range."""
+    """Returns the fields of packed facts, after checking the range of each."""
     for value, (name, _, limits) in zip(values, FIELDS, strict=True):
         if limits is not None and not limits[0] <= value <= limits[1]:
             raise ProtocolError(
@@ -188,7 +188,7 @@ class Reach:
 
     facts: Facts
     uid: int
-    #: Which kinds it has.
+    #: The kinds of shared memory that it has.
     shared_memory: frozenset[str]
     has_network: bool
     #: Where its TCP transport listens.

@@ -69,7 +69,7 @@ class Registry:
 
     @property
     def current(self) -> Registry:
-        """The registry for new connections: this one, or a successor's if UCX stopped its queue or a data port."""
+        """The registry for new connections: this one, or a successor's if its queue or a data port has stopped."""
         return self._first(lambda engine: True)
 
     def _first(self, suits: Callable[[Engine], bool]) -> Registry:
@@ -115,7 +115,7 @@ def _network_address(engine: Engine) -> bytes:
 
 
 def _plain_host(address: Address) -> str | None:
-    """The host of a control socket's end, an IPv4 one as such; None for a Unix socket."""
+    """The host of a control socket's end, with IPv4-mapped addresses as IPv4; None for a Unix socket."""
     if address is None or address[0].startswith("unix:"):
         return None
     host = address[0].partition("%")[0]
@@ -145,7 +145,7 @@ class Introduction:
         #: The Link, once the peers have greeted each other.
         self.answer = Signal()
         self.control: ControlSocket | None = None
-        #: Closes the worker that the connection has for itself.
+        #: Closes the connection's own worker (``isolate=True``).
         self._end_isolation: Callable[[], None] | None = None
         self._core: EndpointCore | None = None
         self._ours: Facts | None = None
@@ -172,7 +172,7 @@ class Introduction:
     # ---- the exchange ----
 
     def find_numbers(self, facts: Facts) -> None:
-        """For the server, before it says anything about itself: goes to a worker that still has numbers for this peer.
+        """Moves to a worker that still has numbers for this peer. For the server, before it sends its facts.
 
         Raises:
             ProtocolError: what the peer says about itself is nonsense.
@@ -180,14 +180,14 @@ class Introduction:
         self._move(self.registry.toward(Reach.of(facts).uid))
 
     def isolate(self) -> None:
-        """For the server, before it says anything about itself: goes to a worker of its own."""
+        """Moves to a worker of its own. For the server, before it sends its facts."""
         owner = self.registry.worker
         worker = owner._open_isolated()
         self._end_isolation = lambda: owner._close_isolated(worker)
         self._move(Registry.of(worker))
 
     def leave_stopped_worker(self) -> None:
-        """For the client, before it says anything about itself."""
+        """Moves to a worker whose queue has not stopped. For the client, before it sends its facts."""
         self._move(self.registry.current)
 
     def _move(self, registry: Registry) -> None:
@@ -378,14 +378,14 @@ class Introduction:
         self.fail(error)
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code: there will be no connection. Never raises."""
+        """An exception in our own code: ends the attempt to connect. Never raises."""
         report(f"an internal error of trio_ucx, while connecting with {self.label}", error)
         failure = ConnectionError(errno.EIO, f"connecting with {self.label}: an internal error of trio_ucx: {error!r}")
         failure.__cause__ = error
         contained(self.fail, failure)
 
     def queue_stopped(self, error: UCXError) -> None:
-        """Nothing arrives over shared memory any more: see :mod:`ucp._receive_queue`."""
+        """The worker's shared-memory queue has stopped: see :mod:`ucp._receive_queue`."""
         if self._ours is not None and self._core is None and (self._theirs is None or self._shared_memory):
             self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 

@@ -84,13 +84,13 @@ class Client:
 
 
 class Acceptor:
-    """What is behind a Listener: clients on their way to a Connection.
+    """Accepts clients for a Listener: runs their exchanges until they are Connections.
 
     Args:
-        listener: takes the control sockets.
+        listener: accepts the control sockets.
         timeout: seconds that a client has for the exchange.
         backlog: connections that may wait to be accepted.
-        on_close: called when it is closed.
+        on_close: called when the acceptor is closed.
         isolate: whether each connection has a worker of its own.
     """
 
@@ -138,7 +138,7 @@ class Acceptor:
         return len(self._ready)
 
     def _unclosed(self) -> None:
-        """The worker closes."""
+        """Called when the worker closes before the listener was closed."""
         warn_resource(f"unclosed <trio_ucx.Listener at {self.address}>, closed with its worker")
         self.close()
 
@@ -319,12 +319,12 @@ class Acceptor:
                 raise ProtocolError(f"it said {type(event).__name__}")
 
     def _check_room(self, more: int = 0) -> None:
-        """Refuses a client that there is no room for.
+        """Refuses a client for which there are not enough descriptors.
 
         Args:
-            more: descriptors that it needs besides those of one endpoint.
+            more: descriptors that the client needs besides those of one endpoint.
 
-        UCX must never run out of descriptors: its TCP stops listening at the first accept() that fails.
+        UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
 
         Raises:
             ProtocolError: with the reason for the client.

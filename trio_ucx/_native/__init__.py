@@ -44,18 +44,18 @@ class UCXLibrary:
 
     @property
     def release(self) -> str:
-        """The version at run time as UCX writes it, as in ``"1.22.0"``."""
+        """The version at run time as UCX writes it: ``"1.22.0"``, for instance."""
         return ".".join(map(str, self.version))
 
 
-#: What UCX does to the process while it is loaded, unless the user chose: it would install handlers for SIGSEGV, SIGHUP
-#: and others, and print to stdout. (Where it logs from then on: ``log.c``.)
+#: UCX's options while it is loaded, unless the user chose others. With its own defaults it would install handlers for
+#: SIGSEGV, SIGHUP and others, and print to stdout. (For its log from then on see ``log.c``.)
 _WHILE_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_FILE": "stderr"}
 
 
 @contextlib.contextmanager
 def _unobtrusive() -> Iterator[None]:
-    """Has UCX loaded without effects on the process; leaves the environment as it was."""
+    """While UCX is loaded in this block, it has no effect on the process. Restores the environment."""
     before = {name: os.environ.get(name) for name in _WHILE_LOADING}
     for name, value in _WHILE_LOADING.items():
         if not before[name]:
@@ -112,7 +112,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     compiled = (numbers[0], numbers[1])
     library = UCXLibrary(version, compiled, ffi.string(lib.tu_library_file()).decode(), system)
     check_versions(library)
-    if not os.environ.get("UCX_LOG_FILE"):  # else the user has said where the lines go
+    if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()
     return lib, ffi, library
 
@@ -129,10 +129,10 @@ def _built_for_system() -> bool:
 
 
 def check_versions(library: UCXLibrary) -> None:
-    """Refuses a UCX that does not fit.
+    """Refuses a UCX of a wrong version.
 
     Raises:
-        ImportError: it is too old, or of another major version than the headers that trio_ucx was compiled with.
+        ImportError: UCX is too old, or of another major version than the headers that trio_ucx was compiled with.
     """
     major = library.compiled_version[0]
     if library.version[:2] < MINIMUM_UCX or library.version[0] != major:

@@ -12,7 +12,7 @@ CData = Any
 
 class FFI(Protocol):
     NULL: CData
-    #: What the C library's ``errno`` was after the last call.
+    #: The C library's ``errno`` after the last call.
     errno: int
 
     def new(self, cdecl: str, init: Any = None, /) -> CData: ...

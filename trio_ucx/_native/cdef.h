@@ -11,7 +11,7 @@ typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
 typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
 typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
-typedef struct tu_served tu_served_t;  /* memory that peers reach by messages: serve.c */
+typedef struct tu_served tu_served_t;  /* memory that peers get and put by messages: serve.c */
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
 #define TU_RECORD_FIELDS 6
@@ -21,7 +21,7 @@ typedef struct tu_served tu_served_t;  /* memory that peers reach by messages: s
 #define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
 #define TU_RECORD_AM 4         /* id: the queue of active messages is no longer empty */
 #define TU_RECORD_STREAM 5     /* id, length, pointer: an endpoint received a piece of its stream */
-#define TU_RECORD_UNUSED 8     /* memory that was closed while peers used it is used no more */
+#define TU_RECORD_UNUSED 8     /* no request uses closed memory any more */
 #define TU_RECORD_CUT 6        /* id, status: an endpoint is to be closed for what it sent */
 #define TU_RECORD_RUN 7        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
                                   each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
@@ -160,7 +160,7 @@ int tu_readable(int fd);
 /* log.c */
 typedef struct tu_log_line {
     int level;                 /* a ucs_log_level_t */
-    unsigned number;           /* in the file of UCX's sources that wrote it */
+    unsigned number;           /* the line in UCX's source file */
     const char *file;
     const char *function;
     const char *text;
@@ -293,10 +293,10 @@ int tu_worker_fence(tu_worker_t *worker);
 #define TU_TOKEN_SIZE 16
 #define TU_EAGER_GET 98304
 
-/* How remote memory is reached. */
+/* The way to remote memory. */
 typedef struct tu_way {
-    char *local;               /* by load and store; NULL: not */
-    int messages;              /* by messages to its owner, with the token */
+    char *local;               /* its address in this process; NULL: not mapped */
+    int messages;              /* whether messages to its owner reach it, with the token */
     char token[16];
     uint64_t length;
 } tu_way_t;
@@ -378,7 +378,7 @@ typedef struct tu_chain tu_chain_t;
 #define TU_CHAIN_WAITING 0     /* not begun */
 #define TU_CHAIN_POSTED 1      /* UCX has it, or a flush after it */
 #define TU_CHAIN_DONE 2
-#define TU_CHAIN_SKIPPED 3     /* what follows here is an error */
+#define TU_CHAIN_SKIPPED 3     /* the states after this one are errors */
 #define TU_CHAIN_FALSE 4
 #define TU_CHAIN_NOT_EVALUATED 5
 #define TU_CHAIN_OUT_OF_BOUNDS 6

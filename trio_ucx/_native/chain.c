@@ -404,7 +404,7 @@ uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_repo
     return size;
 }
 
-/* How many requests have failed in the last run, or were cancelled. */
+/* The number of requests that failed in the last run, or were cancelled. */
 uint32_t tu_chain_errors(const tu_chain_t *chain)
 {
     return chain->errors;

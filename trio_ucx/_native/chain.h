@@ -41,7 +41,7 @@ typedef struct tu_node {
     uint32_t target;
     int continuing;            /* a node of a list was read, and the next one is to be */
     int arrived;               /* one was, and what is to be done with it depends on what runs again */
-    int stored;                /* a put that is known to have happened when it is over */
+    int stored;                /* a put that has happened at the owner when it completes */
     int flushing;              /* a put that was written */
     int flushed;               /* one that is known to have happened */
     int landing;               /* UCX is done with it, and what follows has not happened yet */
@@ -62,7 +62,7 @@ typedef struct tu_target {
     tu_rkey_t *rkey;
     uint64_t address;
     uint64_t length;
-    tu_way_t way;              /* to the memory, where not by UCX's puts and gets */
+    tu_way_t way;              /* to the memory, unless UCX's puts and gets are used */
     unsigned atomics;          /* so many of its endpoint's may be under way */
     int written;               /* by puts that no flush has followed */
     int flushing;
@@ -96,7 +96,7 @@ struct tu_chain {
     uint64_t *ready;           /* bits: what may begin */
     uint32_t cursor;           /* behind the request that was begun last: the search goes on there */
     uint32_t unfinished;
-    uint32_t errors;           /* requests that have failed, or were cancelled */
+    uint32_t errors;           /* requests that failed, or were cancelled */
     uint32_t in_flight;        /* requests and flushes that UCX has */
     uint32_t lost;             /* more, of which UCX may never say anything */
     uint64_t wake_at;          /* when a delayed request may begin; 0: none waits */
@@ -115,7 +115,7 @@ static inline int tu_state_is_error(int state)
     return state > TU_CHAIN_SKIPPED;
 }
 
-/* Lets a request be in another state, and counts those that have failed. */
+/* Sets the state of a request, and counts failed ones. */
 static inline void tu_node_set_state(tu_node_t *node, int state)
 {
     node->chain->errors += (uint32_t)tu_state_is_error(state) - (uint32_t)tu_state_is_error(node->state);

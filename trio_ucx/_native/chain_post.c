@@ -198,7 +198,7 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Reads or writes without UCX's puts and gets, where that is possible. It has happened at the owner when it is over. */
+/* Reads or writes without UCX's puts and gets, where possible. When it completes, it has happened at the owner. */
 static int transfer(tu_node_t *node, const tu_target_t *target, int put, char *buffer, int memory)
 {
     tu_transfer_t *transfer;
@@ -208,7 +208,7 @@ static int transfer(tu_node_t *node, const tu_target_t *target, int put, char *b
         return 0;
     }
     node->stored = put;
-    node->state  = TU_CHAIN_POSTED; /* now: it may be over inside the call */
+    node->state  = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
     node->chain->worker->counts.chain_requests++;
     status = tu_transfer_begin(target->endpoint, &target->way, put, buffer, node->length, memory, node->place, 1,

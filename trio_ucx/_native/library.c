@@ -73,8 +73,8 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
     return timerfd_settime(fd, 0, &spec, NULL);
 }
 
-/* Whether the timer has ended since it was started last, or since this was asked; then it stops being readable. One that
- * somebody has started anew meanwhile goes on. */
+/* Whether the timer has expired since it was last started, or since the last call of this function; then it stops being
+ * readable. A timer that was started again meanwhile goes on. */
 int tu_timer_ended(int fd)
 {
     uint64_t times;
@@ -118,7 +118,7 @@ int tu_probe_sysv(size_t one, size_t other)
     return error;
 }
 
-/* How many descriptors are left, up to `wanted` (at most TU_DESCRIPTORS); with fewer, errno says why. */
+/* The number of descriptors that can be opened, up to `wanted` (at most TU_DESCRIPTORS); if fewer, errno says why. */
 int tu_descriptors_left(int wanted)
 {
     int taken[TU_DESCRIPTORS];

@@ -15,9 +15,9 @@
 
 #include <ucs/debug/log_def.h>
 
-/* Kept at most; the lines after that are counted, and lost. */
+/* Bytes of lines that are kept at most; later lines are lost, and counted. */
 #define LOG_BYTES (16 * 1024 * 1024)
-/* UCX waits so long, in nanoseconds, until an error was logged: it may be about to end the process. */
+/* Nanoseconds that UCX waits for an error to be logged, as it may be about to end the process. */
 #define ERROR_PATIENCE 20000000
 
 extern ucs_status_t ucs_global_opts_get_value(const char *name, char *value, size_t max);
@@ -30,16 +30,16 @@ typedef struct line {
 
 static struct {
     pthread_mutex_t mutex;
-    pthread_cond_t came;       /* a line, or the reader is to end */
-    pthread_cond_t logged;     /* everything that was there is */
+    pthread_cond_t came;       /* a line has come, or the reader shall end */
+    pthread_cond_t logged;     /* all lines have been logged */
     line_t *first;
     line_t **last;
     size_t bytes;
     uint64_t lost;
-    unsigned reader;           /* the number of the one that takes lines; 0: none does */
+    unsigned reader;           /* the number of the thread that takes lines; 0: none */
     unsigned readers;
-    int reading;               /* the reader is logging what it took */
-    int patient;               /* whether it keeps up, so that errors may wait for it */
+    int reading;               /* the reader is logging the line that it took */
+    int patient;               /* whether the reader keeps up, so that errors may wait for it */
     int trigger;               /* UCX ends the process at a line of this level */
     char files[256];           /* UCX_LOG_FILE_FILTER */
 } self = {
@@ -61,7 +61,7 @@ static const char *level_name(int level)
     return level == UCS_LOG_LEVEL_PRINT ? "PRINT" : level < UCS_LOG_LEVEL_LAST ? ucs_log_level_names[level] : "?";
 }
 
-/* To stderr, where a line goes that nobody can log. */
+/* Writes a line to stderr, when it cannot be logged. */
 void tu_log_print(const tu_log_line_t *line)
 {
     dprintf(STDERR_FILENO, "%s:%u UCX %s %s\n", base_name(line->file), line->number, level_name(line->level),
@@ -82,7 +82,7 @@ static void wait_until_logged(void)
     }
 }
 
-/* Whether it was kept. */
+/* Returns whether the line was kept. */
 static int keep(const tu_log_line_t *line)
 {
     size_t length = strlen(line->text) + 1;
@@ -135,7 +135,7 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     return UCS_LOG_FUNC_RC_STOP;
 }
 
-/* The child has the thread that forked, and no other. */
+/* In a forked child only the thread exists that forked. */
 static void after_fork(void)
 {
     pthread_mutex_init(&self.mutex, NULL);
@@ -149,7 +149,7 @@ static void after_fork(void)
     self.reading = 0;
 }
 
-/* UCX's lines come here from now on. */
+/* From now on UCX's lines come here. */
 void tu_log_begin(void)
 {
     char name[32] = "";
@@ -170,7 +170,7 @@ void tu_log_begin(void)
     ucs_log_push_handler(log_line);
 }
 
-/* A reader may take lines: its number. */
+/* Registers a new reader; returns its number. */
 unsigned tu_log_open(void)
 {
     unsigned reader;
@@ -185,7 +185,7 @@ unsigned tu_log_open(void)
     return reader;
 }
 
-/* The reader is to take what is there, and end. */
+/* Lets the reader take the remaining lines, and end. */
 void tu_log_close(void)
 {
     pthread_mutex_lock(&self.mutex);
@@ -195,8 +195,8 @@ void tu_log_close(void)
     pthread_mutex_unlock(&self.mutex);
 }
 
-/* Waits for a line, which is the caller's until it calls this again; *lost is how many there was no room for. NULL: the
- * reader is to end. */
+/* Waits for a line, which belongs to the caller until the next call; *lost is the number of lines that were lost. NULL:
+ * the reader shall end. */
 const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost)
 {
     line_t *line;

@@ -148,8 +148,8 @@ int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *ope
                                                 rkey_of(rkey), &post.param));
 }
 
-/* UCX's fence may wait, in the call, until all that UCX has is flushed (ucp_worker_fence_strong). It is for UCX's own
- * puts and gets only. */
+/* Inside the call, UCX's fence may wait until everything is flushed (ucp_worker_fence_strong). So it is called only if
+ * UCX's own puts and gets have been used. */
 int tu_worker_fence(tu_worker_t *worker)
 {
     tu_transfers_fence(worker);

@@ -26,12 +26,12 @@
 
 /* Records that may arrive without a reservation, between two turns. */
 #define TU_RING_SLACK 256
-/* A turn ends when it has brought so many bytes that UCX keeps until Python has taken them. */
+/* A turn ends when it has delivered so many bytes that stay in UCX's buffers until Python takes them. */
 #define TU_BATCH_BYTES (512 * 1024)
-/* And a message counts so much at least: UCX has 256 buffers for messages in shared memory to spare. It would have to get
- * more memory then, and where that cannot be had, messages are lost (uct_mm_iface_process_recv). */
+/* A message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they are
+ * used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
-/* What is kept of others' tag messages on a worker that has Connections, until somebody asks for such messages. */
+/* Raw tag messages that a worker with Connections keeps, until the program first asks for such messages. */
 #define TU_RAW_KEPT 64
 #define TU_RAW_BYTES (16 * 1024 * 1024)
 /* For so many nanoseconds request chains may go on in one call of Python's. */
@@ -56,7 +56,7 @@ typedef struct tu_transfer tu_transfer_t;
 typedef struct tu_service tu_service_t;
 typedef struct tu_load tu_load_t;
 
-/* Buckets of the peers to which answers are under way: serve.c. */
+/* Hash buckets for peers to which answers are in flight: serve.c. */
 #define TU_LOADS 64
 
 typedef struct tu_operation {
@@ -65,13 +65,13 @@ typedef struct tu_operation {
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
     void *described;           /* the list or strided array that UCX reads until the operation completes */
     tu_chain_t *chain;         /* whose run it is */
-    tu_transfer_t *transfer;   /* of which it is */
+    tu_transfer_t *transfer;   /* to which it belongs */
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
 } tu_operation_t;
 
-/* A tag message that was taken off UCX's queue, and waits for somebody to ask for it. */
+/* A raw tag message that was taken off UCX's queue, and is kept until the program asks for it. */
 typedef struct tu_kept {
     ucp_tag_message_h message;
     uint64_t tag;
@@ -105,14 +105,14 @@ typedef struct tu_chains {
     int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
 } tu_chains_t;
 
-/* Puts and gets of an endpoint that UCX does not do, in the order in which they were posted: transfer.c. */
+/* An endpoint's puts and gets that do not use UCX's own, in the order of posting: transfer.c. */
 typedef struct tu_transfers {
     tu_transfer_t *first, **last;
     tu_transfer_t *waiting;    /* the first that has not begun */
-    unsigned begun;            /* requests to the owner that it has not answered */
-    int fence;                 /* the next one waits for all before it */
+    unsigned begun;            /* requests that the owner has not answered */
+    int fence;                 /* the next transfer waits for all before it */
     int advancing;
-    ucs_status_t put_status;   /* of a put that the owner refused after it had left */
+    ucs_status_t put_status;   /* of a put that had returned before the owner refused it */
     uint64_t nonce;            /* in our requests; 0: none yet */
 } tu_transfers_t;
 
@@ -125,7 +125,7 @@ struct tu_worker {
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
 
-    int raw_used;              /* somebody has asked for other messages: then those stay with UCX, however many */
+    int raw_used;              /* the program has asked for raw messages: then UCX keeps them, however many */
     tu_kept_t kept[TU_RAW_KEPT];
     size_t kept_count;
     size_t kept_bytes;
@@ -154,15 +154,15 @@ struct tu_worker {
     tu_chains_t chains;
 
     tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: transfer.c */
-    tu_transfer_t **awaiting;  /* buckets of those that wait for an answer */
+    tu_transfer_t **awaiting;  /* hash buckets of those that wait for an answer */
     uint64_t transfer_ids;
     struct {
         tu_transfer_t *first, **last;
-    } copies;                  /* that go on with the worker's progress */
-    tu_service_t *services;    /* what we do for peers: serve.c */
+    } copies;                  /* copies that go on with the worker's progress */
+    tu_service_t *services;    /* requests of peers that are being answered: serve.c */
     tu_load_t *loads[TU_LOADS];
     int unfenced;              /* UCX has had puts, gets or atomics since the last fence */
-    int unused;                /* memory that was closed is used no more: a record is due */
+    int unused;                /* closed memory is no longer in use: a record is due */
 
     tu_endpoint_t *endpoints;
     tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */

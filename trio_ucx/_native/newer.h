@@ -1,7 +1,8 @@
-/* What UCX has had since a release that is newer than the headers we may be compiled with.
+/* Declarations of UCX's API that is newer than the oldest headers this can be compiled with.
  *
- * UCX only ever appends to its structures, and reads no field that the mask does not name. So a module compiled with old
- * headers runs with a newer UCX, and with these declarations asks for what only that one has. Ask tu_ucx_has() first.
+ * UCX only ever appends to its structures, and reads no field that the mask does not name. So a module that was
+ * compiled with old headers runs with a newer UCX, and can use its newer fields by these declarations. Check
+ * tu_ucx_has() first.
  */
 #ifndef TRIO_UCX_NEWER_H
 #define TRIO_UCX_NEWER_H
@@ -12,7 +13,7 @@
 
 #include <ucp/api/ucp.h>
 
-/* The oldest UCX whose API we use without asking: what ucp_init() is told that we need. */
+/* The oldest UCX whose API is used without a check: the version that ucp_init_version() is asked for. */
 #define TU_OLDEST_MAJOR 1
 #define TU_OLDEST_MINOR 13
 

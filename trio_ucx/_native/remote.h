@@ -9,10 +9,10 @@
 #define TU_REMOTE_PUT 2
 #define TU_REMOTE_ANSWER 3
 
-/* A flag of a get: its answer is to be a rendezvous. */
+/* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
 
-/* So many requests of one endpoint are under way; an owner leaves those beyond TU_REMOTE_LIMIT unanswered. */
+/* Requests of one endpoint in flight, at most. An owner does not answer those beyond TU_REMOTE_LIMIT. */
 #define TU_REMOTE_WINDOW 64
 #define TU_REMOTE_LIMIT 256
 
@@ -36,11 +36,11 @@ typedef struct tu_remote_answer {
     uint64_t nonce;
 } tu_remote_answer_t;
 
-/* Called when a transfer is over: its buffer is the caller's again. */
+/* Called when a transfer has completed: its buffer belongs to the caller again. */
 typedef void (*tu_transfer_done_t)(void *owner, ucs_status_t status);
 
-/* transfer.c. Begin returns UCS_OK when the transfer is done at once, UCS_INPROGRESS when `done` will be called, an
- * error otherwise. A put is done when its buffer is free; with `late`, when it has happened at the owner. */
+/* transfer.c. Begin returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an
+ * error otherwise. A put completes when its buffer is free; with `late`, when it has happened at the owner. */
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int put, void *buffer, uint64_t length,
                                int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner,
                                tu_transfer_t **out);
@@ -51,7 +51,7 @@ void tu_transfers_fence(tu_worker_t *worker);
 unsigned tu_transfers_copy(tu_worker_t *worker);
 ucs_status_t tu_transfer_answered(tu_worker_t *worker, const tu_remote_answer_t *answer, void *data, size_t length,
                                   int rendezvous);
-/* Waits for the transfers that were posted before, then flushes UCX's endpoint. */
+/* Waits for the transfers that were posted before this, then flushes UCX's endpoint. */
 int64_t tu_transfers_flush(tu_endpoint_t *endpoint);
 
 /* serve.c */

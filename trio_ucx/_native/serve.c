@@ -1,17 +1,18 @@
-/* Memory that peers get from and put to by messages: what its owner does when one comes.
+/* The owner's side of memory that peers get and put by messages.
  *
- * Everything in a request is checked: the kind, the token of the memory, what its owner allows, the range. Answers that
- * are under way hold the memory, so that it is not unmapped under them, and are counted for each peer. A peer that goes
- * away costs nothing: UCX then completes its answers.
+ * Everything in a request is checked: the kind, the token of the memory, the access rights, the range. Answers in
+ * flight hold the memory, so that it is not unmapped meanwhile, and are counted for each peer. When a peer goes away,
+ * UCX completes the answers to it.
  *
- * UCX may free the endpoint of a peer, to which nobody here has opened one, at any time after the callback that named it.
+ * If this process has opened no endpoint to a peer, UCX may free its own endpoint to the peer at any time after the
+ * callback that named it.
  */
 #include <pthread.h>
 #include <string.h>
 
 #include "remote.h"
 
-#define BUCKETS 1024           /* of memory, by token */
+#define BUCKETS 1024           /* hash buckets of memory, by token */
 
 struct tu_served {
     tu_served_t *next;
@@ -25,25 +26,25 @@ struct tu_served {
     int withdrawn;
 };
 
-/* An answer on its way, or a put whose data is. */
+/* An answer in flight, or a put whose data is. */
 struct tu_service {
     tu_service_t *next, **link; /* of the worker's */
     tu_worker_t *worker;
-    tu_served_t *served;       /* NULL: needs none */
+    tu_served_t *served;       /* the memory; NULL: none is needed */
     tu_load_t *load;
     ucp_ep_h ep;
-    uint64_t endpoint;         /* its id; 0: it is none of ours */
+    uint64_t endpoint;         /* the id of our endpoint; 0: it is UCX's own */
     tu_remote_answer_t answer;
 };
 
-/* How many of them a peer has. */
+/* The number of answers to one peer. */
 struct tu_load {
     tu_load_t *next;
-    ucp_ep_h ep;               /* to compare with: it may be gone */
+    ucp_ep_h ep;               /* only for comparison: it may have been freed */
     unsigned count;
 };
 
-/* Of all contexts; workers of several threads look at it. */
+/* The memory of all contexts; workers of several threads read it. */
 static tu_served_t *table[BUCKETS];
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -57,7 +58,7 @@ static tu_served_t **bucket_of(const char *token)
     return &table[number % BUCKETS];
 }
 
-/* Lets peers that know the token (random bytes) reach memory. NULL: no memory. */
+/* Lets peers that know the token (random bytes) get and put memory. NULL: out of memory. */
 tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const char *token, uint64_t address,
                              uint64_t length, int readable, int writable)
 {
@@ -82,8 +83,8 @@ tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const c
     return served;
 }
 
-/* No request begins any more. Returns how many are under way: with none it is freed, otherwise ask tu_memory_unused
- * when TU_RECORD_UNUSED has come. */
+/* Refuses further requests. Returns the number of requests in flight. With none the entry is freed; otherwise call
+ * tu_memory_unused when TU_RECORD_UNUSED has come. */
 unsigned tu_memory_withdraw(tu_served_t *served)
 {
     tu_served_t **link;
@@ -102,7 +103,7 @@ unsigned tu_memory_withdraw(tu_served_t *served)
     return uses;
 }
 
-/* Whether nothing uses it any more that was withdrawn: it is freed then. */
+/* Whether no request uses withdrawn memory any more; then the entry is freed. */
 int tu_memory_unused(tu_served_t *served)
 {
     unsigned uses;
@@ -116,7 +117,7 @@ int tu_memory_unused(tu_served_t *served)
     return uses == 0;
 }
 
-/* The memory that a request is about, to be let go of, or why there is none. */
+/* Finds and holds the memory of a request, or returns why it is refused. */
 static ucs_status_t use(const tu_remote_request_t *request, int put, uint64_t length, tu_served_t **out)
 {
     ucs_status_t status = UCS_ERR_NO_ELEM;
@@ -160,7 +161,7 @@ static tu_load_t **load_of(tu_worker_t *worker, ucp_ep_h ep)
     return link;
 }
 
-/* Counts one more of a peer. NULL: it has as many as it may, or there is no memory. */
+/* Counts one more answer to a peer. NULL: the peer has its limit in flight, or out of memory. */
 static tu_load_t *begin_load(tu_worker_t *worker, ucp_ep_h ep)
 {
     tu_load_t **link = load_of(worker, ep);
@@ -229,8 +230,8 @@ static void end(tu_service_t *service)
     free(service);
 }
 
-/* Lets UCX use the registration that there is. With one of its own, of the same memory, a request that ends for its
- * endpoint's sake would wait until we end ours (ucp_request_memh_invalidate), and crash then if the worker is gone. */
+/* Makes UCX use the owner's registration. With a registration of its own, a request that ends with its endpoint would
+ * wait until ours ends (ucp_request_memh_invalidate), and would crash then if the worker is gone. */
 static void use_registration(const tu_service_t *service, ucp_request_param_t *param)
 {
 #if UCP_API_VERSION >= UCP_VERSION(1, 14)
@@ -246,7 +247,7 @@ static void use_registration(const tu_service_t *service, ucp_request_param_t *p
 
 static void answer_sent(void *request, ucs_status_t status, void *user_data)
 {
-    (void)status; /* whatever became of it: the peer knows, or is gone */
+    (void)status; /* on failure the peer is gone */
     ucp_request_free(request);
     end(user_data);
 }
@@ -273,13 +274,13 @@ static void answer(tu_service_t *service, ucs_status_t status, const void *data,
     }
 }
 
-/* Where its owner's endpoint leads now: NULL when that was closed. */
+/* UCX's endpoint for the answer; NULL if ours was closed. */
 static ucp_ep_h endpoint_of(const tu_service_t *service)
 {
     tu_endpoint_t *endpoint;
 
     if (service->endpoint == 0) {
-        return service->ep; /* UCX has just received by it */
+        return service->ep; /* valid, because UCX has just received by it */
     }
     for (endpoint = service->worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
         if (endpoint->id == service->endpoint) {
@@ -306,8 +307,8 @@ static void put_received(void *request, ucs_status_t status, size_t length, void
 
 /* ---- requests ---- */
 
-/* A word that is aligned is written by one store: memcpy may write it twice, and what somebody else has stored in
- * between, into a lock that was just released, would be lost. */
+/* Writes an aligned word by one store. memcpy may write it twice, and overwrite what another peer has stored in
+ * between, into a lock that was just released. */
 void tu_remote_store(char *to, const void *data, uint64_t length)
 {
     uint64_t eight;
@@ -380,7 +381,7 @@ static ucs_status_t put(tu_service_t *service, const tu_remote_request_t *reques
     return UCS_OK;
 }
 
-/* A message of whoever: a request, or an answer to one of ours. */
+/* A message from any peer: a request, or an answer to one of ours. */
 static ucs_status_t arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
                             const ucp_am_recv_param_t *param)
 {
@@ -403,7 +404,7 @@ static ucs_status_t arrived(void *arg, const void *header, size_t header_length,
             }
             if (service != NULL) {
                 get(service, &request);
-                return rendezvous ? UCS_ERR_INVALID_PARAM : UCS_OK; /* it has no data */
+                return rendezvous ? UCS_ERR_INVALID_PARAM : UCS_OK; /* a get has no data */
             }
         }
     }
@@ -415,7 +416,7 @@ ucs_status_t tu_remote_handle(tu_worker_t *worker)
     return tu_am_handle(worker, TU_REMOTE_AM_ID, arrived, worker);
 }
 
-/* The worker is left alone, and moves no more: nothing of it uses memory. */
+/* The worker will not be progressed any more: its answers do not use memory from now on. */
 void tu_worker_abandon(tu_worker_t *worker)
 {
     tu_service_t *service;

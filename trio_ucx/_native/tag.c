@@ -49,7 +49,7 @@ static int64_t end_receive(tu_post_t *post, ucs_status_ptr_t answer, const ucp_t
     return tu_post_end(post, answer);
 }
 
-/* The first of the kept messages with such a tag, or NULL. From now on UCX keeps those that come. */
+/* The first kept message with a matching tag, or NULL. From now on UCX keeps the messages that arrive. */
 static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
 {
     size_t i;
@@ -89,7 +89,7 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
         tu_kept_t taken = take_kept(worker, kept);
 
         answer          = ucp_tag_msg_recv_nbx(worker->worker, post.address, post.count, taken.message, &post.param);
-        info.length     = taken.length; /* UCX 1.13 does not say when it completes at once */
+        info.length     = taken.length; /* UCX 1.13 does not set it if it completes at once */
         info.sender_tag = taken.tag;
         return end_receive(&post, answer, &info, received);
     }

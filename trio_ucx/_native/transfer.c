@@ -1,10 +1,10 @@
-/* Puts and gets that UCX does not do: by load and store where that reaches the memory, else by messages to its owner.
+/* Puts and gets without UCX's own: by load and store if the memory is mapped here, else by messages to its owner.
  *
  * An endpoint's transfers are in a list, in the order of their posting, until they have happened at the owner. They
- * begin in that order, so many at once; one that a fence precedes begins when all before it have happened. A flush is a
- * member of the list that is ready when it comes first.
+ * begin in that order, up to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have
+ * happened. A flush is an entry in the list that is ready when it becomes the first one.
  *
- * Copies longer than a piece go on with the worker's progress, one piece at a time, so that others get their turn.
+ * Copies longer than PIECE go on with the worker's progress, one piece at a time, so that other tasks can run.
  */
 #include <string.h>
 #include <sys/random.h>
@@ -12,7 +12,7 @@
 #include "remote.h"
 
 #define PIECE (1024 * 1024)
-#define BUCKETS 256            /* of the transfers that wait for an answer, by id */
+#define BUCKETS 256            /* hash buckets of the transfers that wait for an answer, by id */
 /* Longer puts stay with their sender until the owner fetches them. */
 #define EAGER_PUT (96 * 1024)
 
@@ -22,7 +22,7 @@ enum { WAITING, COPYING, SENT, OVER };
 struct tu_transfer {
     tu_worker_t *worker;
     tu_endpoint_t *endpoint;   /* NULL: it was closed */
-    tu_transfer_t *next, **link;       /* of the endpoint's */
+    tu_transfer_t *next, **link;       /* of the endpoint */
     tu_transfer_t *next_of_all, **link_of_all;
     tu_transfer_t *next_of_bucket;
     tu_transfer_t *next_copy;
@@ -30,15 +30,15 @@ struct tu_transfer {
     int state;
     int fenced;
     int late;
-    int sending;               /* UCX has the request, or the put's data */
-    int receiving;             /* UCX fills the buffer */
+    int sending;               /* UCX is sending the request, or the put's data */
+    int receiving;             /* UCX is filling the buffer */
     tu_transfer_done_t done;   /* NULL: it was called */
     void *owner;
-    ucs_status_t *verdict;     /* for one that is over before its begin returns */
+    ucs_status_t *verdict;     /* of a transfer that completes before its begin returns */
     char *buffer;
     uint64_t length;
     int memory;
-    char *local;               /* where load and store reach the memory */
+    char *local;               /* the memory's address in this process */
     uint64_t copied;
     ucs_status_t status;
     tu_remote_request_t request;
@@ -55,7 +55,7 @@ static void copy_between(int put, char *buffer, char *local, uint64_t length)
 
     if (put) {
         tu_remote_store(local, buffer, length);
-    } else if (length == 8 && (uintptr_t)local % 8 == 0) { /* nobody's write may be seen in halves */
+    } else if (length == 8 && (uintptr_t)local % 8 == 0) { /* a write by another process must not be seen half */
         eight = __atomic_load_n((const uint64_t *)(const void *)local, __ATOMIC_ACQUIRE);
         memcpy(buffer, &eight, 8);
     } else if (length == 4 && (uintptr_t)local % 4 == 0) {
@@ -113,7 +113,7 @@ static tu_transfer_t *make(tu_endpoint_t *endpoint, int kind, tu_transfer_done_t
         transfer->next_of_all->link_of_all = &transfer->next_of_all;
     }
     worker->transfers = transfer;
-    if (kind != FLUSH) { /* which waits for all before it anyway */
+    if (kind != FLUSH) { /* a flush waits for all before it anyway */
         transfer->fenced = transfers->fence && transfers->first != NULL;
         transfers->fence = 0;
     }
@@ -214,7 +214,7 @@ static void tell(tu_transfer_t *transfer, ucs_status_t status)
     transfer->verdict = NULL;
 }
 
-/* It is over, as far as the owner is concerned. Whoever posted it is told when UCX has nothing of it any more. */
+/* The owner has finished with it. Its `done` is called when UCX has finished with it, too. */
 static void conclude(tu_transfer_t *transfer, ucs_status_t status)
 {
     tu_endpoint_t *endpoint = transfer->endpoint;
@@ -225,7 +225,7 @@ static void conclude(tu_transfer_t *transfer, ucs_status_t status)
             dequeue_copy(transfer);
         }
         if (status != UCS_OK && transfer->kind == PUT && transfer->done == NULL && endpoint != NULL) {
-            endpoint->transfers.put_status = status; /* a flush of the memory will say so */
+            endpoint->transfers.put_status = status; /* the next flush of the memory reports it */
         }
         leave(transfer);
         transfer->state  = OVER;
@@ -327,7 +327,7 @@ static void receive(tu_transfer_t *transfer, void *data)
     }
 }
 
-/* Why an owner has refused a request. */
+/* The status for an owner's refusal. */
 static ucs_status_t refusal(uint8_t status)
 {
     switch (-(int)status) {
@@ -340,14 +340,14 @@ static ucs_status_t refusal(uint8_t status)
     }
 }
 
-/* Whatever an owner, or somebody who claims to be one, says. */
+/* Checks and takes an answer. It may come from a peer that only claims to be the owner. */
 ucs_status_t tu_transfer_answered(tu_worker_t *worker, const tu_remote_answer_t *answer, void *data, size_t length,
                                   int rendezvous)
 {
     tu_transfer_t *transfer = find(worker, answer->id);
 
     if (transfer == NULL || transfer->request.nonce != answer->nonce) {
-        return UCS_OK; /* it was given up meanwhile */
+        return UCS_OK; /* the transfer was given up meanwhile */
     }
     if (answer->status != 0) {
         conclude(transfer, refusal(answer->status));
@@ -359,7 +359,7 @@ ucs_status_t tu_transfer_answered(tu_worker_t *worker, const tu_remote_answer_t 
         memcpy(transfer->buffer, data, length);
         conclude(transfer, UCS_OK);
     } else {
-        expect_nothing(transfer); /* no second answer */
+        expect_nothing(transfer); /* a second answer is not taken */
         receive(transfer, data);
     }
     return UCS_OK;
@@ -373,7 +373,7 @@ static void begin_copy(tu_transfer_t *transfer)
     enqueue_copy(transfer);
 }
 
-/* Copies a piece of the transfer whose turn it is. Returns whether there was one. */
+/* Copies one piece of the next transfer. Returns whether there was one. */
 unsigned tu_transfers_copy(tu_worker_t *worker)
 {
     tu_transfer_t *transfer = worker->copies.first;
@@ -418,7 +418,7 @@ static void begin_flush(tu_transfer_t *transfer)
     }
 }
 
-/* Begins what may begin. What that brings at once does not begin anything by itself. */
+/* Begins the transfers that may begin. Completions inside this call do not begin further ones by themselves. */
 static void advance(tu_endpoint_t *endpoint)
 {
     tu_transfers_t *transfers = &endpoint->transfers;
@@ -447,7 +447,7 @@ static void advance(tu_endpoint_t *endpoint)
     transfers->advancing = 0;
 }
 
-/* Nobody but the peer of this endpoint learns it. */
+/* Only the peer of this endpoint learns it. */
 static ucs_status_t make_nonce(tu_endpoint_t *endpoint)
 {
     uint64_t *nonce = &endpoint->transfers.nonce;
@@ -531,7 +531,7 @@ static void operation_done(void *owner, ucs_status_t status)
     tu_operation_done(owner, NULL, status, 0, 0);
 }
 
-/* Gets or puts: a verdict. One buffer; all of it must be in the memory, which Python has checked. */
+/* Gets or puts one buffer; returns a verdict. Python has checked that the range is in the memory. */
 int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const tu_buffers_t *buffers, uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
@@ -581,7 +581,7 @@ int64_t tu_transfers_flush(tu_endpoint_t *endpoint)
     return (int64_t)post.id;
 }
 
-/* Why the owner has refused a put that was done before it was known; once. */
+/* The status of a put that the owner refused after it had returned; reported once. */
 int tu_transfers_status(tu_endpoint_t *endpoint)
 {
     ucs_status_t status = endpoint->transfers.put_status;
@@ -601,7 +601,7 @@ void tu_transfers_fence(tu_worker_t *worker)
     }
 }
 
-/* Gives up what needs nothing of the peer any more, or does not yet. Whether that is so. */
+/* Gives up a transfer that needs nothing from the peer now. Returns whether it could. */
 int tu_transfer_cancel(tu_transfer_t *transfer)
 {
     if (transfer->kind == FLUSH || transfer->state == SENT || transfer->state == OVER) {
@@ -611,7 +611,7 @@ int tu_transfer_cancel(tu_transfer_t *transfer)
     return 1;
 }
 
-/* The endpoint is going: no answer will come. What UCX has of a transfer it completes. */
+/* The endpoint is being closed: no answer will come. UCX completes its parts of the transfers. */
 void tu_transfers_forget(tu_endpoint_t *endpoint)
 {
     endpoint->transfers.advancing = 1;

@@ -285,8 +285,8 @@ static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
     return UCS_OK;
 }
 
-/* Takes other tag messages off UCX's unexpected queue, which has no limit, while nobody has ever asked for such. The
- * first ones are kept; the others go to Python, which throws them away. */
+/* Takes raw tag messages off UCX's unexpected queue, which has no limit, until the program first asks for such. The
+ * first ones are kept; the others go to Python, which drops them. */
 static void collect_raw(tu_worker_t *worker)
 {
     ucp_tag_recv_info_t info;
@@ -405,7 +405,7 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
             moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->copies.first == NULL); /* a copy takes long enough for one turn */
+                 worker->copies.first == NULL); /* one copy is enough for a turn */
         count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL || worker->copies.first != NULL ||
             tu_poll_chains(worker, requests)) {

@@ -6,14 +6,14 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
       _address, _forks                                no engine
     _cuda, _memory_kinds, _pointers, _strided,
       _buffers                                        what can be sent, and received into
-    _memory                                           what peers can reach by themselves
-    _attributes                                       what UCX says about itself
-    _opening                                          what an endpoint can be opened with
+    _memory                                           memory that peers can get and put
+    _attributes                                       UCX's attributes of the library, contexts and workers
+    _opening                                          options of endpoints
     _context                                          configuration
     _reach                                            why a peer cannot be reached
-    _loans, _inbox                                    memory that UCX lends
+    _loans, _inbox                                    buffers borrowed from UCX
     _operations, _safety_net, _engine                 what is in flight; the progress task: read their docstrings
-    _peers, _receive_queue                            noticing a dead process, and a queue that it has stopped
+    _peers, _receive_queue                            noticing dead processes, and queues that they have stopped
     _posting                                          from checked arguments to an operation in flight
     _tag, _arrivals, _active_messages, _stream        one file per capability
     _atomics, _remote_memory, _endpoint, _listener,

@@ -41,7 +41,7 @@ class WorkerAddress:
 
     ucx: bytes
     process: Process
-    #: Whether endpoints with error handling can reach it over shared memory.
+    #: A flag: endpoints with error handling can reach the worker over shared memory.
     shared_memory: bool
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
@@ -66,13 +66,13 @@ class WorkerAddress:
 
     @classmethod
     def from_ucx(cls, blob: bytes, *, process: Process = NOBODY, shared_memory: bool = False) -> WorkerAddress:
-        """Makes one from the bytes of ``ucp_worker_get_address`` of any UCP program.
+        """Makes an address from the bytes that ``ucp_worker_get_address`` gives any UCP program.
 
-        UCX does not check them: a damaged blob crashes the process.
+        UCX does not check them: damaged bytes crash the process.
 
         Args:
             blob: those bytes.
-            process: which process it is of, where that is known.
+            process: the process of the worker, where that is known.
             shared_memory: whether the program runs with UCX's option MM_ERROR_HANDLING=y, as trio_ucx does. Without it,
                 which is UCX's default, it cannot answer an endpoint with error handling over shared memory, and
                 messages would hang: such an endpoint then leaves shared memory out.
@@ -101,7 +101,7 @@ class WorkerAddress:
 
 
 def worker_address(worker: Any, *, shared_memory: bool, network_only: bool = False) -> WorkerAddress:
-    """The address of a worker of ours, by its native handle.
+    """The address of a local worker, by its native handle.
 
     Args:
         shared_memory: whether it can be reached over shared memory with error handling.

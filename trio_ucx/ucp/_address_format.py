@@ -181,7 +181,7 @@ class Device:
         transports: at least one.
         paths: how many paths lead to the device.
         system_device: the device's index in its host's topology, or None.
-        place: where in the address it is written.
+        place: its position in the address.
     """
 
     md_index: int

@@ -14,8 +14,9 @@ from ._descriptors import opened
 _SHORTEST, _LONGEST = 0.00005, 0.002
 #: A turn that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
 _REFILLED = 0.00002
-#: Seconds after which that is not to be expected any more, when nothing has arrived or completed: UCX is busy for ever
-#: with what it had for a peer that was killed. The pauses grow to 0.1 s then: so late may a message be noticed.
+#: After so many seconds in which nothing has arrived or completed, UCX will not become idle any more: it is busy for
+#: ever with what it had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that
+#: late.
 _QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
 
 
@@ -32,7 +33,7 @@ class Backoff:
             os.close(self._timer)
             raise
         self._delay = 0.0
-        #: What had happened by the last turn, and since when nothing has.
+        #: The count of events at the last turn, and the time since which it has not grown.
         self._news = -1
         self._since = 0.0
 
@@ -48,7 +49,7 @@ class Backoff:
         """Waits after a turn that took so many seconds.
 
         Args:
-            news: grows when something arrives or completes.
+            news: a number that grows when something arrives or completes.
         """
         if news != self._news:
             self._news, self._since = news, monotonic()

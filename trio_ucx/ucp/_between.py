@@ -1,19 +1,19 @@
-"""Between the rounds of Trio's loop: what a task left open for a moment, and that the moment is short.
+"""Deferred work: batches not yet sent, a worker not yet armed, and the hooks that bound how long they wait.
 
-Two things are left open, because whoever left them so will most probably come back at once:
+A task defers two things, because it will most probably come back at once:
 
-* *Messages held back.* A message that closely follows another may wait for more, to go as one with them.
-* *A worker that is not armed.* A task that found what it waited for, by polling, goes on without arming.
+* *Batches.* A message that closely follows another may wait for more, to be sent as one with them.
+* *Arming.* A task that found what it waited for, by polling, goes on without arming the worker.
 
-Both end, at the latest, when Trio has nothing more to run, or has run other tasks for ``MOMENT``. Trio tells an
-instrument before it looks for events, and for how long it may wait for them. (Messages go before that whenever anything
-makes the worker progress: so always before a task polls.)
+The work is done, at the latest, when Trio has nothing more to run, or has run other tasks for ``MOMENT``. Trio calls an
+instrument before it waits for events, and tells it how long it may wait. (Batches are sent before that whenever
+anything makes the worker progress, and so always before a task polls.)
 
-That costs half a microsecond a round. So a task that has come back ``_STEADY`` times, with no other that waits, is
-trusted for longer: then the instrument goes, and the safety net's timer looks every few milliseconds.
+The instrument costs half a microsecond for each round of Trio's loop. So when a task has come back ``_STEADY`` times,
+and no other task waits, the instrument is removed, and the safety net's timer checks every few milliseconds.
 
-After Trio waited, for an event of the worker perhaps, tasks that are parked are woken at once, before the progress task
-has run, on a worker whose tasks do not poll.
+A second instrument serves workers whose tasks do not poll: after Trio has waited, perhaps for an event of the worker,
+parked tasks are woken at once, before the progress task has run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Holder(Protocol):
         """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
     def internal_error(self, error: BaseException) -> None:
-        """Handing them to UCX failed for a reason of ours: the connection ends. Never raises."""
+        """Handing them to UCX failed by an internal error: ends the connection. Never raises."""
 
 
 class _Hook(trio.abc.Instrument):

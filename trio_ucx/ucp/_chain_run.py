@@ -112,7 +112,7 @@ class NativeChain:
         self.handle: Any = out[0]
         self.buffers = Buffers()
         self._outcomes: weakref.ref[Outcomes] | None = None
-        #: To be filled over and over: the report of one request, and the lengths of all results.
+        #: Buffers that are reused: the report of one request, and the lengths of all results.
         self._one = ffi.new("tu_chain_report_t *")
         self._lengths = ffi.new("uint64_t[]", 16)
         self._engine = engine
@@ -170,7 +170,7 @@ class NativeChain:
         return report
 
     def look(self, number: int) -> Any:
-        """The same in the one place for all, which the next look overwrites."""
+        """As the method above, into the one shared report, which the next call overwrites."""
         if self.handle is None:
             return None
         lib.tu_chain_report(self.handle, number, self._one)
@@ -182,7 +182,7 @@ class NativeChain:
         return int(lib.tu_chain_errors(self.handle)) if self.handle is not None else 0
 
     def results(self, count: int) -> tuple[list[int], bytes] | None:
-        """The lengths of the first results, and their bytes: see ``tu_chain_values``. None if not all went well."""
+        """The lengths of the first results, and their bytes (``tu_chain_values``); None if a request failed."""
         if self.handle is None:
             return None
         if len(self._lengths) < count:
@@ -219,7 +219,7 @@ class Target:
     #: Whether they are atomics, which have a connection of their own.
     atomic: bool
     core: EndpointCore | None = None
-    #: How its memory is reached, but for atomics.
+    #: How its memory is reached by gets and puts.
     way: Way | None = None
 
     async def connect(self) -> None:
@@ -329,7 +329,7 @@ class ChainTimer:
                 await trio.lowlevel.wait_readable(self._fd)
             except trio.ClosedResourceError:
                 return
-            if lib.tu_timer_ended(self._fd):  # else C has started it anew, which must not be undone
+            if lib.tu_timer_ended(self._fd):  # else C has started the timer again, which must not be undone
                 engine.settle()
 
     def _close(self) -> None:
@@ -389,7 +389,7 @@ def _error(request: ChainRequest, report: Any, targets: Sequence[Target], find: 
 
 
 def _values(requests: Sequence[ChainRequest], lengths: Sequence[int], data: bytes, find: Reports) -> list[Any]:
-    """The values of requests that all went well: see :meth:`NativeChain.results`."""
+    """The values of requests, none of which failed: see :meth:`NativeChain.results`."""
     values: list[Any] = []
     at = 0
     for request, length in zip(requests, lengths, strict=True):
@@ -437,7 +437,7 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], native: NativeChain) -> None:
         self._requests = list(requests)
         self._targets = targets
-        #: The chain, as long as these are its outcomes; then copies of the reports, and how many are errors.
+        #: The chain, as long as these are its latest outcomes; then copies of the reports, and the number of errors.
         self._native: NativeChain | None = native
         self._find: Reports = native.report
         self._error_count = 0
@@ -456,14 +456,14 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
 
     @property
     def error_count(self) -> int:
-        """How many requests have failed, or were not run; 0 when all that is over went well.
+        """How many requests have failed, or were not run. 0: no completed request has failed.
 
-        It is counted while the chain runs: asking takes as long for a large chain as for a small one.
+        C counts them while the chain runs, so reading this takes as long for a large chain as for a small one.
         """
         return self._error_count if self._native is None else self._native.error_count
 
     def value(self, request: int | ChainRequest) -> Any:
-        """The value of one request, with less work than ``outcomes[request].unwrap()``, and as often as one likes.
+        """The value of one request. Cheaper than ``outcomes[request].unwrap()``, and can be called again.
 
         Raises:
             Exception: its error, if it failed; :exc:`RequestCancelled` if it is in flight after a run was cancelled.

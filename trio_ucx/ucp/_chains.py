@@ -64,7 +64,7 @@ class RequestChain(ChainBuilder):
 
     #: That goes on, or whose requests UCX still has.
     _run: Run | None = None
-    #: Who waits until it can be run.
+    #: Tasks that wait until the chain can be run.
     _idle_waiters: list[Signal] = attrs.field(factory=list)
 
     # ---- reading and writing ----
@@ -80,9 +80,9 @@ class RequestChain(ChainBuilder):
         at_most: int | None = None,
         **options: Any,
     ) -> ChainRequest:
-        """Reads remote memory; its result are the bytes.
+        """Reads remote memory; the result is the bytes.
 
-        (As :meth:`RemoteMemory.get`: what loads reach is read at once, up to 1 MiB.)
+        As with :meth:`RemoteMemory.get`, up to 1 MiB of memory that this process has mapped is copied at once.
 
         Args:
             remote: where from.
@@ -413,12 +413,12 @@ class RequestChain(ChainBuilder):
     async def run(self) -> Outcomes:
         """Posts the requests, as soon as what they depend on allows; returns what became of all of them.
 
-        That some failed raises nothing: see :class:`Outcomes`. A chain can be run again. Python is not needed between
-        the first request and the last, but to wake the worker where it sleeps.
+        Failed requests raise nothing here: see :class:`Outcomes`. A chain can be run again. Python does nothing between
+        the first request and the last, except to wake a worker that sleeps.
 
-        Cancellation: nothing more is posted; what UCX has already goes on, and is left over. :attr:`outcomes` says what
-        became of each; a put that was not waited for may not be visible at the peer yet: flush the memory.
-        :meth:`wait_idle` waits until it can be run again.
+        Cancellation: nothing more is posted; requests in flight go on. :attr:`outcomes` says what became of each; a put
+        that no request waited for may not be visible at the peer yet: flush the memory. :meth:`wait_idle` waits until
+        the chain can be run again.
 
         Raises:
             ValueError: remote memory that it refers to was closed.
@@ -471,16 +471,17 @@ class RequestChain(ChainBuilder):
 
     @enable_ki_protection
     async def wait_idle(self) -> None:
-        """Waits until it can be run, or changed: until no run goes on, and UCX has nothing more of a cancelled one.
+        """Waits until the chain can be run or changed: no run goes on, and no request of a cancelled one is in flight.
 
-        What UCX has of a cancelled run ends when the peer answers, or is lost.
+        Requests of a cancelled run complete when the peer answers, or is lost.
 
         Cancellation: nothing happens.
 
         Raises:
-            trio.ClosedResourceError: it was closed, perhaps meanwhile, or its worker was.
-            trio.BrokenResourceError: a connection of it broke without an answer, and UCX keeps the requests: this chain
-                can not be run again, make another one. The worker broke.
+            trio.ClosedResourceError: the chain was closed, perhaps meanwhile, or its worker was.
+            trio.BrokenResourceError: a connection of the chain broke without an answer, and UCX keeps the requests:
+            make
+                another chain, this one cannot run again. Or the worker broke.
         """
         self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -504,7 +505,7 @@ class RequestChain(ChainBuilder):
         return self._starting or (self._run is not None and self._run.id in self._engine.in_flight)
 
     def _stands_differently(self) -> None:
-        """Lets those look who wait until it can be run."""
+        """Wakes the tasks that wait until the chain can be run, to check again."""
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
             waiter.set()

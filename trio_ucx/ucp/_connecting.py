@@ -58,10 +58,11 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
 def _usable(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> bytes:
     """The part of an address that an endpoint can use: with error handling, shared memory only if the peer's has it.
 
-    UCX would choose shared memory whatever the peer's configuration, which no address says; the peer could not answer.
+    UCX would choose shared memory whatever the peer's configuration, which UCX's addresses do not contain; the peer
+    could not answer.
 
     Raises:
-        OSError: nothing is left.
+        OSError: no part of it can be used.
     """
     both = address.shared_memory or not engine.context.shared_memory_handles_errors
     if options.error_mode is ErrorMode.NONE or both:
@@ -69,7 +70,7 @@ def _usable(engine: Engine, address: WorkerAddress, options: EndpointOptions) ->
     try:
         rest = without_shared_memory(address.ucx)
     except ValueError:
-        return address.ucx  # of another layout than ours: UCX decides
+        return address.ucx  # of a layout that we do not know: UCX decides
     if rest is None:
         raise OSError(
             errno.EHOSTUNREACH,

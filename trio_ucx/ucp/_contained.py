@@ -1,4 +1,4 @@
-"""Errors of our own where nobody could take them: in calls that Trio's loop makes, and where things end.
+"""Internal errors where no caller could handle them: in calls from Trio's loop, and while something is being closed.
 
 Trio ends the whole run when such a call raises.
 """
@@ -12,7 +12,7 @@ logger = logging.getLogger("trio_ucx")
 
 
 def report(what: str, error: BaseException) -> None:
-    """Logs an internal error. Never raises, short of memory or not."""
+    """Logs an internal error. Never raises, not even for lack of memory."""
     try:
         logger.error("%s", what, exc_info=error)
     except BaseException:
@@ -20,7 +20,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def contained(function: Callable[..., object], *arguments: object) -> bool:
-    """Calls a function; what it raises is logged. Returns whether it went well."""
+    """Calls a function, and logs what it raises. Returns whether it succeeded."""
     try:
         function(*arguments)
     except BaseException as error:

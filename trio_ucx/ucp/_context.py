@@ -48,7 +48,7 @@ class Feature(enum.IntFlag):
     ALL = TAG | RMA | AMO32 | AMO64 | WAKEUP | STREAM | AM
 
 
-#: Tag messages, and the active messages that Connections shake hands with.
+#: Tag messages, which Connections need, and active messages, by which trio_ucx peers get and put remote memory.
 DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
 
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
@@ -216,7 +216,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def least_rendezvous_threshold(self) -> int | None:
-        """The least of the thresholds in RNDV_THRESH, which may have one for each fabric; None if there is none."""
+        """The least threshold in RNDV_THRESH, which may have several (intra, inter); None if it has none."""
         parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")
         numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
         return min((number for number in numbers if number is not None), default=None)
@@ -228,7 +228,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def transports(self) -> str:
-        """Which transports it may use (TLS)."""
+        """The transports that it may use (TLS)."""
         return _effective("TLS", self.config) or "all"
 
     @enable_ki_protection
@@ -242,7 +242,8 @@ class Context(metaclass=OpenedNotConstructed):
 
         Args:
             buffer: a contiguous buffer, writable unless ``access`` is ``Access.READ``.
-            access: what peers may do. A peer that uses trio_ucx keeps to it; only RDMA hardware enforces it.
+            access: what peers may do. trio_ucx enforces it for requests that come as its own messages, and RDMA
+                hardware does; UCX's own puts, gets and atomics over TCP and shared memory do not.
 
         Raises:
             TypeError, ValueError: not a contiguous buffer, read-only, or empty.
@@ -269,7 +270,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def serves_memory(self) -> bool:
-        """Whether its workers reach remote memory, and answer for theirs, by messages (``serve.c``)."""
+        """Whether its workers get and put memory by messages to its owner, and answer such messages (``serve.c``)."""
         return Feature.RMA | Feature.AM in self.features
 
     def _require_memory(self) -> None:
@@ -332,15 +333,15 @@ def open_context(
             ``UCX_*`` environment variables, which are not changed.
         features: what its workers are to be used for.
         name: for UCX's logs; at most 31 bytes.
-        keepalive_interval: seconds between two looks at each endpoint, whether its peer is still there: for peers
-            whose machine or network went away without a word. (Where a peer's process ends, its end is seen at once.)
+        keepalive_interval: seconds between two checks of each endpoint for whether its peer is still there: for peers
+            whose machine or network went away. (When a peer's process ends, that is noticed at once.)
             0 or ``math.inf`` is never, None leaves UCX its own choice, 20 seconds or what the environment says.
 
-            Over TCP the kernels ask and answer, so a peer that is stopped or busy is not lost. One that leaves three
-            looks (one second apart at least) unanswered is, so an idle connection breaks after about four times the
-            interval. A connection on which something sent has not been acknowledged breaks only when the kernel gives
-            up, after a quarter of an hour; the option TCP_USER_TIMEOUT of UCX 1.22 limits that, but also cuts off a
-            peer that does not read for so long. (Before UCX 1.17 TCP takes such options from the environment only.)
+            Over TCP the kernels ask and answer, so a peer that is stopped or busy is not lost. A peer that leaves three
+            checks (at least one second apart) unanswered is lost, so an idle connection breaks after about four times
+            the interval. A connection on which something sent has not been acknowledged breaks only when the kernel
+            gives up, after a quarter of an hour; the option TCP_USER_TIMEOUT of UCX 1.22 limits that, but also cuts off
+            a peer that does not read for so long. (Before UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
         ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
@@ -355,7 +356,7 @@ def open_context(
 
 
 def _create(options: dict[str, str], chosen: Mapping[str, str], features: Feature, name: Any) -> Any:
-    """The native context. Takes those of our defaults out of ``options`` that this UCX does not know."""
+    """Creates the native context. Removes from ``options`` those of our defaults that this UCX does not know."""
     doing = "starting UCX"
     descriptors.require(descriptors.CONTEXT, doing)
     out = ffi.new("tu_context_t **")
@@ -375,7 +376,7 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
         if status == Status.OK:
             return out[0]
         if rejected[0] == len(options):
-            descriptors.require(descriptors.CONTEXT, doing)  # another thread may have taken them
+            descriptors.require(descriptors.CONTEXT, doing)  # another thread may have taken the descriptors
             raise _initialisation_error(status, options)
         option = list(options)[rejected[0]]
         if option in chosen:
@@ -445,7 +446,7 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
 
 
 def _environment() -> dict[str, str]:
-    """UCX's options there."""
+    """UCX's options in the environment."""
     return {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}
 
 

@@ -1,10 +1,10 @@
 """Data ports: the sockets on which UCX's TCP transport listens, and who may connect to them.
 
-UCX believes everything that arrives there. A stranger who speaks its protocol can write anywhere in our memory
-(``UCT_TCP_EP_PUT_REQ_AM_ID``), so strangers must be kept away: the kernel drops their requests to connect, by a filter
-on the socket (``SO_ATTACH_FILTER``). From the beginning it admits processes of this machine only. The exchange of each
-Connection admits the addresses that its peer's TCP transport has. A program that gives the worker's address away by
-other means, or connects raw endpoints, is reached from anywhere, so then the filter is removed.
+UCX trusts everything that arrives there. A stranger who speaks its protocol can write anywhere in our memory
+(``UCT_TCP_EP_PUT_REQ_AM_ID``). So a filter on each socket (``SO_ATTACH_FILTER``) makes the kernel drop strangers'
+requests to connect. At first it admits processes of this machine only. The exchange of each Connection admits the
+addresses of its peer's TCP transport. When a program gives the worker's address away by other means, or uses raw
+endpoints, its peers may connect from anywhere: then the filter is removed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ._address_format import parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 
-#: Addresses of peers in the filter; when another comes, the one goes out that connected least recently. Its
-#: connections stay: the filter is about new ones. (The kernel takes 4096 instructions, and 20 KiB of options a socket.)
+#: Greatest number of peers' addresses in the filter. A further one replaces the one that connected least recently; that
+#: peer's connections stay, because the filter only concerns new ones. (The kernel takes 4096 instructions, and 20 KiB
+#: of options for a socket.)
 MAX_ADMITTED = 200
-#: Addresses that one peer can have admitted.
+#: Greatest number of addresses that one peer can have admitted.
 MAX_EACH = 16
 
-#: UCX connects from the address of the device that it chose (TCP_EP_BIND_SRC_ADDR).
+#: The first UCX that connects from the address of the device that it chose (TCP_EP_BIND_SRC_ADDR).
 BINDS_TO_ITS_ADDRESS = (1, 19)
 
 # <linux/filter.h> and <asm-generic/socket.h>
@@ -50,7 +51,7 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 def filter_program(family: socket.AddressFamily, hosts: Iterable[str]) -> bytes:
     """A classic BPF program that drops requests to connect (SYN), unless they come from one of ``hosts``.
 
-    Packets of connections that exist pass after three instructions. Offsets count from the TCP header.
+    Packets of existing connections pass after three instructions. Offsets count from the TCP header.
     """
     accept, source = _instruction(_RETURN, _ALL), _SOURCE[family]
     program = [
@@ -77,7 +78,7 @@ def filter_program(family: socket.AddressFamily, hosts: Iterable[str]) -> bytes:
 
 @attrs.frozen
 class _Port:
-    """One socket of UCX's. It closes it when it likes, so the inode tells whether the descriptor is still this one."""
+    """A socket of UCX's, which may close it any time: the inode tells whether the descriptor is still this socket."""
 
     fd: int
     inode: int
@@ -98,7 +99,7 @@ class _Port:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket | None]:
-    """The descriptor as a socket, which stays open; None if it is something else."""
+    """The descriptor as a socket object, which does not close it; None if it is not a socket."""
     try:
         found = socket.socket(fileno=fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
     except OSError:
@@ -111,7 +112,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
 
 
 def _find(addresses: set[tuple[str, int]]) -> list[_Port]:
-    """The listening sockets of this process at some addresses."""
+    """The listening sockets of this process at these addresses."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with _borrowed(int(name)) as candidate:
@@ -130,10 +131,10 @@ class DataPorts:
     """The data ports of one worker.
 
     Args:
-        address: the worker's, by which its ports are found.
+        address: the worker's UCX address, by which its ports are found.
 
     Attributes:
-        restricted: whether strangers are kept away.
+        restricted: whether the filter is attached.
     """
 
     def __init__(self, address: bytes) -> None:
@@ -152,18 +153,18 @@ class DataPorts:
     def lost(self) -> bool:
         """Whether UCX has stopped listening at one of them.
 
-        It does that for good when a connection could not be accepted, because the process had no descriptors left.
+        UCX stops for good when it cannot accept a connection because the process has no descriptors left.
         """
         return any(port.closed for port in self._ports)
 
     def admit(self, hosts: Iterable[str], control: str | None, ucx: tuple[int, int]) -> None:
-        """Lets a peer connect that the exchange has let in.
+        """Admits the addresses of a peer that the exchange has let in.
 
         Args:
             hosts: the addresses that its TCP transport connects from.
-            ucx: its release of UCX. Older ones connect from whatever address the kernel chooses.
-            control: where its control socket comes from; None for a Unix socket. If that is another address of another
-                machine, there is address translation between, say, and nobody can tell where it will connect from.
+            ucx: its release of UCX. Older releases connect from whatever address the kernel chooses.
+            control: the address that its control socket comes from; None for a Unix socket. If that is not among
+                ``hosts`` (address translation, say), it is unknown where the peer will connect from.
         """
         if not self.restricted:
             return
@@ -187,7 +188,7 @@ class DataPorts:
             self._restrict()
 
     def open(self, reason: str) -> None:
-        """Lets everybody connect from now on."""
+        """Removes the filter: from now on all hosts may connect."""
         if self.restricted:
             self.restricted = False
             logger.debug("UCX's data ports are open to every host: %s", reason)

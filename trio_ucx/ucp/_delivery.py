@@ -1,7 +1,7 @@
-"""Delivery: what becomes of the records that a turn brings. It wakes tasks, and runs no code of users.
+"""Delivery of the records that a turn brings. It wakes tasks, and runs no user code.
 
-An exception here is our own, or there is no memory. It ends what the record is about, a connection most often, and
-never more than the worker; all other records are delivered.
+An exception here is a bug of ours, or lack of memory. It ends the object that the record concerns, most often a
+connection, and never more than the worker; all other records are delivered.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def deliver(engine: Engine, rows: list[int]) -> None:
 
 
 def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
-    """An exception of our own: ends the connection or endpoint that the record is about, or else the worker."""
+    """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
     owner: Mailbox | EndpointCore | None = None
     if kind in (_RUN, _MESSAGE):
         owner = engine.mail.boxes.get(tag >> 32)

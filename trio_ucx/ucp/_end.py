@@ -58,7 +58,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         stuck: what is still under way, in words.
     """
     if engine.unanswered or not all(loan.ended for loan in engine.overdue):
-        _leave_alone(engine, handle)  # somebody looks at UCX's memory, and was warned
+        _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
     elif not engine.uses_memory or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
         # A receive whose sender died in the middle of a message never completes, nor does a send to the full
         # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
@@ -87,7 +87,7 @@ def _leave_alone(engine: Engine, handle: Any) -> None:
 
 
 def fail_everything(engine: Engine, error: BaseException) -> None:
-    """An error of our own that concerns the whole worker: whoever waits gets it."""
+    """Fails all waiting tasks with an internal error that concerns the whole worker."""
 
     def failure() -> trio.BrokenResourceError:
         return broken(f"the worker broke: {error!r}", error)

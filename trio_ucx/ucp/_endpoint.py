@@ -385,8 +385,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises:
             trio.BrokenResourceError: with FLUSH, the peer was lost, or closed its end, before everything was known to
-                be out, and no operation on this endpoint has said so yet. It is closed nevertheless. (UCX cannot tell
-                whether it had arrived; a :class:`trio_ucx.Connection` can.)
+                be flushed, and no operation on this endpoint has reported that yet. The endpoint is closed
+                nevertheless. (UCX cannot tell whether the data had arrived; a :class:`trio_ucx.Connection` can.)
         """
         check_mode(mode)
         if self._closing or self._core.handle is None or not self._core.engine.usable:

@@ -80,7 +80,7 @@ def _nothing() -> None:
 
 
 def _disown() -> None:
-    """In a forked child: nothing here must reach the parent's UCX, whose sockets and shared memory are here, too."""
+    """In a forked child: detaches everything from the parent's UCX, whose sockets and shared memory are here, too."""
     for engine in engines:
         engine.handle = None
         for core in engine.endpoints.values():
@@ -96,7 +96,7 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
     out = ffi.new("tu_worker_t **")
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
     if status != Status.OK:
-        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken them
+        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
         raise shared_memory.explain(status, "creating a worker")
     return out[0]
 
@@ -142,7 +142,7 @@ class Engine:
         self.mail = Mail(self)
         self.received = ffi.new("tu_received_t *")
         self.in_flight: dict[int, Operation] = {}
-        #: By id, what UCX uses of operations that it has begun and that could not be entered there: see :meth:`keep`.
+        #: By id, the memory of operations that UCX has begun but that have no entry in flight: see :meth:`keep`.
         self.unrecorded: dict[int, object] = {}
         self.endpoints: dict[int, EndpointCore] = {}
         #: What takes the connection requests of a listener id.
@@ -153,11 +153,11 @@ class Engine:
         self.am_ids: dict[int, str] = {lib.TU_REMOTE_AM_ID: "the library itself"} if context.serves_memory else {}
         #: What takes the news that a queue of active messages is no longer empty, by its id.
         self.am_queues: dict[int, Callable[[], None]] = {}
-        #: Who waits for active messages, by the queue's id.
+        #: Tasks that wait for active messages, by the queue's id.
         self.am_waiters: dict[int, Waiters] = {}
         #: Memory that UCX lent and nobody will give back, because something still refers to it.
         self.overdue: list[Loan] = []
-        #: Who waits for a piece of any stream.
+        #: Tasks that wait for a piece of any stream.
         self.stream_watchers = Waiters()
         #: Others to be told of an internal error; called with the exception for who waits.
         self.on_broken: dict[int, Callable[[Exception], None]] = {}
@@ -199,11 +199,11 @@ class Engine:
         self.on_closed: Callable[[], None] | None = None
         #: The numbers of its endpoints by worker address.
         self.numbering = Numbering()
-        #: Whether UCX has no room for another kind of endpoint (it has it for 255, once for a worker).
+        #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
-        #: Whether nothing arrives over shared memory any more (_receive_queue.py).
+        #: Whether the shared-memory queue has stopped (_receive_queue.py).
         self.queue_stopped = False
-        #: To be called when a process may have died that wrote to this worker over shared memory.
+        #: Called when a process may have died that wrote to this worker over shared memory.
         self.suspect_queue: Callable[[], None] = _nothing
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering()
@@ -347,16 +347,16 @@ class Engine:
 
     @property
     def uses_memory(self) -> bool:
-        """Whether UCX may still use memory that is not its own."""
+        """Whether UCX may still use the memory of operations."""
         return bool(self.in_flight or self.unrecorded)
 
     def keep(self, id: int, what: object) -> None:
-        """Keeps what UCX uses for an operation that it has begun, when making our object for that failed."""
+        """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
         if id not in self.in_flight:
             self.unrecorded[id] = what
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code that concerns the whole worker: whoever waits gets an error, and it is unusable.
+        """Marks the worker broken after an exception in our own code, and fails all waiting tasks.
 
         Never raises.
         """
@@ -423,7 +423,7 @@ class Engine:
                 else:
                     await trio.lowlevel.cancel_shielded_checkpoint()
             elif self.queue_stopped and not self._net.awaited() and not self.listeners:
-                await self._suspend()  # UCX says BUSY for ever, and there is nothing to look for
+                await self._suspend()  # UCX says BUSY for ever, and there is nothing to progress
             else:
                 self.counters["backoffs"] += 1
                 await self._backoff.sleep(perf_counter() - began, self.news())
@@ -439,7 +439,7 @@ class Engine:
         await self._suspend()
 
     async def _suspend(self) -> None:
-        """Until somebody wakes the progress task."""
+        """Suspends the progress task until it is woken."""
         self._resting = trio.lowlevel.current_task()
 
         def abort(_: object) -> trio.lowlevel.Abort:

@@ -1,16 +1,16 @@
-"""Forks: UCX does not survive them. What was opened before one is refused in the child, and left alone there.
+"""Forks, which UCX does not survive: a child is refused the use of what its parent had opened, and never closes it.
 
-UCX's thread does not exist in the child, while its sockets, timers and shared memory are those of the parent. A child
-can use UCX of its own only if the parent had nothing open: then UCX starts there afresh.
+UCX's thread does not exist in the child, while its sockets, timers and shared memory are the parent's. A child can use
+UCX only if the parent had nothing open: then UCX starts afresh there.
 """
 
 from __future__ import annotations
 
 import os
 
-#: Forks on the way from the first process to this one.
+#: The number of forks between the first process and this one.
 _generation = 0
-#: UCX's contexts that exist in this process; whether there were some in a process that this one was forked from.
+#: How many UCX contexts exist in this process; whether a process that this one was forked from had some.
 _open_contexts = 0
 _inherited_contexts = False
 
@@ -28,7 +28,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Birth:
-    """Where something was opened: in this process, or in one that it was forked from."""
+    """Records in which process something was opened: this one, or one that it was forked from."""
 
     __slots__ = ("_generation",)
 
@@ -37,11 +37,11 @@ class Birth:
 
     @property
     def inherited(self) -> bool:
-        """Whether it is the parent's, to be left alone."""
+        """Whether it belongs to the parent: then this process must not touch it."""
         return self._generation != _generation
 
     def check(self, what: str) -> None:
-        """Refuses to use what is the parent's.
+        """Refuses to use what belongs to the parent.
 
         Raises:
             RuntimeError: with what to do.

@@ -96,7 +96,7 @@ class ListenerCore:
             self.waiting.append(request)
 
     def _unclosed(self) -> None:
-        """The worker closes."""
+        """Called when the worker closes before the listener was closed."""
         warn_resource(f"unclosed <trio_ucx.ucp.RawListener at {self.address}>, closed with its worker")
         self.close()
 
@@ -225,7 +225,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         """Accepts: makes the endpoint that talks to the client (``ucp_ep_create``).
 
         Args:
-            worker: where the endpoint shall live; by default with the listener. It must be of the same context.
+            worker: the worker of the endpoint; by default the listener's. It must be of the same context.
             error_mode: see :class:`ErrorMode`; the client's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
 

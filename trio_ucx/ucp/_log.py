@@ -1,4 +1,4 @@
-"""UCX's log in Python's: a thread takes UCX's lines while contexts are open and gives them to ``trio_ucx.ucx``."""
+"""Passes UCX's log to the logger ``trio_ucx.ucx``, by a thread that runs while contexts are open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .._native import ffi, lib
 
 logger = logging.getLogger("trio_ucx.ucx")
 
-#: By UCX's levels (``ucs_log_level_t``): fatal, error, warn, diag, info. Then come debug and the kinds of trace, and
-#: what is printed at any level.
+#: Python's levels for UCX's (``ucs_log_level_t``): fatal, error, warn, diag, info. Then come debug and the kinds of
+#: trace, and lines that UCX prints at any level.
 _LEVELS = [logging.ERROR, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO]
 _PRINT = 13
-#: Seconds in which the thread should have logged what is left when the last context is closed.
+#: Seconds that closing the last context waits for the thread to log the remaining lines.
 _PATIENCE = 1.0
 
 _lock = threading.Lock()
@@ -24,11 +24,11 @@ _contexts = 0
 _thread: threading.Thread | None = None
 
 if os.environ.get("UCX_LOG_LEVEL") and logger.level == logging.NOTSET:
-    logger.setLevel(logging.DEBUG)  # UCX drops what the user does not want
+    logger.setLevel(logging.DEBUG)  # UCX itself drops lines of other levels
 
 
 def open() -> None:
-    """A context is about to be opened."""
+    """Called before a context is opened: starts the thread with the first one."""
     global _contexts, _thread
     with _lock:
         _contexts += 1
@@ -40,17 +40,17 @@ def open() -> None:
 
 
 def close() -> None:
-    """A context was closed: the last one waits until everything that UCX said is logged."""
+    """Called when a context was closed. The last one waits until all lines are logged."""
     global _contexts
     with _lock:
-        _contexts = max(0, _contexts - 1)  # it may be the parent's, in a forked child
+        _contexts = max(0, _contexts - 1)  # in a forked child the context may be the parent's
         if _contexts == 0:
             _end()
 
 
 @atexit.register
 def _end() -> None:
-    """From now on UCX's lines go to stderr."""
+    """Ends the thread: from now on UCX's lines go to stderr."""
     global _thread
     thread, _thread = _thread, None
     if thread is not None:
@@ -59,7 +59,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """The child has no such thread, and contexts of its own only."""
+    """In a forked child there is no such thread, and no context of this process yet."""
     global _lock, _contexts, _thread
     _lock, _contexts, _thread = threading.Lock(), 0, None
 
@@ -80,7 +80,7 @@ def _log_lines(reader: int) -> None:
             return
         try:
             _log(line)
-        except Exception:  # a handler's or filter's
+        except Exception:  # from a handler or filter of the user's
             lib.tu_log_print(line)
 
 

@@ -1,4 +1,4 @@
-"""The messages of Connections: tag messages that the engine takes off UCX's hands, for whoever has the mailbox."""
+"""Tag dispatch: the engine takes the tag messages of Connections off UCX's queue, and hands each to its connection."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Mailbox(Protocol):
         """A message arrived, and is UCX's until it is received."""
 
     def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
-        """So many small messages of the same length arrived; none: one that had promised to be small was not."""
+        """``count`` small messages of the same length arrived; 0: a message that was announced as small was not."""
 
     def queue_stopped(self, error: UCXError) -> None:
-        """Nothing will arrive over shared memory any more. (Endpoints that use it have failed already.)"""
+        """The shared-memory queue has stopped. (Endpoints that use it have failed already.)"""
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code, delivering to it: the connection ends, and no other. Never raises."""
+        """Ends this connection, and no other, after an exception in our own code. Never raises."""
 
 
 class Mail:
@@ -42,9 +42,9 @@ class Mail:
         self._engine = engine
         #: What takes the messages of a connection id, while it is open.
         self.boxes: dict[int, Mailbox] = {}
-        #: Whether such messages come here.
+        #: Whether the messages of Connections are dispatched here.
         self.claimed = False
-        #: The least sizes from which on messages stay with their senders, and how many connections have each.
+        #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
         self._thresholds: collections.Counter[int] = collections.Counter()
         self._warned = False
         self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
@@ -56,17 +56,17 @@ class Mail:
 
     @property
     def small(self) -> int:
-        """Up to how many bytes they are received as they come."""
+        """The length up to which C code receives messages as they arrive."""
         return min([lib.TU_SMALL_MESSAGE + 1, *self._thresholds]) - 1
 
     def expect_rendezvous(self, threshold: int) -> None:
-        """The peer of a connection keeps messages from so many bytes on until they are received; 0: no messages."""
+        """A connection opened whose peer has this rendezvous threshold; 0: none."""
         if 0 < threshold <= lib.TU_SMALL_MESSAGE:
             self._thresholds[threshold] += 1
             self.claim()
 
     def forget_rendezvous(self, threshold: int) -> None:
-        """That connection is closed."""
+        """A connection was closed whose peer has this rendezvous threshold."""
         if 0 < threshold <= lib.TU_SMALL_MESSAGE:
             self._thresholds -= collections.Counter({threshold: 1})
             if self._engine.handle is not None:
@@ -77,7 +77,7 @@ class Mail:
         return self._arena[place : place + size].tobytes()
 
     def nobodys(self, tag: int, message: int) -> None:
-        """Throws away a message of a connection that is closed; or one of others', on a worker where nobody asks."""
+        """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
         if not tag & CONNECTION_BIT and not self._warned:
             self._warned = True
             logger.warning(

@@ -46,10 +46,10 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
 #: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the token; the
-#: lengths of the remote key and of a worker's address, which follow; behind them, a checksum of all before.
+#: lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
 _DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQ16sII")
 _MAGIC, _VERSION = b"TURM", 2
-#: In a descriptor: it cannot be reached by messages.
+#: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
 _MAX_ADDRESS = 2**64 - 1
@@ -89,11 +89,11 @@ class MemoryDescriptor:
         address: where the memory begins, in its process.
         nbytes: its length.
         rkey: UCX's packed remote key.
-        access: what peers may do. UCX itself does not check that over TCP.
+        access: what peers may do. UCX itself checks that only with RDMA hardware.
         worker: the address of a worker of the memory's context; atomics need one (:class:`RemoteMemory`).
-        process: whose memory it is; for :meth:`Endpoint.attach` to notice a descriptor that went to the wrong place.
-        token: 16 random bytes by which the owner's workers know a request for this memory, where it is reached by
-            messages of ours; empty for memory of programs without trio_ucx.
+        process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
+        token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
+            empty for memory of programs without trio_ucx.
     """
 
     address: int
@@ -194,9 +194,9 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _handle: Any
     _window: Window | None
     _pins: Pinned | None
-    #: By which peers ask for it by messages; empty: they cannot.
+    #: What peers' requests by messages must have; empty: this memory has no such requests.
     _token: bytes = b""
-    #: What C knows of that; None: nothing, or no more.
+    #: C's entry for such requests; None: there is none, or no more.
     _served: Any = None
     _rkey: bytes | None = None
 
@@ -250,19 +250,19 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def close(self) -> None:
-        """Ends the registration (``ucp_mem_unmap``); frees what was allocated. Closed already: no effect.
+        """Ends the registration (``ucp_mem_unmap``); frees allocated memory. Closed already: no effect.
 
-        Peers with trio_ucx that reach it by messages are refused from now on. What they have under way goes on: until
-        then the memory stays, and a registered buffer pinned. Peers that have allocated memory mapped (over shared
-        memory) keep their mapping. For peers without trio_ucx UCX does not check, but for RDMA: what they write then
-        lands wherever the address leads. Tell them first.
+        Later requests of trio_ucx peers by messages are refused. Their requests in flight go on; until they complete,
+        the memory stays, and a registered buffer stays pinned. Peers that have mapped allocated memory over shared
+        memory keep their mapping. UCX does not check the requests of peers without trio_ucx, except with RDMA hardware:
+        they would write to whatever is at that address then. Tell them first.
 
         Raises:
             BufferError: something made from :attr:`memoryview` (a numpy array, say) is still in use.
         """
         if self._handle is None:
             return
-        if self.context._birth.inherited:  # the parent's, to be left alone
+        if self.context._birth.inherited:  # it belongs to the parent
             self._handle = None
             return
         if self._window is not None:
@@ -271,7 +271,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         served, self._served = self._served, None
         if served is not None and lib.tu_memory_withdraw(served):
             _closing[served] = self, handle
-            unmap_unused()  # another thread may have done with it just now
+            unmap_unused()  # another thread may have finished its last transfer just now
         else:
             self._unmap(handle)
 
@@ -293,12 +293,12 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return f"<trio_ucx.ucp.Memory of {self.nbytes} bytes at {self.address:#x}, {state}>"
 
 
-#: Memory that was closed while peers' transfers were under way, by what C knows of it, and UCX's handle of it.
+#: Memory that was closed while peers' requests were in flight, and UCX's handle of it, by C's entry.
 _closing: dict[Any, tuple[Memory, Any]] = {}
 
 
 def unmap_unused() -> None:
-    """Ends the registration of what was closed, and peers use no more."""
+    """Ends the registration of closed memory for which no request is in flight any more."""
     for served in list(_closing):
         if served in _closing and lib.tu_memory_unused(served):
             memory, handle = _closing.pop(served)

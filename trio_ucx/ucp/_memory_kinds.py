@@ -161,7 +161,7 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
 
 
 def _check_fields(descr: Any) -> None:
-    """Looks through the fields of a structure, which may be structures themselves."""
+    """Checks the fields of a structure, which may be structures themselves."""
     for _, kind, *_ in descr or ():
         _item_size(kind) if isinstance(kind, str) else _check_fields(kind)
 

@@ -1,10 +1,10 @@
-"""The part of a worker address that does without shared memory, for peers that cannot use it."""
+"""The part of a worker address without shared memory, for peers that cannot use that."""
 
 from __future__ import annotations
 
 from ._address_format import LAST, Device, parse_worker_address
 
-#: Transports within a host, through memory.
+#: Shared-memory transports.
 _WITHIN_HOST = frozenset({"self", "sysv", "posix", "cma", "xpmem", "knem"})
 
 
@@ -18,7 +18,7 @@ def without_shared_memory(blob: bytes) -> bytes | None:
     kept = [device for device in devices if not any(each.name in _WITHIN_HOST for each in device.transports)]
     if not kept:
         return None
-    end = devices[-1].place.stop  # version 1 may have the release there
+    end = devices[-1].place.stop  # behind it, version 1 may have the release
     last = _as_last(blob, kept[-1], last=end == len(blob))
     return b"".join([blob[: devices[0].place.start], *(blob[device.place] for device in kept[:-1]), last, blob[end:]])
 
@@ -26,6 +26,7 @@ def without_shared_memory(blob: bytes) -> bytes | None:
 def _as_last(blob: bytes, device: Device, *, last: bool) -> bytes:
     """A device as it is written in an address, marked as the last one or not."""
     written = bytearray(blob[device.place])
-    # The flag is beside the length of the device address, after the memory domain, which has one byte if it is valid.
+    # The flag shares a byte with the length of the device address. The memory domain precedes it, with one byte if
+    # valid.
     written[1] = written[1] & ~LAST | (LAST if last else 0)
     return bytes(written)

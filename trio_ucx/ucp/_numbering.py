@@ -134,7 +134,7 @@ class PeerNumbers:
             self.heard(theirs)
             lowest = max(lowest, theirs.next)
         oldest = time.monotonic() - OFFER_TIME
-        for number, (core, since) in self._idle.items():  # the peer has most likely finished its close of the oldest
+        for number, (core, since) in self._idle.items():  # the oldest first: its peer has most likely finished closing
             if since > oldest and _fits(core, address):
                 self._fillers[number] = self._idle.pop(number)
                 return number

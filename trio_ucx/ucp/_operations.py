@@ -84,7 +84,7 @@ class Operation(Pending):
         if status == Status.OK:
             try:
                 value = self.value(length, tag)
-            except Exception as error:  # there is no memory for a copy, say
+            except Exception as error:  # not enough memory for a copy, for instance
                 self.finish(Error(error))
             else:
                 self.finish(Value(value))
@@ -94,7 +94,7 @@ class Operation(Pending):
             self.fail(self.error(status))
 
     def fail(self, error: Exception) -> None:
-        """Finishes with an error; its endpoint remembers whether anybody is told."""
+        """Finishes with an error. Its endpoint records whether a task gets that error."""
         if self.endpoint is not None and self.outcome is None and (self.awaited or self.notify is not None):
             self.endpoint.told = True
         self.finish(Error(error))
@@ -131,7 +131,7 @@ class Operation(Pending):
         return True
 
     def internal_error(self, error: BaseException) -> None:
-        """Ends what it belongs to: its endpoint, or else the worker. Never raises."""
+        """Ends its endpoint, or else the worker, after an exception in our own code. Never raises."""
         contained(lambda: self.finish(Error(broken(f"{self.doing}: an internal error of trio_ucx: {error!r}", error))))
         if self.endpoint is not None:
             self.endpoint.internal_error(error)
@@ -225,7 +225,7 @@ class EndpointCore:
         self.label = label
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
-        #: Marks the errors about it, and about the endpoints beside it: see :func:`_status.origin_of`.
+        #: Marks the errors about this endpoint, and about the endpoints beside it: see :func:`_status.origin_of`.
         self.origin = object()
         #: Whether the user has ever had it in hand, and so may have left something at it.
         self.exposed = False
@@ -259,7 +259,7 @@ class EndpointCore:
         self.watch: Watch | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
-        #: Whether an operation of the user's has said that it broke: then the close need not.
+        #: Whether an operation of the user's has reported that it broke: then closing it need not.
         self.told = False
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
@@ -275,7 +275,7 @@ class EndpointCore:
         return None
 
     def error_of(self, status: int, doing: str) -> Exception:
-        """The exception for an operation on it that failed."""
+        """The exception for a failed operation on it."""
         return self.problem() or error_from_status(status, doing, self.origin, self.hint(status))
 
     def hint(self, status: int) -> str:
@@ -292,7 +292,7 @@ class EndpointCore:
         if self.watchers:
             for watcher in self.watchers:
                 watcher.set()
-            self.watchers = []  # now: when one could not be told, the others are by the next call
+            self.watchers = []  # only now: if waking one fails, the next call wakes the others
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition on its operations. No checkpoint if it holds already."""
@@ -328,7 +328,7 @@ class EndpointCore:
             linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`.
         """
         if self.handle is None or self.error is not None:
-            self.engine.lingering.close_one(self)  # UCX says that the peer has closed its end
+            self.engine.lingering.close_one(self)  # this failure is how UCX reports that the peer has closed its end
             return
         self.error = error
         try:
@@ -344,7 +344,7 @@ class EndpointCore:
                 callback()
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code, while it handled something of this endpoint: ends it, and no other.
+        """Ends this endpoint, and no other, after an exception in our own code.
 
         Never raises.
         """
@@ -355,7 +355,7 @@ class EndpointCore:
             contained(self.fail_inside, error)
 
     def fail_inside(self, error: BaseException) -> None:
-        """Fails with an exception of our own code."""
+        """Fails with an internal error."""
         failure = UCXError(Status.IO_ERROR, f"an internal error of trio_ucx: {error!r}")
         failure.__cause__ = error
         self.fail(failure)
@@ -547,7 +547,7 @@ class Lingering:
             self.close_one(next(iter(self._endpoints)))
 
     def close_one(self, core: EndpointCore) -> None:
-        """There is nothing more to wait for. If it does not linger: no effect."""
+        """Closes one now. If it does not linger: no effect."""
         if core in self._endpoints:
             handle, _, _ = self._endpoints.pop(core)
             core.close_native(handle)

@@ -70,11 +70,11 @@ class Pending:
         raise NotImplementedError
 
     def internal_error(self, error: BaseException) -> None:
-        """Abandoning it failed: ends what it belongs to. Never raises."""
+        """Called when ``abandon`` failed: ends what it belongs to. Never raises."""
         report("an internal error of trio_ucx, in a cancellation", error)
 
     def _abandon_for_trio(self) -> trio.lowlevel.Abort:
-        """What an abort function answers; it must not raise, or Trio ends the run."""
+        """The abort function. It must not raise, or Trio ends the run."""
         try:
             over = self.abandon()
         except BaseException as error:

@@ -1,7 +1,7 @@
-"""Buffers whose elements are, or contain, pointers: numpy's arrays of objects, ctypes' pointers.
+"""Refuses buffers whose elements are, or contain, pointers: numpy's arrays of objects, ctypes pointers.
 
-Bytes of a peer's must not become pointers of ours, nor the other way round. So what the buffer says about its elements
-is looked at: numpy's dtype, the type of a ctypes object, or else the format of the buffer protocol (PEP 3118).
+A peer's bytes must not become pointers of this process, nor the other way round. So the type of the elements is
+checked: numpy's dtype, the type of a ctypes object, or else the format of the buffer protocol (PEP 3118).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import mmap
 from functools import lru_cache
 from typing import Any
 
-#: Their elements are never pointers.
+#: Types whose elements are never pointers.
 _PLAIN = frozenset((bytes, bytearray, array.array, mmap.mmap))
-#: One-letter codes of a format that are pointers: an object, void, char and wchar_t, any other, a function.
+#: One-letter codes of a format for pointers: to an object, void, char and wchar_t, anything else, a function.
 _POINTERS = frozenset("OPz&X")
-#: Types of ctypes that are a pointer.
+#: The ctypes types that are pointers.
 _CTYPES: tuple[type, ...] = (ctypes._Pointer, ctypes.CFUNCTYPE(None).__mro__[1])
 _SIMPLE = frozenset("OPzZ")
 
 
 def refuse_pointers(data: Any, purpose: str) -> None:
-    """Refuses such a buffer.
+    """Refuses a buffer with pointers.
 
     Raises:
-        TypeError: it is one.
+        TypeError: its elements are, or contain, pointers.
     """
     if type(data) not in _PLAIN and has_pointers(data):
         raise TypeError(
@@ -35,7 +35,7 @@ def refuse_pointers(data: Any, purpose: str) -> None:
 
 
 def has_pointers(data: Any) -> bool:
-    """Whether an element of a buffer is, or may be, a pointer. ``data`` has the buffer protocol, or does not."""
+    """Whether an element of ``data`` is, or may be, a pointer. False if ``data`` does not have the buffer protocol."""
     kind = type(data)
     if kind in _PLAIN:
         return False
@@ -47,11 +47,11 @@ def has_pointers(data: Any) -> bool:
     try:
         view = data if kind is memoryview else memoryview(data)
     except (TypeError, ValueError, BufferError):
-        return False  # no buffer: whoever exports it refuses it, or finds another way to it
+        return False  # not a buffer: refused elsewhere, or taken by another protocol
     if view.itemsize == 1 and view.format in ("B", "b", "c"):
         return False
     owner = view.obj
-    if isinstance(owner, _CDATA):  # a format leaves out what is in a union
+    if isinstance(owner, _CDATA):  # a format does not show the members of a union
         kind_of_owner: Any = type(owner)
         return _type_has_pointers(kind_of_owner)
     if kind is memoryview and getattr(getattr(owner, "dtype", None), "hasobject", False):
@@ -64,7 +64,7 @@ _CDATA = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData, *_C
 
 @lru_cache(maxsize=256)
 def _type_has_pointers(kind: Any) -> bool:
-    """Whether a type of ctypes is, or contains, a pointer."""
+    """Whether a ctypes type is, or contains, a pointer."""
     if issubclass(kind, _CTYPES):
         return True
     if issubclass(kind, ctypes.Array):
@@ -77,7 +77,7 @@ def _type_has_pointers(kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def format_has_pointers(format: str | None) -> bool:
-    """Whether a format has a pointer in it; also if it cannot be read, as one whose names have colons in them."""
+    """Whether a format contains a pointer. True also if it cannot be parsed, because a name contains a colon."""
     position, depth = 0, 0
     text = format or "B"
     while position < len(text):
@@ -91,7 +91,7 @@ def format_has_pointers(format: str | None) -> bool:
                 return True
             position = end + 1
             if text[position : position + 1] == ":":
-                return True  # the name had a colon: no telling where it ends
+                return True  # the name contains a colon: its end is unknown
         elif code == "Z":  # complex, before the letter of a floating-point number; else a pointer to wchar_t
             if text[position : position + 1] not in ("f", "d", "g"):
                 return True

@@ -76,7 +76,7 @@ def pending_operation(
 
 
 def refusal(status: int, doing: str) -> Exception | None:
-    """The exception for what the owner of remote memory did not do, if that is what the status says."""
+    """The exception for a request that the owner of remote memory refused; None if the status says something else."""
     if status == Status.NO_ELEM:
         return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
     if status == Status.INVALID_ADDR:

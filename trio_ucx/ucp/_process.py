@@ -23,10 +23,10 @@ class Process:
 
 
 def check_process(host: bytes, namespace: int, pid: int, start: int) -> Process:
-    """A process that a peer names.
+    """Checks a process that a peer names.
 
     Raises:
-        ValueError: there cannot be one with such a number.
+        ValueError: no process can have such an id.
     """
     if pid > MAX_PID:
         raise ValueError(f"these bytes name a process with the number {pid}; {MAX_PID} is the highest")

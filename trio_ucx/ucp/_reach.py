@@ -1,4 +1,4 @@
-"""Why a peer cannot be reached: what is known beyond UCX's status, for error messages."""
+"""Hints for error messages: why a peer cannot be reached, beyond UCX's status."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ._status import Status
 if TYPE_CHECKING:
     from ._context import Context
 
-#: Values of UCX's option TLS that name nothing which reaches another host, or has socket addresses.
+#: Values of UCX's option TLS that name only transports within a host, which have no socket addresses.
 _WITHIN_HOST = frozenset(
     {"self", "sm", "shm", "mm", "sysv", "posix", "xpmem", "cma", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
 )
-#: Until 1.15, addresses do not name their release.
+#: The first minor release whose addresses name it.
 _FIRST_RELEASE_SAID = 16
 
 
 def has_ended(process: Process) -> bool:
-    """Whether a process is known to have ended: it was one that this process can see."""
+    """Whether a process has ended, as far as this process can see it; False if that is unknown."""
     ours = this_process()
     if not process.pid or (process.host, process.namespace) != (ours.host, ours.namespace) or not any(ours.host):
         return False
@@ -30,10 +30,10 @@ def has_ended(process: Process) -> bool:
 
 
 def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
-    """What is known about a peer that UCX could not reach, in parentheses; "" when UCX's words say all.
+    """What is known about a peer that UCX could not reach, in parentheses; "" if UCX's message says it all.
 
     Args:
-        address: of its worker, or None for an endpoint by socket address.
+        address: the address of its worker; None for an endpoint by socket address.
     """
     if address is not None:
         known = _about_worker(context, status, address)
@@ -52,7 +52,7 @@ def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
 
 
 def accept_hint(context: Context) -> str:
-    """The same about a client that could not be accepted."""
+    """What is known about a client that could not be accepted, in parentheses."""
     return (
         f" (the client has none of the transports in use here, {context.transports}; or its UCX is of another release: "
         f"{_same_release()})"
@@ -65,7 +65,7 @@ def _same_release() -> str:
 
 
 def _within_host(context: Context) -> bool:
-    """Whether none of its transports has socket addresses: whatever UCX tried first, that is why it failed."""
+    """Whether none of its transports has socket addresses, which makes such a connection fail."""
     return set(context.transports.split(",")) <= _WITHIN_HOST
 
 
@@ -88,7 +88,7 @@ def _about_worker(context: Context, status: int, address: WorkerAddress) -> str:
 
 
 def _about_release(parsed: ParsedAddress) -> str:
-    """Addresses say the minor release, modulo 16."""
+    """A hint when the releases differ. Addresses name the minor release, modulo 16."""
     ours = ucx.version[1]
     if parsed.release is None and ours >= _FIRST_RELEASE_SAID:
         return f"; its UCX is older than 1.{_FIRST_RELEASE_SAID}, and this one is 1.{ours}"

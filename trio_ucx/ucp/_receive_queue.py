@@ -6,19 +6,19 @@ memory any more, and UCX tells nobody.
 
 :class:`ReceiveQueue` finds that out in two steps.
 
-1. *Suspicion.* Whenever a peer's process may have died, it looks whether UCX can be armed. UCX refuses that while there
-   is something in a queue that it has not read. A dead process begins nothing more, so one success is enough. That is
-   the end of it in all cases but the rare one, and costs next to nothing.
-2. *Probe.* If arming fails for a while, it may be for other reasons: heavy traffic, or sends to a peer that is stopped.
-   Then a second worker in this process sends a message to each of the worker's queues. One that arrives shows that its
-   queue is read. If one does not, the queue has stopped.
+1. *Suspicion.* Whenever a peer's process may have died, it checks whether UCX can be armed. UCX refuses that while a
+   queue contains something unread. A dead process writes nothing more, so one success proves that the queue has not
+   stopped. That is the usual case, and costs next to nothing.
+2. *Probe.* If arming fails for a while, there may be other reasons: heavy traffic, or sends to a peer that is stopped.
+   Then a second worker in this process sends a message to each of the worker's queues. A message that arrives shows
+   that its queue is read. If one does not arrive, its queue has stopped.
 
-Both steps count looks at the worker as well as seconds, so a program that is busy or stopped does not take its own
-slowness for a dead queue. (A peer that is stopped in the very middle of writing, while another one dies, is taken for a
-dead one: nothing distinguishes them.)
+Both steps count checks of the worker as well as seconds, so a program that is busy or stopped does not take its own
+slowness for a stopped queue. (A peer that is stopped in the middle of writing, while another one dies, is taken for a
+dead one, because nothing distinguishes the two.)
 
-When it has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
-(``Registry.current``). What uses other transports goes on.
+When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
+(``Registry.current``). Endpoints over other transports go on.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ logger = logging.getLogger("trio_ucx")
 
 #: The transports that receive from a queue in shared memory, by UCX's names.
 QUEUES = ("sysv", "posix", "xpmem")
-#: Seconds between two looks.
+#: Seconds between two checks.
 _INTERVAL = 0.02
-#: Seconds, and looks, for which UCX cannot be armed before probes are sent.
+#: For so many seconds, and checks, UCX cannot be armed before probes are sent.
 _SUSPICION = 0.4, 10
-#: The same, for which a probe may be on its way.
+#: For so many seconds, and checks, a probe may be on its way.
 _PROBE = 1.0, 30
-#: Seconds between two rounds of probes, which hold the program up for some 10 ms. (There may be many suspicions while a
+#: Seconds between two rounds of probes, which block the program for some 10 ms. (There may be many suspicions while a
 #: worker is never idle.)
 _SPACING = 2.0
 
@@ -82,7 +82,7 @@ def uses_queue(core: EndpointCore) -> bool:
 
 
 class _Limit:
-    """So many seconds and so many looks from now, whichever ends later."""
+    """A limit that is reached after so many seconds and so many checks, whichever ends later."""
 
     def __init__(self, limit: tuple[float, int]) -> None:
         seconds, self._looks = limit
@@ -96,8 +96,8 @@ class _Limit:
 class _Probe:
     """A message to one queue of a worker, from another worker of this process.
 
-    A worker with Connections takes it as it takes their messages. For another worker no message can be used, as its
-    program might receive it: there the answer counts that UCX gives to a new endpoint.
+    A worker with Connections receives it like their messages. On another worker the program might receive the message:
+    there the probe is a new endpoint, to which the worker's UCX must answer.
     """
 
     def __init__(self, engine: Engine, transport: str) -> None:
@@ -145,7 +145,7 @@ class _Probe:
         report("an internal error of trio_ucx, while a shared-memory queue was probed", error)
 
     def look(self) -> None:
-        """Sends what has not left yet, and takes the answer."""
+        """Progresses the probe's worker: sends the message, or takes the answer."""
         self._engine.turn(arm=False)
         if not self._tag:
             self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
@@ -162,17 +162,17 @@ class ReceiveQueue:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Without error handling UCX leaves shared memory out of the endpoints that could be told.
+        # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
         self._queues = queues(engine.address) if engine.context.shared_memory_handles_errors else []
-        #: How often it was suspected; whether a task looks into that.
+        #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
         self._next_probe = 0.0
-        #: Where a stop is counted: where the worker is that this one succeeded.
+        #: The counters for ``stopped_queues``: those of the worker that this one succeeds, if it is a successor.
         self.counters: collections.Counter[str] = engine.counters
 
     def suspect(self) -> None:
-        """A process may have died that wrote to this worker."""
+        """Called when a process may have died that wrote to this worker."""
         self._suspicions += 1
         if self._checking or not self._queues or self._engine.queue_stopped:
             return
@@ -194,7 +194,7 @@ class ReceiveQueue:
                 os.close(timer)
 
     async def _check(self, timer: int) -> None:
-        """Ends when the queues are known to be read, when one is known not to be, or with the worker."""
+        """Returns when the queues are known to be read, when one is known to have stopped, or when the worker ends."""
         engine = self._engine
         limit = _Limit(_SUSPICION)
         while True:
@@ -216,7 +216,7 @@ class ReceiveQueue:
                 limit = _Limit(_SUSPICION)
 
     def _armed(self) -> bool:
-        """Whether UCX can be armed. (It must not be while the progress task lets others poll: nobody would wake it.)"""
+        """Whether UCX can be armed. (Not tried while tasks poll for the progress task: nothing would wake it.)"""
         engine = self._engine
         if engine.parked and engine.turn(arm=True) == lib.TU_ARMED:
             return True
@@ -224,7 +224,7 @@ class ReceiveQueue:
         return False
 
     async def _probe(self, timer: int) -> bool | None:
-        """Whether messages arrive in all queues; None if that could not be found out."""
+        """Whether messages arrive in all queues; None if the probes could not be sent."""
         engine = self._engine
         probes: list[_Probe] = []
         try:
@@ -278,7 +278,7 @@ def stopped_error() -> UCXError:
 
 
 async def _sleep(timer: int, seconds: float) -> None:
-    if timer < 0:  # there was no descriptor for it
+    if timer < 0:  # no descriptor was left for a timer
         await trio.sleep(seconds)
         return
     lib.tu_timer_set(timer, int(seconds * 1e9), 0)

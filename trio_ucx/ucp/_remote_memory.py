@@ -125,9 +125,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _descriptor: MemoryDescriptor
     #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
     _keys: dict[str, Key] = attrs.field(factory=dict)
-    #: How it is reached, once that is known.
+    #: The way for gets and puts, once it is known.
     _way: Way | None = None
-    #: By UCX's puts and gets, for what the other way does not take.
+    #: The way by UCX's puts and gets, for buffers that the other way does not take.
     _ucx_way: Way | None = None
     _loan: Loan | None = None
     _closed: bool = False
@@ -136,13 +136,13 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def get(self, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Reads from the peer's memory (``ucp_get_nbx``).
+        """Reads from the peer's memory: by load, by a message to its owner, or by ``ucp_get_nbx`` (docs/ucp.md).
 
         Args:
             offset: where to begin.
             nbytes: how much; by default all from there on.
 
-        Cancellation: returns at once; the reading goes on, into memory that nobody sees.
+        Cancellation: returns at once; the transfer goes on, into memory of the library.
 
         Raises:
             ValueError: beyond the end; not allowed by :attr:`access`; closed.
@@ -158,7 +158,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def get_into(self, buffer: Buffer, offset: int = 0) -> int:
-        """Reads from the peer's memory into a writable buffer, as much as that takes (``ucp_get_nbx``).
+        """Reads from the peer's memory into a writable buffer, as much as that takes. As :meth:`get`.
 
         Returns:
             The number of bytes.
@@ -177,7 +177,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def put(self, data: Buffer, offset: int = 0) -> None:
-        """Writes into the peer's memory (``ucp_put_nbx``).
+        """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (docs/ucp.md).
 
         Returns when ``data`` may be used again. The peer is not told; send it a message after :meth:`flush`.
 
@@ -199,8 +199,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: they go on.
 
         Raises:
-            UCXError: the owner has refused a put that went over this endpoint, to whichever of its memory: NO_ELEM, it
-                has closed the memory.
+            UCXError: the owner has refused a put over this endpoint, to any of its memory. NO_ELEM: it has closed that
+                memory.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         self._check_open()
@@ -409,7 +409,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return pins
 
     async def _reach(self, memory: int) -> Way:
-        """The way for local memory of this kind. No checkpoint if it is known."""
+        """Finds the way for local memory of this kind. No checkpoint if it is known."""
         if self._way is None:
             await connect(self._core)
             self._check_open()
@@ -419,12 +419,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return await self._reach_by_ucx()
 
     async def _reach_by_ucx(self) -> Way:
-        """By UCX's puts and gets: over an endpoint beside a Connection's."""
+        """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
         if self._ucx_way is None or self._ucx_way.core.handle is None:
             core = connect_for_memory(self._core) if self._core.owner is not None else self._core
             await connect(core)
             self._check_open()
-            old = self._keys.pop("put and get", None)  # of an endpoint that is gone
+            old = self._keys.pop("put and get", None)  # for an endpoint that is gone
             if old is not None:
                 old.close()
             self._ucx_way = Way(core, ffi.NULL, self._key("put and get", core))

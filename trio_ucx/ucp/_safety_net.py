@@ -57,7 +57,7 @@ class SafetyNet:
             except trio.ClosedResourceError:
                 return
             if not lib.tu_timer_ended(self.timer):
-                continue  # somebody has started it anew
+                continue  # the timer was started again meanwhile
             if self._arming:
                 if not engine.armed and turns != engine.turns:
                     turns = engine.turns

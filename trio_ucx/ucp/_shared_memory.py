@@ -1,8 +1,8 @@
-"""Which shared memory UCX is to use: what can be had here, and of that the kind that a killed process does not leave.
+"""Chooses the kind of shared memory for UCX: one that is available here, and preferably one that killed processes free.
 
-UCX knows two kinds. It opens a worker with both or not at all: where one cannot be had, it must be left out beforehand.
-Of System V's (sysv) nothing stays when a process is killed. POSIX' (posix) are files in /dev/shm, which one that is
-killed while it opens a worker leaves there. Where both are to be had, UCX uses the first only.
+UCX has two kinds. It opens a worker with both or not at all, so one that is not available must be left out beforehand.
+Of System V's (sysv) nothing remains when a process is killed. POSIX shared memory (posix) is files in /dev/shm, which a
+process leaves there when it is killed while it opens a worker. If both are available, UCX uses System V's only.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from ._status import Status, UCXError
 
 logger = logging.getLogger("trio_ucx")
 
-#: What a worker takes of System V's: a queue, and buffers for 512 messages.
+#: Sizes of a worker's System V segments: its queue, and buffers for 512 messages.
 _QUEUE, _BUFFERS = 64 << 10, 4608 << 10
-#: With less in /dev/shm UCX does without posix (POSIX_SHM_MIN_SIZE).
+#: With less free space in /dev/shm UCX leaves posix out (POSIX_SHM_MIN_SIZE).
 _POSIX_MINIMUM = 16 << 20
-#: Names that UCX has for several transports, and which of them map a peer's memory.
+#: UCX's names for several transports, and which of these transports copy from or map a peer's memory.
 _ALIASES = {"sm": ("cma", "knem", "xpmem"), "shm": ("cma", "knem", "xpmem"), "mm": ("xpmem",)}
 _EVERYTHING = ("", "all")
-#: They reach no other process by themselves.
+#: Transports that reach no other process by themselves.
 _ALONE = {"self", "cma", "knem", "xpmem"}
-#: What makes UCX do without posix.
+#: The option that makes UCX leave posix out.
 _NO_POSIX = {"POSIX_SHM_MIN_SIZE": "inf"}
-#: How UCX fails without shared memory.
+#: The statuses with which UCX fails for lack of shared memory.
 _FAILURES = {Status.NO_MEMORY, Status.NO_RESOURCE, Status.SHMEM_SEGMENT}
 
 
 def restrict(options: Mapping[str, str]) -> dict[str, str]:
-    """Options that leave out what cannot be had, or is not needed.
+    """Returns options that leave out the kinds that are not available, or not needed.
 
     Args:
-        options: those in force, with the environment's.
+        options: the options in force, with the environment's.
 
     Raises:
-        OSError: nothing else is left that could reach another process.
+        OSError: no transport is left that could reach another process.
     """
     wanted = [each.strip() for each in options.get("TLS", "all").split(",")]
     sysv, posix = _allows(wanted, "sysv"), _allows(wanted, "posix")
@@ -66,7 +66,7 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def explain(status: int, doing: str) -> Exception:
-    """The error for a worker that UCX could not make."""
+    """The error for a worker that UCX could not create."""
     error = UCXError(status, doing)
     problem = _sysv_problem() if error.status in _FAILURES else None
     if problem is None:
@@ -87,7 +87,7 @@ def _is_local(name: str) -> bool:
 
 
 def _without_sysv(wanted: list[str], posix: bool) -> str:
-    """The same transports but sysv, and but posix where that cannot be had."""
+    """The same transports without sysv, and without posix where that is not available."""
     if wanted[0].startswith("^"):
         return ",".join([*wanted, "sysv"])
     if any(each in _EVERYTHING for each in wanted):
@@ -103,7 +103,7 @@ def _without_sysv(wanted: list[str], posix: bool) -> str:
 
 
 def _sysv_problem() -> OSError | None:
-    """Why a worker cannot have System V's."""
+    """Why a worker cannot have System V shared memory; None if it can."""
     number = lib.tu_probe_sysv(_QUEUE, _BUFFERS)
     if number == 0:
         return None
@@ -123,7 +123,7 @@ def _limit(name: str) -> str:
 
 
 def _posix_problem(options: Mapping[str, str]) -> OSError | None:
-    """Why a worker cannot have POSIX'."""
+    """Why a worker cannot have POSIX shared memory; None if it can."""
     folder = options.get("POSIX_DIR", "/dev/shm")
     try:
         state = os.statvfs(folder)

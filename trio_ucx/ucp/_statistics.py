@@ -33,8 +33,8 @@ class WorkerStatistics:
         poll_seconds: time spent in all of them.
         poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
         background_closes: closes that go on after their task was cancelled.
-        stopped_queues: times that a local peer was killed while it wrote to the worker's queue in shared memory, which
-            then stopped for all (docs/guide.md); also to that of a worker which has taken over its new Connections.
+        stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
+            wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
     """
 
     operations_in_flight: int

@@ -129,12 +129,12 @@ _ERRNO = {
     Status.IO_ERROR: errno.EIO,
     Status.NO_MEMORY: errno.ENOMEM,
     Status.EXCEEDS_LIMIT: errno.EMFILE,
-    Status.SHMEM_SEGMENT: errno.ECONNREFUSED,  # whose it was has ended
+    Status.SHMEM_SEGMENT: errno.ECONNREFUSED,  # its owner has ended
 }
 
 
 def error_from_status(status: int, doing: str, origin: object = None, hint: str = "") -> Exception:
-    """The exception for an operation that failed on something that had been working. ``origin``: see :func:`broken`."""
+    """The exception for an operation that failed on a worker or endpoint in use. ``origin``: see :func:`broken`."""
     native = UCXError(status, doing, hint)
     if native.status is Status.NO_MEMORY:
         return MemoryError(str(native))
@@ -143,7 +143,7 @@ def error_from_status(status: int, doing: str, origin: object = None, hint: str 
     return native
 
 
-#: Which connection an error is about, for as long as the error exists.
+#: The connection that an error is about, by error, as long as the error exists.
 _origins: weakref.WeakKeyDictionary[BaseException, object] = weakref.WeakKeyDictionary()
 
 
@@ -161,7 +161,7 @@ def broken(message: str, cause: BaseException | None, origin: object = None) -> 
 
 
 def origin_of(error: BaseException) -> object:
-    """Which connection this very error is about, or None. (Its cause and context do not count.)"""
+    """The connection that this error is about, or None. (Its cause and context do not count.)"""
     return _origins.get(error)
 
 

@@ -1,4 +1,4 @@
-"""A worker's system tasks. An exception in one would end the run, so it goes no further than the worker."""
+"""A worker's system tasks. An exception that left one would end the run, so it ends the worker at most."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def spawn(engine: Engine, function: Callable[[], Awaitable[object]], name: str) -> None:
-    """Runs an async function; its errors break the worker."""
+    """Runs an async function in a system task; its errors break the worker."""
 
     async def run() -> None:
         try:
@@ -26,7 +26,7 @@ def spawn(engine: Engine, function: Callable[[], Awaitable[object]], name: str) 
 
 
 def spawn_background(engine: Engine, function: Callable[[], Awaitable[object]], name: str) -> bool:
-    """Runs an async function that outlives its caller. False when the run is too far gone for that."""
+    """Runs an async function in a system task of the background. False when the Trio run has ended too far for that."""
     marker = object()
 
     async def run() -> None:
@@ -40,7 +40,7 @@ def spawn_background(engine: Engine, function: Callable[[], Awaitable[object]], 
             if not engine.background and engine.background_ended is not None:
                 contained(engine.background_ended.set)
             if engine.usable:
-                contained(engine.rouse)  # the progress task may be waiting for the last of them
+                contained(engine.rouse)  # the progress task may be waiting for the last background task
 
     try:
         trio.lowlevel.spawn_system_task(run, name=name)

@@ -3,15 +3,15 @@
 Theory
 ======
 
-UCX does puts and gets over TCP, and over shared memory of what the owner did not allocate, by messages of its own. Its
-owner's side ends the process when the peer dies while answers are under way. So between two trio_ucx peers we do
-without:
+Over TCP, and over shared memory for memory that the owner did not allocate, UCX does puts and gets by messages of its
+own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid them:
 
-* What the owner allocated, this process has mapped over shared memory. It is copied, in pieces (``transfer.c``).
-* Else the owner is asked by active messages of ours (``transfer.c``, and ``serve.c`` at the owner), if the memory's
+* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces
+  (``transfer.c``).
+* Otherwise trio_ucx's own active messages ask the owner (``transfer.c``, and ``serve.c`` at the owner), if the memory's
   descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks each
-  request. docs/wire.md describes them.
-* What is left goes to UCX: peers without trio_ucx, RDMA hardware, device memory.
+  request. docs/wire.md describes these messages.
+* UCX's puts and gets do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ._operations import EndpointCore, live_handles
 from ._posting import completed, post_flush
 from ._status import Status, UCXError
 
-#: UCX's transports that do not put and get by hardware.
+#: UCX's transports that do not put and get by RDMA hardware.
 _SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
 
 
 class Key:
-    """An unpacked remote key: destroyed when it was closed and nothing uses it any more."""
+    """An unpacked remote key. It is destroyed when it was closed and no operation uses it any more."""
 
     def __init__(self, core: EndpointCore, packed: bytes) -> None:
         self._engine = core.engine
@@ -39,7 +39,7 @@ class Key:
         self._uses = 0
         self._closed = False
         out = ffi.new("tu_rkey_t **")
-        # UCX takes no length: it reads on until it finds this byte behind the key.
+        # UCX gets no length: it reads until it finds this byte behind the key.
         status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
         if status != Status.OK:
             raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
@@ -52,7 +52,7 @@ class Key:
             return
         handle, self.handle = self.handle, None
         self._engine.at_end.pop(self._id, None)
-        if self._uses == 0 and self._engine.usable:  # else it goes with the worker, whose memory it is
+        if self._uses == 0 and self._engine.usable:  # else UCX frees it with the worker
             lib.tu_rkey_destroy(handle)
         live_handles.closed("remote key")
 
@@ -70,10 +70,10 @@ class Key:
             self._destroy()
 
     def mapped(self, descriptor: MemoryDescriptor) -> int:
-        """Where load and store reach the memory in this process; 0 if they do not.
+        """The address at which this process has mapped the memory; 0 if it has not.
 
         Raises:
-            ValueError: the descriptor claims more than there is.
+            ValueError: the descriptor claims more memory than there is.
         """
         pointer = ffi.new("uint64_t *")
         if not is_host_memory(descriptor.rkey):
@@ -92,7 +92,7 @@ class Key:
 
 
 def _end_of_shared_mapping(address: int) -> int:
-    """Where a mapping of this process's ends that is shared with others; 0 if there is none at this address."""
+    """The end of the shared mapping at this address; 0 if there is none."""
     with open("/proc/self/maps", "rb") as maps:
         for line in maps:
             span, permissions, _ = line.split(b" ", 2)
@@ -105,8 +105,8 @@ def _end_of_shared_mapping(address: int) -> int:
 async def connect(core: EndpointCore) -> None:
     """Waits until the endpoint is up. No checkpoint if it is known to be.
 
-    A remote key that was unpacked before makes UCX 1.22 crash on endpoints by socket address: it adapts the key to the
-    new lanes, and stumbles over the connection manager's, which has no interface (ucp_ep_reconfig_internal).
+    On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
+        to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
     if not core.connected:
         operation = post_flush(core)
@@ -116,7 +116,7 @@ async def connect(core: EndpointCore) -> None:
 
 
 def try_connect(core: EndpointCore) -> bool:
-    """The same without waiting: whether it is up."""
+    """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
     if not core.connected:
         operation = post_flush(core)
         if operation is not None and operation.outcome is None:
@@ -129,7 +129,7 @@ def try_connect(core: EndpointCore) -> bool:
 
 
 def _transports(core: EndpointCore) -> list[bytes] | None:
-    """Of its lanes. (UCX before 1.14 does not say.)"""
+    """The transports of its lanes; None before UCX 1.14, which does not tell."""
     text = ffi.new("char[4096]")
     if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
         return None
@@ -137,12 +137,12 @@ def _transports(core: EndpointCore) -> list[bytes] | None:
 
 
 def over_tcp(core: EndpointCore) -> bool:
-    """Whether an endpoint has no lanes but TCP's, as far as UCX says."""
+    """Whether an endpoint has TCP lanes only, as far as UCX tells."""
     return all(line.startswith(b"tcp/") for line in _transports(core) or ())
 
 
 def _is_emulated(core: EndpointCore) -> bool:
-    """Whether UCX would put and get by messages of its own, as far as it says."""
+    """Whether UCX would put and get by messages of its own, as far as UCX tells."""
     return all(line.decode().startswith(_SOFTWARE) for line in _transports(core) or ())
 
 
@@ -153,7 +153,7 @@ class Way:
     Attributes:
         core: the endpoint.
         native: ``tu_way_t``; NULL: UCX's puts and gets.
-        key: what these need, or what keeps the memory mapped.
+        key: the key that UCX needs, or that keeps the memory mapped.
     """
 
     core: EndpointCore
@@ -161,16 +161,16 @@ class Way:
     key: Key | None
 
     def takes(self, memory: int) -> bool:
-        """Whether it is for local memory of this kind."""
+        """Whether it can use local memory of this kind."""
         return bool(self.native == ffi.NULL or memory <= lib.TU_MEMORY_HOST or self.native.messages)
 
 
 def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
-    """The way to memory of a peer's that does without UCX's puts and gets, if there is one.
+    """The way to a peer's memory without UCX's puts and gets; None if there is none.
 
     Args:
         core: an endpoint that is up.
-        key: the memory's, for this endpoint; None: UCX does not take it.
+        key: the memory's key, unpacked for this endpoint; None if UCX does not accept it.
 
     Raises:
         ValueError: the descriptor claims more than there is.

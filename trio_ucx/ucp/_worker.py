@@ -38,8 +38,9 @@ class Worker(metaclass=OpenedNotConstructed):
     """A UCP worker in a Trio run. Open one with :func:`open_worker`.
 
     It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
-    endpoint. On a worker that has Connections, tags with bit 63 set belong to them; of the others 128
-    messages (16 MiB) are kept before the first :meth:`tag_receive` or :meth:`tag_probe`, and all after it.
+    endpoint. On a worker that has Connections, tags with bit 63 set belong to them. Of the others, the first 64
+    messages (16 MiB at most) are kept until the program first calls :meth:`tag_receive` or :meth:`tag_probe`, and all
+    messages after that.
     """
 
     _context: Context
@@ -106,7 +107,7 @@ class Worker(metaclass=OpenedNotConstructed):
         return self._open_beside(self._successors)
 
     def _open_isolated(self) -> Worker:
-        """Another worker like this one, for one Connection."""
+        """Opens another worker like this one, for one Connection."""
         return self._open_beside(self._isolated)
 
     def _open_beside(self, kind: dict[int, Worker]) -> Worker:
@@ -118,7 +119,7 @@ class Worker(metaclass=OpenedNotConstructed):
         return worker
 
     def _close_isolated(self, worker: Worker) -> None:
-        """Closes such a worker in the background. Closed already: no effect."""
+        """Closes the worker of one Connection in the background. Closed already: no effect."""
         id = next((id for id, each in self._isolated.items() if each is worker), None)
         if id is None:
             return
@@ -140,7 +141,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``).
 
-        From when a program first asks for it, every host may connect to the worker's TCP ports; see the guide, Trust.
+        Once a program has asked for it, every host may connect to the worker's TCP ports: see the guide, Ports.
         """
         self._engine.data_ports.open("the program asked for the worker's address")
         return self._engine.address
@@ -191,11 +192,11 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer; its process has
-                ended (known at once over shared memory only); ``local_address`` is not ours, or of another family than
-                ``address``; too few file descriptors are left (EMFILE).
+                ended (noticed at once over shared memory only); ``local_address`` is not ours, or of another family
+                than ``address``; too few file descriptors are left (EMFILE).
             NotImplementedError: this UCX does not know the ``error_mode``.
-            trio.BrokenResourceError: the peer would be reached over shared memory, and the worker's queue there has
-                stopped (``statistics().stopped_queues``): open another worker.
+            trio.BrokenResourceError: the endpoint would use shared memory, and the worker's queue there has stopped
+                (``statistics().stopped_queues``): open another worker.
         """
         self._engine.check()
         self._engine.data_ports.open("a raw endpoint was opened")
@@ -415,8 +416,8 @@ class Worker(metaclass=OpenedNotConstructed):
     def fence(self) -> None:
         """Orders remote memory operations: those after it happen after those before it, endpoint by endpoint.
 
-        ``ucp_worker_fence``, where UCX's own puts and gets are used: that waits for them, and blocks the thread
-        meanwhile. It does not order atomics with puts and gets: those go over different connections.
+        If UCX's own puts and gets are in flight, this calls ``ucp_worker_fence``, which may wait for them and block the
+        thread. It does not order atomics with puts and gets, because those use different endpoints.
 
         Raises:
             trio.ClosedResourceError: the worker was closed.
