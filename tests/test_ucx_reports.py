@@ -1,11 +1,17 @@
-"""docs/ucx-reports.md: its programs compile, and it names those that are there. (They crash UCX, so none is run.)"""
+"""docs/ucx-reports.md: its programs compile, it names those that are there, and the quick ones show their fault.
+
+A test that fails here after an update of UCX may be good news: UCX has mended the fault.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +23,43 @@ PAGE = ROOT / "docs" / "ucx-reports.md"
 PROGRAMS = sorted((ROOT / "docs" / "ucx-reports").glob("*.c"))
 
 
+@dataclass
+class Shown:
+    """A program that takes a few seconds at most, and what it prints, each time, where UCX has the fault."""
+
+    program: str
+    lines: list[str]
+    since: tuple[int, ...] = (1, 13)
+
+
+CRASHED = r"ended by signal \d+ \(.*\)"
+SHOWN = [
+    Shown("close_both", [f"process: {CRASHED}"], since=(1, 22)),
+    Shown(
+        "data_port",
+        [
+            f"number: {CRASHED}",
+            "the server's variable is 0xabadcafe now",
+            f"length: {CRASHED}",
+            *(f"message {kind}: {CRASHED}" for kind in (1, 8, 9, 10, 11)),
+            "when the others have gone, the next one is refused",
+        ],
+    ),
+    Shown(
+        "sockcm_length",
+        [f"length 0, with 0 bytes: {CRASHED}", f"the request is not answered|length 8, with 64 bytes: {CRASHED}"],
+    ),
+    Shown(
+        "lost_messages", [r"1000 of 1000 messages were sent; flush: Success; .*", r"\d{1,3} of 1000 messages arrived"]
+    ),
+    Shown("dead_reader", ["after that the worker's flush does not end", "and ucp_worker_arm: Device is busy"]),
+    Shown("shared_registration", ["its worker is gone", f"sender: {CRASHED}"], since=(1, 22)),
+    Shown("am_handlers", [rf"\d+ left: {CRASHED}"]),
+    Shown("fence", [r"ucp_worker_fence took [01]\.[5-9] seconds"], since=(1, 22)),
+    Shown("ucm_stdout", [r".*UCX +WARN +cannot open /proc/self/maps for reading.*", "data"]),
+]
+
+
 @pytest.fixture(scope="session")
 def compile_command() -> list[str]:
     """Compiler and options, without a source. Skips where there is no compiler, or no headers of the UCX in use."""
@@ -24,10 +67,15 @@ def compile_command() -> list[str]:
     if compiler is None:
         pytest.skip("no C compiler")
     include = [] if ucx.system else [f"-I{Path(ucx.file).parent.parent / 'include'}"]
-    command = [compiler, "-Wall", "-Werror", "-fsyntax-only", *include]
+    command = [compiler, "-Wall", "-Werror", *include]
     header = "#include <ucp/api/ucp.h>\n"
     probe = subprocess.run(
-        [*command, "-x", "c", "-"], input=header, capture_output=True, text=True, timeout=60, check=False
+        [*command, "-fsyntax-only", "-x", "c", "-"],
+        input=header,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if probe.returncode != 0:
         pytest.skip(f"no headers of UCX: {probe.stderr.splitlines()[0]}")
@@ -36,8 +84,46 @@ def compile_command() -> list[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_program_compiles(program: Path, compile_command: list[str]) -> None:
-    done = subprocess.run([*compile_command, program], capture_output=True, text=True, timeout=60, check=False)
+    command = [*compile_command, "-fsyntax-only", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def built(compile_command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Builds a program, once, against the UCX in use."""
+    directory = tmp_path_factory.mktemp("reports")
+    where = Path(ucx.file).parent
+    library = [] if ucx.system else [f"-L{where}", f"-Wl,-rpath,{where}"]
+
+    @functools.cache
+    def build(name: str) -> Path:
+        source = PAGE.with_suffix("") / f"{name}.c"
+        command = [*compile_command, source, "-o", directory / name, *library, "-lucp", "-lucs"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"cannot be linked: {done.stderr.splitlines()[-1]}")
+        return directory / name
+
+    return build
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.program)
+def test_program_shows_the_fault(shown: Shown, built: Callable[[str], Path]) -> None:
+    if ucx.version < shown.since:
+        pytest.skip(f"shown with UCX {'.'.join(map(str, shown.since))}")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -c 0; exec "$0"', built(shown.program)],
+        env={**environment, "UCX_HANDLE_ERRORS": "none", "UCX_LOG_FILE": "stderr"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    printed = done.stdout.splitlines()
+    for line in shown.lines:
+        assert any(re.fullmatch(line, one) for one in printed), f"{line}\n\n{done.stdout}\n{done.stderr}"
 
 
 def test_page_names_the_programs() -> None:
