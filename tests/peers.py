@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import trio
 from helpers import open_to_peer, pattern
 from shared_queue import take_an_element
@@ -352,7 +351,7 @@ async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int
     Four tasks do, one of them by request chains.
     """
     rng = random.Random(os.getpid())
-    data = np.ones(stop - start, np.uint8)
+    data = bytearray(b"\1" * (stop - start))
 
     def piece() -> tuple[int, int]:
         length = min(2 ** rng.randrange(4, 25), stop - start)

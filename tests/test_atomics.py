@@ -107,6 +107,10 @@ async def test_refused(worker: ucp.Worker) -> None:
                         await remote.add(bad)
                     with pytest.raises(TypeError):
                         await remote.add(1, bad)
+                    with pytest.raises(TypeError):
+                        await remote.compare_swap(0, bad)
+                    with pytest.raises(TypeError):
+                        await remote.compare_swap(bad, 0)
             odd = ucp.MemoryDescriptor(memory.address + 4, 32, memory.rkey)
             with endpoint.attach(odd) as remote:
                 with pytest.raises(ValueError, match="multiple"):

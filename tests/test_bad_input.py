@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -282,8 +281,19 @@ async def test_classes_are_not_called() -> None:
         await refuses(getattr(trio_ucx, name), TypeError, "no public constructor")
 
 
-async def test_another_thread(worker: ucp.Worker) -> None:
-    async with open_pair(worker) as (client, server):
+async def test_another_thread(transports: str) -> None:
+    """Everything is refused, closing included, and nothing has changed then."""
+    async with (
+        ucp.open_worker(config={"TLS": transports}, features=ucp.Feature.ALL) as worker,
+        open_pair(worker) as (client, server),
+        open_raw_pair(worker) as (raw, raw_server),
+        await worker.open_listener("127.0.0.1", 0) as raw_listener,
+        worker.open_active_messages(3) as queue,
+    ):
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        memory = worker.context.allocate(8)
+        remote = raw.attach(memory.descriptor)
+        chain = worker.new_chain()
         failures: list[BaseException] = []
 
         async def misuse() -> None:
@@ -294,6 +304,8 @@ async def test_another_thread(worker: ucp.Worker) -> None:
                 lambda: worker.tag_receive(bytearray(1), 1),
                 lambda: worker.tag_probe(1),
                 lambda: trio_ucx.connect("127.0.0.1:1", worker=worker),
+                *(closable.aclose for closable in (client, raw, listener, raw_listener)),
+                *(client.abort, raw.abort, chain.close, remote.close, lambda: queue.__exit__(None, None, None)),
             ):
                 try:
                     result = function()
@@ -301,15 +313,26 @@ async def test_another_thread(worker: ucp.Worker) -> None:
                         await result
                 except RuntimeError as error:
                     failures.append(error)
-            client.abort()  # has no effect either
-            await client.aclose()
 
         await trio.to_thread.run_sync(trio.run, misuse)
-        assert len(failures) == 6
+        assert len(failures) == 15
         assert all("another thread" in str(failure) for failure in failures)
-        assert threading.get_ident()
-        # aclose from the wrong thread must not have closed it
         await works(client, server)
+        await raw.tag_send(b"raw", 1)
+        assert await worker.tag_receive(bytearray(3), 1) == (3, 1)
+        assert await remote.get() == bytes(8)
+        got = chain.get(remote, 0, 8)
+        assert (await chain.run())[got].unwrap() == bytes(8)
+        await raw_server.am_send(3, b"message")
+        async with trio_ucx.connect(listener.address, worker=worker) as another:
+            async with await listener.accept() as accepted:
+                await works(another, accepted)
+        with await queue.receive() as message:
+            assert await message.receive() == b"message"
+        chain.close()
+        remote.close()
+        memory.close()
+        await listener.aclose()
 
 
 async def test_forked_child(worker: ucp.Worker) -> None:

@@ -8,10 +8,11 @@ import gc
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Rounds, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import PROMPT, Rounds, Stopwatch, assert_free, open_pair, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._native import ucx
 
 PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
 
@@ -468,3 +469,38 @@ async def test_aborts_with_much_under_way(transports: str, rounds: Rounds) -> No
         async with open_peer("aborter", address, 2**24, count, transports=transports) as client:
             for number in range(count):
                 assert await client.hear(10) == number
+
+
+@pytest.mark.cut_off
+async def test_two_workers_that_send_the_same_memory(transports: str) -> None:
+    """UCX ends a large send of a closed endpoint only when the context's others have ended theirs of the same memory.
+
+    The worker of the closed one must not be destroyed before that: UCX 1.22 would use freed memory.
+    """
+    data = bytearray(2**20)
+    with ucp.open_context({"TLS": transports}) as context:
+        async with open_peer("silent", transports=transports) as peer, ucp.open_worker(context=context) as lasting:
+            [address, _] = await peer.hear()
+
+            async def send(connection: trio_ucx.Connection) -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await connection.send(data)
+
+            async with trio_ucx.connect(tuple(address), worker=lasting) as second, trio.open_nursery() as nursery:
+                nursery.start_soon(send, second)
+                await trio.testing.wait_all_tasks_blocked()
+                for _ in range(3):
+                    async with ucp.open_worker(context=context) as worker:
+                        first = await trio_ucx.connect(tuple(address), worker=worker).__aenter__()
+                        nursery.start_soon(send, first)
+                        await trio.testing.wait_all_tasks_blocked()
+                        first.abort()
+                postponed = len(context.postponed)
+                second.abort()
+            await until(lambda: second.statistics().left_over_operations == 0)
+            async with ucp.open_worker(context=context):
+                assert not context.postponed
+        assert not context.engines
+    if ucx.version >= (1, 22):
+        assert postponed
+    assert_free(data)

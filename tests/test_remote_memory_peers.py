@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
-from helpers import Rounds, assert_free, open_peer, open_to_peer, pattern
+from helpers import Rounds, assert_free, open_peer, open_to_peer, pattern, until
 from peers import REMOTE
 from remote import open_between, open_two, open_way
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
+from trio_ucx.ucp import _ways
 
 MB = 2**20
 #: Sizes of the owner's memory: the part of the killed peers, and that of this process.
@@ -262,6 +263,78 @@ async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) ->
                 assert bytes(view[nbytes - 8 :]) == b"\xff" * 8
                 assert view[: nbytes - 8] == bytes([number]) * (nbytes - 8)
             del view
+
+
+async def test_transfers_in_parts(chance: random.Random) -> None:
+    """Over TCP long ones are several messages: each byte arrives, fences hold, and cancelling ends all parts."""
+    part = _ways.PART_OVER_TCP
+    async with open_between("tcp", "worker") as (endpoint, context):
+        worker = endpoint.worker
+        content = bytearray(pattern(40 * part, 1))
+        with (
+            context.register(memoryview(content)) as memory,
+            endpoint.attach(memory.descriptor) as remote,
+            worker.new_chain() as chain,
+            trio.fail_after(60),
+        ):
+            for length in (1, part - 1, part, part + 1, 2 * part, 3 * part + 7, 30 * part + 5):
+                offset = chance.randrange(len(content) - length)
+                assert await remote.get(offset, length) == content[offset : offset + length]
+                data = pattern(length, length)
+                await remote.put(data, offset)
+                worker.fence()
+                await remote.put(b"!", offset + length - 1)
+                await remote.flush()
+                assert content[offset : offset + length] == data[:-1] + b"!"
+                chain.clear()
+                put = chain.put(remote, data, offset)
+                got = chain.get(remote, offset, length, after=put)
+                assert (await chain.run())[got].unwrap() == data
+            for number in range(60):
+                buffer, data = bytearray(20 * part), bytes([number]) * (20 * part)
+                with trio.move_on_after(chance.uniform(0, 0.002)):
+                    await (remote.get_into(buffer) if number % 2 else remote.put(data))
+                if number % 3 == 0:
+                    assert await remote.get(30 * part, 10 * part) == content[30 * part :]  # behind what was cancelled
+            await remote.flush()
+            await until(lambda: not endpoint.statistics().left_over_operations)
+        assert_free(content)
+
+
+async def test_transfers_in_parts_when_the_endpoint_closes(chance: random.Random) -> None:
+    async def move(call: Callable[[bytearray], Awaitable[None]], buffer: bytearray) -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            while True:
+                await call(buffer)
+
+    for number in range(20):
+        async with open_between("tcp", "worker") as (endpoint, context):
+            with context.allocate(8 * MB) as memory, endpoint.attach(memory.descriptor) as remote:
+                await remote.get(0, 1)
+                buffer = bytearray(8 * MB)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(move, remote.get_into if number % 2 else remote.put, buffer)
+                    await trio.sleep(chance.uniform(0, 0.01))
+                    endpoint.abort()
+                await until(lambda: not endpoint.statistics().left_over_operations)
+                assert_free(buffer)
+
+
+async def test_a_flush_while_the_endpoint_closes(chance: random.Random) -> None:
+    async def put(remote: ucp.RemoteMemory) -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            while True:
+                await remote.put(b"12345678")
+                await remote.flush()
+
+    for _ in range(30):
+        async with open_between("tcp", "worker") as (endpoint, context):
+            with context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
+                with trio.fail_after(5):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(put, remote)
+                        await trio.sleep(chance.uniform(0, 0.004))
+                        endpoint.abort()
 
 
 async def test_long_copies_let_others_run() -> None:

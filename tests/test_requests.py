@@ -87,6 +87,18 @@ async def test_misuse(worker: ucp.Worker, transports: str) -> None:
             with pytest.raises(ValueError, match="own worker"):
                 group.tag_send(client, b"x", 1)
         async with worker.open_request_group() as group:
+            for wrong in (None, "endpoint", worker):
+                for post in (group.tag_send, group.tag_send_sync):
+                    with pytest.raises(TypeError, match="takes an Endpoint, not"):
+                        post(wrong, b"x", 1)  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="takes an Endpoint, not"):
+                    group.am_send(wrong, 1, b"x")  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="takes an Endpoint, not"):
+                    group.stream_send(wrong, b"x")  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="takes a Connection, not"):
+                    group.send(wrong, b"x")  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="takes a Connection, not"):
+                    group.receive_into(wrong, bytearray(1))  # type: ignore[arg-type]
             request = group.tag_receive(bytearray(1), 1)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(request._wait)

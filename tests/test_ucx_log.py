@@ -207,7 +207,8 @@ assert not records, records
     assert result.stdout == ""
 
 
-def test_a_handler_that_blocks_or_raises_does_not_stop_ucx() -> None:
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt"])
+def test_a_handler_that_blocks_or_raises_does_not_stop_ucx(error: str) -> None:
     code = (
         DISPATCH
         + """
@@ -216,7 +217,7 @@ class Blocks(logging.Handler):
     def emit(self, record):
         go_on.wait(30)
         if "raise" in record.getMessage():
-            raise ValueError
+            raise ERROR
 logging.getLogger().addHandler(Blocks())
 with ucp.open_context({"TLS": "tcp"}):
     began = time.monotonic()
@@ -234,7 +235,7 @@ lost = [int(text.split()[0]) for text in texts if "are lost" in text]
 assert sum(lost) > 0 and sum(lost) + sum("xxx" in text for text in texts) == 30_000, lost
 """
     )
-    result = run(code)
+    result = run(code.replace("ERROR", error))
     check(result)
     assert "UCX WARN raise" in result.stderr
 

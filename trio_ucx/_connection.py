@@ -474,6 +474,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``.
         """
+        self._link.engine.check_thread()
         self._endpoint._closing = True
         if self._link.engine.usable:
             self._link.abort()
@@ -492,6 +493,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 connection is broken. It is closed nevertheless.
         """
         link = self._link
+        link.engine.check_thread()
         if link.closed or link.closing or not link.engine.usable:
             self._endpoint._closing = True
             await trio.lowlevel.checkpoint()

@@ -88,7 +88,7 @@ class Link(Session):
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
         #: Called when the link has been closed.
         self.on_closed: Callable[[], None] | None = None
-        #: Whether the endpoint is not closed by force at once (see Lingering); over a network, not over shared memory.
+        #: Whether the endpoint is closed a moment later than the peer closed its own; not over shared memory.
         self.lingers = False
         self._aborted = False
         self._deadline = math.inf
@@ -407,7 +407,7 @@ class Link(Session):
         self.core.on_close = None
         graceful = self.farewell.acknowledged or self.farewell.peer is Peer.SAID_GOODBYE
         if not (graceful and not self.undelivered and self._pass_endpoint_on()):
-            self.core.close(linger=self.lingers)
+            self.core.close()
         if self.control_socket is not None:
             self.control_socket.close()
         self.engine.mail.boxes.pop(self.my_id, None)

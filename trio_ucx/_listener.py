@@ -71,6 +71,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
         Cancellation: it is closed all the same.
         """
+        self._acceptor.engine.check_thread()
         if self._acceptor.engine.usable:
             self._acceptor.close()
         await trio.lowlevel.checkpoint()

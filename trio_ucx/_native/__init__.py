@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NewType
 
 import attrs
@@ -51,13 +53,17 @@ class UCXLibrary:
 #: UCX's options while it is loaded, unless the user chose others. With its own defaults it would install handlers for
 #: SIGSEGV, SIGHUP and others, and print to stdout. (For its log from then on see ``log.c``.)
 _WHILE_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_FILE": "stderr"}
+#: UCX patches eight functions of the C library while it is loaded, and waits 50 ms at each for other threads that may
+#: be in the middle of it. With one thread there is nothing to wait for.
+_WITH_ONE_THREAD = {"UCX_MEM_BISTRO_GRACE_DURATION": "0"}
 
 
 @contextlib.contextmanager
 def _unobtrusive() -> Iterator[None]:
     """While UCX is loaded in this block, it has no effect on the process. Restores the environment."""
-    before = {name: os.environ.get(name) for name in _WHILE_LOADING}
-    for name, value in _WHILE_LOADING.items():
+    options = _WHILE_LOADING | (_WITH_ONE_THREAD if _has_one_thread() else {})
+    before = {name: os.environ.get(name) for name in options}
+    for name, value in options.items():
         if not before[name]:
             os.environ[name] = value
     try:
@@ -68,6 +74,13 @@ def _unobtrusive() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = old
+
+
+def _has_one_thread() -> bool:
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 def _system_wanted() -> bool | None:
@@ -87,12 +100,25 @@ def _preload_wheel() -> None:
     libucx.load_library()
 
 
+def _preload_system() -> None:
+    """Opens the system's library, so that ours binds to that one although it would look for the wheel's first."""
+    try:
+        ctypes.CDLL("libucp.so.0")
+    except OSError as error:
+        raise ImportError(
+            f"TRIO_UCX_SYSTEM_UCX asks for the system's UCX, which does not load: {error}. Install it (libucx-dev or "
+            "ucx), or unset the variable and install libucx-cu12"
+        ) from error
+
+
 def _load() -> tuple[Any, Any, UCXLibrary]:
     system = _system_wanted()
     if system is None:  # not said: the choice that was made at build time holds
         system = _built_for_system()
     with _unobtrusive():
-        if not system:
+        if system:
+            _preload_system()
+        else:
             _preload_wheel()
         try:
             _ucx = importlib.import_module(f"{__name__}._ucx")
@@ -110,7 +136,8 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     version = (numbers[0], numbers[1], numbers[2])
     lib.tu_compiled_version(numbers, numbers + 1)
     compiled = (numbers[0], numbers[1])
-    library = UCXLibrary(version, compiled, ffi.string(lib.tu_library_file()).decode(), system)
+    file = ffi.string(lib.tu_library_file()).decode()
+    library = UCXLibrary(version, compiled, file, system=Path(file).parent.parent.name != "libucx")
     check_versions(library)
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()

@@ -190,6 +190,7 @@ char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
+unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
@@ -299,6 +300,7 @@ typedef struct tu_way {
     int messages;              /* whether messages to its owner reach it, with the token */
     char token[16];
     uint64_t length;
+    uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
 } tu_way_t;
 
 int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const tu_buffers_t *buffers,

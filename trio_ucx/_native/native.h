@@ -196,7 +196,6 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* Moving (worker.c): one progress, and what UCX does not tell by itself. */
-unsigned tu_worker_progress(tu_worker_t *worker);
 void tu_worker_collect(tu_worker_t *worker);
 /* Polling (poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);

@@ -2,9 +2,13 @@
  *
  * An endpoint's transfers are in a list, in the order of their posting, until they have happened at the owner. They
  * begin in that order, up to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have
- * happened. A flush is an entry in the list that is ready when it becomes the first one.
+ * happened. A flush is an entry in the list. It has happened when it becomes the first one, and UCX has flushed what
+ * UCX itself had to do.
  *
  * Copies longer than PIECE go on with the worker's progress, one piece at a time, so that other tasks can run.
+ *
+ * A transfer by messages that is longer than the way's `part` is a WHOLE: it is not in the list itself, but its parts
+ * are, as transfers like others.
  */
 #include <string.h>
 #include <sys/random.h>
@@ -16,7 +20,7 @@
 /* Longer puts stay with their sender until the owner fetches them. */
 #define EAGER_PUT (96 * 1024)
 
-enum { GET, PUT, FLUSH };
+enum { GET, PUT, FLUSH, WHOLE };
 enum { WAITING, COPYING, SENT, OVER };
 
 struct tu_transfer {
@@ -30,7 +34,7 @@ struct tu_transfer {
     int state;
     int fenced;
     int late;
-    int sending;               /* UCX is sending the request, or the put's data */
+    int sending;               /* UCX is sending the request, or the put's data, or flushes */
     int receiving;             /* UCX is filling the buffer */
     tu_transfer_done_t done;   /* NULL: it was called */
     void *owner;
@@ -41,6 +45,7 @@ struct tu_transfer {
     char *local;               /* the memory's address in this process */
     uint64_t copied;
     ucs_status_t status;
+    uint64_t parts;            /* of a WHOLE: those that are not over */
     tu_remote_request_t request;
 };
 
@@ -93,17 +98,14 @@ static void dequeue_copy(tu_transfer_t *transfer)
 
 /* ---- the lists ---- */
 
-static tu_transfer_t *make(tu_endpoint_t *endpoint, int kind, tu_transfer_done_t done, void *owner)
+static tu_transfer_t *allocate(tu_worker_t *worker, int kind, tu_transfer_done_t done, void *owner)
 {
-    tu_worker_t *worker       = endpoint->worker;
-    tu_transfers_t *transfers = &endpoint->transfers;
-    tu_transfer_t *transfer   = calloc(1, sizeof(*transfer));
+    tu_transfer_t *transfer = calloc(1, sizeof(*transfer));
 
     if (transfer == NULL) {
         return NULL;
     }
     transfer->worker      = worker;
-    transfer->endpoint    = endpoint;
     transfer->kind        = kind;
     transfer->done        = done;
     transfer->owner       = owner;
@@ -113,6 +115,18 @@ static tu_transfer_t *make(tu_endpoint_t *endpoint, int kind, tu_transfer_done_t
         transfer->next_of_all->link_of_all = &transfer->next_of_all;
     }
     worker->transfers = transfer;
+    return transfer;
+}
+
+static tu_transfer_t *make(tu_endpoint_t *endpoint, int kind, tu_transfer_done_t done, void *owner)
+{
+    tu_transfers_t *transfers = &endpoint->transfers;
+    tu_transfer_t *transfer   = allocate(endpoint->worker, kind, done, owner);
+
+    if (transfer == NULL) {
+        return NULL;
+    }
+    transfer->endpoint = endpoint;
     if (kind != FLUSH) { /* a flush waits for all before it anyway */
         transfer->fenced = transfers->fence && transfers->first != NULL;
         transfers->fence = 0;
@@ -395,29 +409,6 @@ unsigned tu_transfers_copy(tu_worker_t *worker)
     return 1;
 }
 
-static void begin_flush(tu_transfer_t *transfer)
-{
-    tu_endpoint_t *endpoint     = transfer->endpoint;
-    tu_operation_t *operation   = transfer->owner;
-    ucp_request_param_t param   = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-        .cb.send      = tu_operation_sent,
-        .user_data    = operation,
-    };
-    uint64_t id = operation->id;
-    ucs_status_ptr_t answer;
-
-    operation->transfer = NULL;
-    leave(transfer);
-    dispose(transfer);
-    answer = ucp_ep_flush_nbx(endpoint->ep, &param);
-    if (!UCS_PTR_IS_PTR(answer)) {
-        tu_operation_done(operation, NULL, UCS_PTR_RAW_STATUS(answer), 0, 0);
-    } else if (operation->id == id) {
-        operation->request = answer;
-    }
-}
-
 /* Begins the transfers that may begin. Completions inside this call do not begin further ones by themselves. */
 static void advance(tu_endpoint_t *endpoint)
 {
@@ -430,7 +421,7 @@ static void advance(tu_endpoint_t *endpoint)
     transfers->advancing = 1;
     for (;;) {
         if (transfers->first != NULL && transfers->first->kind == FLUSH) {
-            begin_flush(transfers->first);
+            conclude(transfers->first, UCS_OK);
             continue;
         }
         transfer = transfers->waiting;
@@ -482,6 +473,67 @@ static ucs_status_t make_request(tu_transfer_t *transfer, const tu_way_t *way, u
     return UCS_OK;
 }
 
+/* Adds a transfer by messages to the endpoint's list. */
+static ucs_status_t add_by_messages(tu_endpoint_t *endpoint, const tu_way_t *way, int put, char *buffer, uint64_t length,
+                                    int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner,
+                                    tu_transfer_t **out)
+{
+    tu_transfer_t *transfer = make(endpoint, put ? PUT : GET, done, owner);
+    ucs_status_t status;
+
+    if (transfer == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    transfer->late   = late;
+    transfer->buffer = buffer;
+    transfer->length = length;
+    transfer->memory = memory;
+    status           = make_request(transfer, way, offset);
+    if (status != UCS_OK) {
+        leave(transfer);
+        dispose(transfer);
+        return status;
+    }
+    *out = transfer;
+    return UCS_OK;
+}
+
+/* A part is over, or whoever else held the WHOLE. */
+static void part_done(void *owner, ucs_status_t status)
+{
+    tu_transfer_t *whole = owner;
+
+    if (whole->status == UCS_OK) {
+        whole->status = status;
+    }
+    if (--whole->parts == 0) {
+        tell(whole, whole->status);
+        dispose(whole);
+    }
+}
+
+/* Adds the parts of a transfer. If there is no memory for one of them, those before it are given up. */
+static ucs_status_t add_parts(tu_transfer_t *whole, tu_endpoint_t *endpoint, const tu_way_t *way, int put, char *buffer,
+                              uint64_t length, int memory, uint64_t offset, int late)
+{
+    ucs_status_t status = UCS_OK;
+    uint64_t done, part;
+    tu_transfer_t *transfer;
+
+    for (done = 0; done < length && status == UCS_OK; done += part) {
+        part   = length - done < way->part ? length - done : way->part;
+        status = add_by_messages(endpoint, way, put, buffer + done, part, memory, offset + done, late, part_done, whole,
+                                 &transfer);
+        whole->parts += status == UCS_OK;
+    }
+    if (status != UCS_OK) {
+        whole->parts++; /* it must not end in this call */
+        tu_transfer_cancel(whole);
+        dispose(whole);
+    }
+    return status;
+}
+
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int put, void *buffer, uint64_t length,
                                int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner,
                                tu_transfer_t **out)
@@ -489,6 +541,7 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int
     tu_transfers_t *transfers = &endpoint->transfers;
     char *local               = way->local != NULL && memory <= TU_MEMORY_HOST ? way->local + offset : NULL;
     ucs_status_t verdict      = UCS_INPROGRESS;
+    ucs_status_t status       = UCS_OK;
     tu_transfer_t *transfer;
 
     *out = NULL;
@@ -499,25 +552,29 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int
         copy_between(put, buffer, local, length);
         return UCS_OK;
     }
-    transfer = make(endpoint, put ? PUT : GET, done, owner);
-    if (transfer == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
-    transfer->late    = late;
-    transfer->buffer  = buffer;
-    transfer->length  = length;
-    transfer->memory  = memory;
-    transfer->local   = local;
-    transfer->verdict = &verdict;
-    if (local == NULL) {
-        ucs_status_t status = make_request(transfer, way, offset);
-
-        if (status != UCS_OK) {
-            leave(transfer);
-            dispose(transfer);
-            return status;
+    if (local != NULL) {
+        transfer = make(endpoint, put ? PUT : GET, done, owner);
+        if (transfer == NULL) {
+            return UCS_ERR_NO_MEMORY;
         }
+        transfer->late   = late;
+        transfer->buffer = buffer;
+        transfer->length = length;
+        transfer->memory = memory;
+        transfer->local  = local;
+    } else if (way->part > 0 && length > way->part && memory <= TU_MEMORY_HOST) {
+        transfer = allocate(endpoint->worker, WHOLE, done, owner);
+        if (transfer == NULL) {
+            return UCS_ERR_NO_MEMORY;
+        }
+        status = add_parts(transfer, endpoint, way, put, buffer, length, memory, offset, late);
+    } else {
+        status = add_by_messages(endpoint, way, put, buffer, length, memory, offset, late, done, owner, &transfer);
     }
+    if (status != UCS_OK) {
+        return status;
+    }
+    transfer->verdict = &verdict;
     advance(endpoint);
     if (verdict == UCS_INPROGRESS) {
         transfer->verdict = NULL;
@@ -560,8 +617,24 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const
     return (int64_t)post.id;
 }
 
+static void flushed(void *request, ucs_status_t status, void *user_data)
+{
+    tu_transfer_t *transfer = user_data;
+
+    ucp_request_free(request);
+    transfer->sending = 0;
+    if (transfer->state == OVER || status != UCS_OK) {
+        conclude(transfer, transfer->state == OVER ? transfer->status : status);
+    }
+}
+
 int64_t tu_transfers_flush(tu_endpoint_t *endpoint)
 {
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .cb.send      = flushed,
+    };
+    ucs_status_ptr_t answer;
     tu_transfer_t *transfer;
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
@@ -576,6 +649,14 @@ int64_t tu_transfers_flush(tu_endpoint_t *endpoint)
     if (transfer == NULL) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_ERR_NO_MEMORY));
     }
+    param.user_data = transfer;
+    answer          = ucp_ep_flush_nbx(endpoint->ep, &param); /* meanwhile the answers come: not one after the other */
+    if (UCS_PTR_IS_ERR(answer)) {
+        leave(transfer);
+        dispose(transfer);
+        return tu_post_end(&post, answer);
+    }
+    transfer->sending        = answer != NULL;
     post.operation->transfer = transfer;
     advance(endpoint);
     return (int64_t)post.id;
@@ -601,9 +682,39 @@ void tu_transfers_fence(tu_worker_t *worker)
     }
 }
 
+/* Gives up the parts that need nothing from the peer now. Returns whether those were all. */
+static int cancel_parts(tu_transfer_t *whole)
+{
+    tu_endpoint_t *endpoint = NULL;
+    int under_way           = 0;
+    tu_transfer_t *transfer, *next;
+
+    whole->parts++; /* it must not end inside the loop */
+    for (transfer = whole->worker->transfers; transfer != NULL; transfer = next) {
+        next = transfer->next_of_all;
+        if (transfer->owner != whole || transfer->done != part_done) {
+            continue;
+        }
+        if (transfer->endpoint != NULL && endpoint == NULL) {
+            endpoint                      = transfer->endpoint;
+            endpoint->transfers.advancing = 1; /* which could end `next` */
+        }
+        under_way |= !tu_transfer_cancel(transfer);
+    }
+    if (endpoint != NULL) {
+        endpoint->transfers.advancing = 0;
+        advance(endpoint);
+    }
+    part_done(whole, UCS_OK);
+    return !under_way;
+}
+
 /* Gives up a transfer that needs nothing from the peer now. Returns whether it could. */
 int tu_transfer_cancel(tu_transfer_t *transfer)
 {
+    if (transfer->kind == WHOLE) {
+        return cancel_parts(transfer);
+    }
     if (transfer->kind == FLUSH || transfer->state == SENT || transfer->state == OVER) {
         return 0;
     }

@@ -198,6 +198,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def __exit__(self, *exc_info: object) -> None:
+        self._worker._engine.check_thread()
         if self._worker._engine.usable:
             self._close()
 

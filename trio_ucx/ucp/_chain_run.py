@@ -28,7 +28,7 @@ from ._pending import RequestCancelled
 from ._posting import refusal
 from ._remote_memory import RemoteMemory
 from ._status import Status, error_from_status
-from ._ways import Key, Way, connect, over_tcp
+from ._ways import Key, Way, connect
 
 if TYPE_CHECKING:
     from ._chain_terms import ChainRequest
@@ -252,7 +252,7 @@ class Target:
             return None
         if self.atomic:
             key = self.thing._key(ATOMICS, core)
-            limit = LIMIT_OVER_TCP if over_tcp(core) else LIMIT
+            limit = LIMIT_OVER_TCP if core.over_tcp() else LIMIT
             lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, ffi.NULL)
             return key
         assert self.way is not None

@@ -384,7 +384,7 @@ class RequestChain(ChainBuilder):
         ``data``, ``length`` and ``**options`` as in :meth:`put`. The header is copied.
         """
         self._engine.context.require(Feature.AM, "sending active messages")
-        fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(reply)}
+        fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(bool(reply))}
         refuse_pointers(header, "send")
         with memoryview(header) as view:
             copied = bytes(view)
@@ -549,6 +549,7 @@ class RequestChain(ChainBuilder):
     @enable_ki_protection
     def close(self) -> None:
         """Frees what it takes. A run that goes on is cancelled: nothing more is posted. Closed already: no effect."""
+        self._engine.check_thread()
         if self._native.handle is not None and not self._engine.birth.inherited:
             self._end()
 

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,8 @@ class Context(metaclass=OpenedNotConstructed):
     #: How many file descriptors one of its workers needs.
     descriptors_per_worker: int
     engines: set[Engine] = attrs.field(factory=set)
+    #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
+    postponed: list[Callable[[], bool]] = attrs.field(factory=list)
     memories: set[Memory] = attrs.field(factory=set)
     #: Whether peers may ever have read memory of it.
     lent_memory: bool = False
@@ -287,6 +289,7 @@ class Context(metaclass=OpenedNotConstructed):
         for engine in list(self.engines):
             if engine.usable:
                 engine.close_now()
+        self.destroy_postponed()
         for memory in list(self.memories):
             memory.close_unasked()
         self._destroy_if_unused()
@@ -295,6 +298,11 @@ class Context(metaclass=OpenedNotConstructed):
         """A worker of it was destroyed, in whatever thread."""
         self.engines.discard(engine)
         self._destroy_if_unused()
+
+    def destroy_postponed(self) -> None:
+        """To be called when operations may have ended that closed workers have to wait for."""
+        postponed, self.postponed = self.postponed, []
+        self.postponed += [destroy for destroy in postponed if not destroy()]
 
     def released_memory(self, memory: Memory) -> None:
         """A memory of it was closed, in whatever thread."""

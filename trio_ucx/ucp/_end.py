@@ -14,6 +14,7 @@ from .._native import lib, ucx
 from ._answers import send_answers
 from ._contained import contained
 from ._memory import unmap_unused
+from ._operations import BEFORE_PEER
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
 
@@ -34,6 +35,13 @@ abandoned: list[Any] = []
 
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
+    start = time.monotonic()
+    engine.turn(arm=False)
+    while engine.lingering.drains and time.monotonic() < start + BEFORE_PEER:
+        yield
+        time.sleep(0.0002)
+        engine.turn(arm=False)
+    contained(engine.lingering.close_all)
     start = time.monotonic()
     engine.turn(arm=False)
     while engine.uses_memory and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
@@ -59,26 +67,58 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
     """
     if engine.unanswered or not all(loan.ended for loan in engine.overdue):
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
-    elif not engine.uses_memory or (not engine.endpoints and ucx.version >= STUCK_OPERATIONS_ARE_HARMLESS):
-        # A receive whose sender died in the middle of a message never completes, nor does a send to the full
-        # shared-memory queue of a receiver that died. With every endpoint closed, nothing but this worker's own
-        # progress could still touch their buffers, and that ends here.
-        lib.tu_worker_destroy(handle)
-        for operation in engine.in_flight.values():
-            if operation.pins is not None:
-                operation.pins.release()
-        engine.in_flight.clear()
-        engine.unrecorded.clear()
-        for let_go in engine.kept:
-            let_go()
-        engine.kept.clear()
-        engine.context.released(engine)
-        if engine.on_closed is not None:
-            engine.on_closed()
-    else:
+    elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
+    elif engine.uses_memory and (others := _operations_of_others(engine)):
+        _postpone(engine, handle, others)
+    else:
+        _destroy(engine, handle)
+    engine.context.destroy_postponed()
     unmap_unused()
+
+
+def _destroy(engine: Engine, handle: Any) -> None:
+    # A receive whose sender died in the middle of a message never completes, nor does a send to the full shared-memory
+    # queue of a receiver that died. With every endpoint closed, nothing but this worker's own progress could still
+    # touch their buffers, and that ends here.
+    lib.tu_worker_destroy(handle)
+    for operation in engine.in_flight.values():
+        if operation.pins is not None:
+            operation.pins.release()
+    engine.in_flight.clear()
+    engine.unrecorded.clear()
+    for let_go in engine.kept:
+        let_go()
+    engine.kept.clear()
+    engine.context.released(engine)
+    if engine.on_closed is not None:
+        engine.on_closed()
+
+
+def _operations_of_others(engine: Engine) -> list[Operation]:
+    """The operations in flight at the context's other workers."""
+    others = [other for other in list(engine.context.engines) if other is not engine and other.handle is not None]
+    return [operation for other in others for operation in list(other.in_flight.values()) if operation.pins is not None]
+
+
+def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
+    """Destroys a worker only when these operations have ended.
+
+    The workers of a context share the registrations of memory. When an endpoint is closed, UCX ends its large
+    transfers only after everybody else has ended theirs of the same buffer; then it takes the worker's memory, and
+    crashes if the worker was destroyed (docs/ucx-reports.md: "A closed endpoint's send ends after its worker").
+    """
+
+    def destroy_if_possible() -> bool:
+        if any(operation.id in operation.engine.in_flight for operation in others):
+            return False
+        while lib.tu_worker_progress(handle):
+            pass
+        _destroy(engine, handle)
+        return True
+
+    engine.context.postponed.append(destroy_if_possible)
 
 
 def _leave_alone(engine: Engine, handle: Any) -> None:

@@ -371,6 +371,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     @enable_ki_protection
     def abort(self) -> None:
         """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect."""
+        self._core.engine.check_thread()
         self._closing = True
         if self._core.engine.usable:
             self._core.close()
@@ -389,6 +390,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
                 nevertheless. (UCX cannot tell whether the data had arrived; a :class:`trio_ucx.Connection` can.)
         """
         check_mode(mode)
+        self._core.engine.check_thread()
         if self._closing or self._core.handle is None or not self._core.engine.usable:
             closed, self._closing = self._closing, True
             await trio.lowlevel.checkpoint()

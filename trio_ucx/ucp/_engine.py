@@ -208,6 +208,7 @@ class Engine:
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering()
         live_handles.opened("worker")
+        context.destroy_postponed()
         context.engines.add(self)
         engines.add(self)
 
@@ -222,15 +223,23 @@ class Engine:
             trio.BrokenResourceError: after an internal error.
         """
         self.birth.check("this worker")
-        if self._thread != threading.get_ident():
-            raise RuntimeError(
-                "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
-                "trio.from_thread.run"
-            )
+        self.check_thread()
         if self.handle is None or self._closing:
             raise trio.ClosedResourceError("this worker was closed")
         if self.broken is not None:
             raise broken(f"this worker broke: {self.broken!r}", self.broken)
+
+    def check_thread(self) -> None:
+        """Refuses use from another thread; for what closes, which a forked child may call without an effect.
+
+        Raises:
+            RuntimeError: it is another thread.
+        """
+        if self._thread != threading.get_ident() and not self.birth.inherited:
+            raise RuntimeError(
+                "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
+                "trio.from_thread.run"
+            )
 
     @property
     def usable(self) -> bool:
@@ -557,7 +566,6 @@ class Engine:
             contained(close)
         for core in list(self.endpoints.values()):
             contained(core.close)
-        contained(self.lingering.close_all)
         for operation in list(self.in_flight.values()):
             contained(self._end, operation)
         return True

@@ -303,6 +303,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     @enable_ki_protection
     async def aclose(self) -> None:
         """Closes it; clients that wait are rejected (``ucp_listener_destroy``)."""
+        self._core.engine.check_thread()
         if self._core.engine.usable:
             self._core.close()
         await trio.lowlevel.checkpoint()

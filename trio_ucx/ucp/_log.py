@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+from contextlib import suppress
 from typing import Any
 
 from .._native import ffi, lib
@@ -72,15 +73,16 @@ def _log_lines(reader: int) -> None:
     line = ffi.NULL
     while True:
         line = lib.tu_log_take(reader, line, lost)
-        if lost[0]:
-            logger.warning(
-                "%d lines of UCX's log came too fast and are lost: UCX_LOG_FILE has UCX write them itself", lost[0]
-            )
+        with suppress(BaseException):  # from a handler or filter of the user's, which must not end this thread
+            if lost[0]:
+                logger.warning(
+                    "%d lines of UCX's log came too fast and are lost: UCX_LOG_FILE has UCX write them itself", lost[0]
+                )
         if line == ffi.NULL:
             return
         try:
             _log(line)
-        except Exception:  # from a handler or filter of the user's
+        except BaseException:  # the same
             lib.tu_log_print(line)
 
 

@@ -390,15 +390,25 @@ class EndpointCore:
         heir.peer, heir.peer_address, heir.connected = self.peer, self.peer_address, self.connected
         return heir
 
-    def close(self, *, linger: bool = False) -> None:
-        """Closes by force, at once. Waiters get ClosedResourceError.
+    def lanes(self) -> list[bytes] | None:
+        """The transport and device of each lane; None before UCX 1.14, which does not tell."""
+        text = ffi.new("char[4096]")
+        if lib.tu_endpoint_transports(self.handle, text, 4096) != Status.OK:
+            return None
+        return list(ffi.string(text).splitlines())
 
-        Args:
-            linger: close UCX's endpoint a moment later if much is under way: see :class:`Lingering`.
+    def over_tcp(self) -> bool:
+        """Whether it has TCP lanes only, as far as UCX tells."""
+        return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
+
+    def close(self) -> None:
+        """Closes by force; over TCP with much under way, UCX's endpoint a moment later: see :class:`Lingering`.
+
+        Waiters get ClosedResourceError at once.
         """
         self.on_failure = None
         if self.handle is not None:
-            if linger and sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH:
+            if sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH and self.over_tcp():
                 self._linger(BEFORE_PEER, until_drained=True)
             else:
                 self._force_close()
@@ -540,6 +550,11 @@ class Lingering:
 
     def __bool__(self) -> bool:
         return bool(self._endpoints)
+
+    @property
+    def drains(self) -> bool:
+        """Whether one of them goes on until its operations have ended."""
+        return any(until_drained for _, _, until_drained in self._endpoints.values())
 
     def add(self, core: EndpointCore, handle: Any, seconds: float, until_drained: bool) -> None:
         self._endpoints[core] = handle, time.monotonic() + seconds, until_drained

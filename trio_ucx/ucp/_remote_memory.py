@@ -34,7 +34,7 @@ from ._posting import check_reaches, completed, flush, pending_operation, refusa
 from ._process import NOBODY
 from ._status import Status, UCXError
 from ._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from ._ways import Key, Way, connect, find_way, over_tcp, try_connect
+from ._ways import Key, Way, connect, find_way, try_connect
 
 if TYPE_CHECKING:
     from ._address import WorkerAddress
@@ -206,6 +206,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
         await flush(self._core)
+        if self._core.handle is None:  # another task has closed it meanwhile
+            self._core.check()
         error = refusal(lib.tu_transfers_status(self._core.handle), "a put before this flush")
         if error is not None:
             raise error
@@ -304,12 +306,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if (self._descriptor.address + offset) % size:
             raise ValueError(f"an atomic of {8 * size} bits needs an address that is a multiple of {size}")
 
-    async def _atomic(self, kind: int, value: int, swapped: int | None, offset: int, bits: int, *, fetch: bool) -> int:
+    async def _atomic(self, kind: int, value: int, swapped: Any, offset: int, bits: int, *, fetch: bool) -> int:
         if type(bits) is not int or bits not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
         size = bits // 8
         operand = _word(value, bits)
-        reply = 0 if swapped is None else _word(swapped, bits)
+        reply = _word(swapped, bits) if kind == lib.TU_ATOMIC_COMPARE_SWAP else 0
         offset = check_integer(offset, "offset", 0, 2**62)
         self._check(Access.ATOMIC, "use atomics on", offset, size)
         self._check_aligned(offset, size)
@@ -320,7 +322,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await connect(core)
         core.check()
         if core.atomics is None:
-            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if over_tcp(core) else LIMIT)
+            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if core.over_tcp() else LIMIT)
         window: AtomicWindow = core.atomics
         await window.enter()
         try:
@@ -476,6 +478,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         if self._closed:
             return
+        self._core.engine.check_thread()
         if self._loan is not None:
             self._loan.end()
         self._closed = True

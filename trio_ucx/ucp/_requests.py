@@ -101,16 +101,14 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     def tag_send(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
         """Posts :meth:`Endpoint.tag_send` at once."""
         tag = check_tag(tag)
-        self._check(endpoint.worker)
-        endpoint._check()
+        self._check_endpoint(endpoint)
         return self._add(post_send(endpoint._core, data, tag))
 
     @enable_ki_protection
     def tag_send_sync(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
         """Posts :meth:`Endpoint.tag_send_sync` at once."""
         tag = check_tag(tag)
-        self._check(endpoint.worker)
-        endpoint._check()
+        self._check_endpoint(endpoint)
         return self._add(post_send(endpoint._core, data, tag, sync=True))
 
     @enable_ki_protection
@@ -125,15 +123,13 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         protocol: SendProtocol = SendProtocol.AUTO,
     ) -> Request:
         """Posts :meth:`Endpoint.am_send` at once."""
-        self._check(endpoint.worker)
-        endpoint._check()
+        self._check_endpoint(endpoint)
         return self._add(post_am_send(endpoint._core, id, data, header, reply, protocol))
 
     @enable_ki_protection
     def stream_send(self, endpoint: Endpoint, data: Buffer) -> Request:
         """Posts :meth:`Endpoint.stream_send` at once."""
-        self._check(endpoint.worker)
-        endpoint._check()
+        self._check_endpoint(endpoint)
         return self._add(post_stream_send(endpoint._core, data))
 
     @enable_ki_protection
@@ -146,14 +142,25 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     @enable_ki_protection
     def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
         """:meth:`trio_ucx.Connection.send`, posted at once, or as soon as the peer's window has room."""
-        self._check(connection.worker)
+        self._check_connection(connection)
         return self._add(connection._submit_send(data, tag))
 
     @enable_ki_protection
     def receive_into(self, connection: SupportsRequests, buffer: Buffer, tag: int = 0) -> Request:
         """:meth:`trio_ucx.Connection.receive_into`, queued at once; its result is the message's length."""
-        self._check(connection.worker)
+        self._check_connection(connection)
         return self._add(connection._submit_receive_into(buffer, tag))
+
+    def _check_endpoint(self, endpoint: Endpoint) -> None:
+        if not isinstance(endpoint, Endpoint):
+            raise TypeError(f"this takes an Endpoint, not {type(endpoint).__name__}")
+        self._check(endpoint.worker)
+        endpoint._check()
+
+    def _check_connection(self, connection: SupportsRequests) -> None:
+        if not hasattr(connection, "_submit_send"):
+            raise TypeError(f"this takes a Connection, not {type(connection).__name__}")
+        self._check(connection.worker)
 
     def _check(self, worker: Worker) -> None:
         if self._closed:

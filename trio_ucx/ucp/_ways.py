@@ -29,6 +29,10 @@ from ._status import Status, UCXError
 #: UCX's transports that do not put and get by RDMA hardware.
 _SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
 
+#: Longer gets and puts over TCP go as several messages of so many bytes: as much as finds room in one segment, which
+#: the receiver need not put together.
+PART_OVER_TCP = 65_000
+
 
 class Key:
     """An unpacked remote key. It is destroyed when it was closed and no operation uses it any more."""
@@ -128,22 +132,9 @@ def try_connect(core: EndpointCore) -> bool:
     return True
 
 
-def _transports(core: EndpointCore) -> list[bytes] | None:
-    """The transports of its lanes; None before UCX 1.14, which does not tell."""
-    text = ffi.new("char[4096]")
-    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
-        return None
-    return list(ffi.string(text).splitlines())
-
-
-def over_tcp(core: EndpointCore) -> bool:
-    """Whether an endpoint has TCP lanes only, as far as UCX tells."""
-    return all(line.startswith(b"tcp/") for line in _transports(core) or ())
-
-
 def _is_emulated(core: EndpointCore) -> bool:
     """Whether UCX would put and get by messages of its own, as far as UCX tells."""
-    return all(line.decode().startswith(_SOFTWARE) for line in _transports(core) or ())
+    return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
 
 
 @attrs.frozen(eq=False)
@@ -180,5 +171,6 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     native.local = ffi.cast("char *", pointer)
     if descriptor.token and core.engine.context.serves_memory and _is_emulated(core):
         native.messages = True
+        native.part = PART_OVER_TCP if core.over_tcp() else 0
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))
     return Way(core, native, key if pointer else None) if pointer or native.messages else None
