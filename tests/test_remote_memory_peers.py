@@ -78,9 +78,9 @@ async def test_owner_survives_killed_peers(
 ) -> None:
     """Getters and putters of 16 bytes to 16 MiB, single calls and chains: the owner lives, and others go on.
 
-    Over shared memory an owner is sometimes left whose queue stopped, when a peer was killed while it wrote there: of
-    its worker UCX gets nothing more by it, and we end the endpoints (tests/test_receive_queue.py). Then another one
-    goes on.
+    Over shared memory an owner is sometimes left whose queue stopped, because a peer was killed while it wrote there.
+    Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
+    endpoint by worker address is not told (docs/ucp.md): then the test goes on with another owner.
     """
     crowds = rounds(3, 50)
     owners = 0
@@ -124,9 +124,12 @@ async def kill_crowds(crowds: int, way: str, kind: str, transports: str, chance:
                 await kill_crowd(way, said, transports, chance)
                 killed += 1
                 assert owner.process.returncode is None
-                with trio.fail_after(20):
+                with trio.move_on_after(20) as waiting:
                     while done < before + 2 and not stopped:
                         await trio.sleep(0.01)
+                if waiting.cancelled_caught:
+                    assert way == "worker" and transports != "tcp", "the owner does not answer"
+                    stopped = True
             nursery.cancel_scope.cancel()
         await owner.tell(["word", 0])
         await owner.hear()

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .._native import lib
+from .._native import lib, ucx
 from ._status import Status, UCXError
 
 logger = logging.getLogger("trio_ucx")
@@ -27,8 +27,9 @@ _ALIASES = {"sm": ("cma", "knem", "xpmem"), "shm": ("cma", "knem", "xpmem"), "mm
 _EVERYTHING = ("", "all")
 #: Transports that reach no other process by themselves.
 _ALONE = {"self", "cma", "knem", "xpmem"}
-#: The option that makes UCX leave posix out.
-_NO_POSIX = {"POSIX_SHM_MIN_SIZE": "inf"}
+#: The option that makes UCX leave posix out. Releases before 1.17 need not know it: they use shared memory on request
+#: only.
+_NO_POSIX = {"POSIX_SHM_MIN_SIZE": "inf"} if ucx.version >= (1, 17) else {}
 #: The statuses with which UCX fails for lack of shared memory.
 _FAILURES = {Status.NO_MEMORY, Status.NO_RESOURCE, Status.SHMEM_SEGMENT}
 
