@@ -120,6 +120,7 @@ def arguments(mode: str, port: int, size: int, vector: int, iterations: int) -> 
     return ["-p", str(port), "-c", mode, "-s", str(size), "-v", str(vector), "-i", str(iterations)]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mode", ["tag", "stream", "am"])
 @pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_client(
@@ -160,6 +161,7 @@ async def test_c_program_as_client(
                     endpoint.abort()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mode", ["tag", "stream", "am"])
 @pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_server(

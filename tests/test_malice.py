@@ -415,6 +415,7 @@ def control_socket(connection: trio_ucx.Connection) -> socket.socket:
     return control._socket
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("who", ["client", "server"])
 @pytest.mark.parametrize("what", BYTES)
 async def test_bytes_on_the_control_socket(worker: ucp.Worker, what: str, who: str) -> None:

@@ -20,6 +20,7 @@ from trio_ucx.ucp._status import Status
 RELEASE = ".".join(map(str, ucx.version[:2]))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
 @pytest.mark.parametrize("alone", [False, True])
 async def test_address_of_a_dead_process(transports: str, alone: bool, mode: ucp.ErrorMode) -> None:

@@ -771,6 +771,7 @@ async def test_dropped_remote_memory(worker: ucp.Worker) -> None:
 # ---- peers that die ----
 
 
+@pytest.mark.sample(6)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("doing", ["put", "get"])
 @pytest.mark.parametrize(("transports", "way"), WAYS)

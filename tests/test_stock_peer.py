@@ -59,6 +59,7 @@ async def running(program: Path, *arguments: object) -> AsyncIterator[Stock]:
             await process.wait()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mode", ["peer", "none"])
