@@ -590,9 +590,14 @@ async def test_stopped_peer(transports: str, way: str) -> None:
             await cancelled_promptly(memory.get, 0, 100)
             await cancelled_promptly(memory.flush)
             assert_pinned(data)
-            assert_pinned(buffer)
-            assert endpoint.worker.statistics().left_over_operations >= 4
-            assert endpoint.statistics().left_over_operations >= 4
+            least = 4
+            if transports == "tcp":
+                assert_free(buffer)  # the put's parts fill the window, so nothing of the gets was sent
+                least = 2
+            else:
+                assert_pinned(buffer)
+            assert endpoint.worker.statistics().left_over_operations >= least
+            assert endpoint.statistics().left_over_operations >= least
             memory.close()  # keys stay as long as they are used
         finally:
             peer.resume()
@@ -602,7 +607,12 @@ async def test_stopped_peer(transports: str, way: str) -> None:
         assert "remote key" not in live_handles()
         await endpoint.flush()
         with endpoint.attach(memory._descriptor) as again:
-            assert await again.get() == data
+            written = await again.get()
+            if transports == "tcp":  # the parts that had been sent
+                sent = 64 * PART_OVER_TCP
+                assert written == data[:sent] + bytes(BIG - sent)
+            else:
+                assert written == data
 
 
 @pytest.mark.parametrize(("transports", "way"), FEW_WAYS)

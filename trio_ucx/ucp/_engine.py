@@ -230,11 +230,7 @@ class Engine:
             raise broken(f"this worker broke: {self.broken!r}", self.broken)
 
     def check_thread(self) -> None:
-        """Refuses use from another thread; for what closes, which a forked child may call without an effect.
-
-        Raises:
-            RuntimeError: it is another thread.
-        """
+        """Raises RuntimeError in another thread. (A forked child may close what it inherited, without an effect.)"""
         if self._thread != threading.get_ident() and not self.birth.inherited:
             raise RuntimeError(
                 "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
