@@ -951,9 +951,20 @@ async def dying_raw_peer(transport: str) -> None:
 
 @role
 async def caller(size: int, shared_memory: bool | str = "auto") -> None:
-    """A client that is told an address, and then when to make a round trip; says how each went, and its transports."""
+    """A client that is told an address, and then when to make a round trip; says how each went, and its transports.
+
+    It connects again if the server gives a connection up, as one does whose queue in shared memory has just stopped.
+    """
     address = tuple(await ask())
-    connection = await trio_ucx.connect(address, shared_memory=shared_memory).__aenter__()  # type: ignore[arg-type]
+    deadline = time.monotonic() + 4
+    while True:
+        try:
+            connection = await trio_ucx.connect(address, shared_memory=shared_memory).__aenter__()  # type: ignore[arg-type]
+            break
+        except ConnectionResetError:
+            if time.monotonic() > deadline:
+                raise
+            await trio.sleep(0.05)
     say(sorted(lane.name for lane in connection.endpoint.transports))
     try:
         while True:
