@@ -45,7 +45,9 @@ async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: ucp.Re
     chain.clear()
     put = chain.put(memory, data[::-1], offset)
     got = chain.get(memory, offset, length, after=put)
-    assert (await chain.run())[got].unwrap() == data[::-1]
+    outcomes = await chain.run()
+    outcomes[put].unwrap()
+    assert outcomes[got].unwrap() == data[::-1]
 
 
 async def kill_crowd(way: str, said: dict[str, Any], transports: str, rng: random.Random) -> None:
