@@ -21,6 +21,8 @@ import trio
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEADLINE = 45  # seconds that a program has to end
+#: UCX's lines about connections that were cut off, and about operations that it could not end for that.
+_OF_LOST_PEERS = re.compile(r"^(tcp_ep\.c:\d+ UCX ERROR|(mpool|callbackq)\.c:\d+ UCX WARN) .*\n", re.MULTILINE)
 
 
 def load(path: Path) -> ModuleType:
@@ -86,13 +88,13 @@ class Program:
         self.output = ""  # what it printed that was not read before, once it has ended
 
     def finish(self) -> tuple[int, str]:
-        """Waits until it has ended: (exit status, stderr without what UCX says of connections that were cut off)."""
+        """Waits until it has ended: (exit status, stderr without what UCX says of peers that were lost)."""
         try:
             self.output, errors = self.process.communicate(timeout=DEADLINE)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
             pytest.fail(f"{self.process.args!r} hangs: {self.process.communicate()[1]}")
-        return self.process.returncode, re.sub(r"^tcp_ep\.c:\d+ UCX ERROR .*\n", "", errors, flags=re.MULTILINE)
+        return self.process.returncode, _OF_LOST_PEERS.sub("", errors)
 
     async def end(self) -> tuple[int, str]:
         return await trio.to_thread.run_sync(self.finish)

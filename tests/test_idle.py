@@ -81,7 +81,7 @@ async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.
             await trio.sleep(100 * 3600)
             mock_clock.autojump_threshold = math.inf
             assert time.monotonic() - start < 60  # of 100 hours
-            assert worker.statistics().wakeups < 50
+            assert worker.statistics().wakeups < 1000  # of 360,000 seconds
             await client.send(b"x")
         assert worker.statistics().missed_events == 0
 
