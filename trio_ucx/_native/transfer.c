@@ -473,10 +473,9 @@ static ucs_status_t make_request(tu_transfer_t *transfer, const tu_way_t *way, u
     return UCS_OK;
 }
 
-/* Adds a transfer by messages to the endpoint's list. */
-static ucs_status_t add_by_messages(tu_endpoint_t *endpoint, const tu_way_t *way, int put, char *buffer, uint64_t length,
-                                    int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner,
-                                    tu_transfer_t **out)
+/* Adds a transfer to the endpoint's list; by messages if `local` is NULL. */
+static ucs_status_t add(tu_endpoint_t *endpoint, const tu_way_t *way, char *local, int put, char *buffer, uint64_t length,
+                        int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner, tu_transfer_t **out)
 {
     tu_transfer_t *transfer = make(endpoint, put ? PUT : GET, done, owner);
     ucs_status_t status;
@@ -488,7 +487,8 @@ static ucs_status_t add_by_messages(tu_endpoint_t *endpoint, const tu_way_t *way
     transfer->buffer = buffer;
     transfer->length = length;
     transfer->memory = memory;
-    status           = make_request(transfer, way, offset);
+    transfer->local  = local;
+    status           = local != NULL ? UCS_OK : make_request(transfer, way, offset);
     if (status != UCS_OK) {
         leave(transfer);
         dispose(transfer);
@@ -522,8 +522,8 @@ static ucs_status_t add_parts(tu_transfer_t *whole, tu_endpoint_t *endpoint, con
 
     for (done = 0; done < length && status == UCS_OK; done += part) {
         part   = length - done < way->part ? length - done : way->part;
-        status = add_by_messages(endpoint, way, put, buffer + done, part, memory, offset + done, late, part_done, whole,
-                                 &transfer);
+        status = add(endpoint, way, NULL, put, buffer + done, part, memory, offset + done, late, part_done, whole,
+                     &transfer);
         whole->parts += status == UCS_OK;
     }
     if (status != UCS_OK) {
@@ -552,24 +552,14 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int
         copy_between(put, buffer, local, length);
         return UCS_OK;
     }
-    if (local != NULL) {
-        transfer = make(endpoint, put ? PUT : GET, done, owner);
-        if (transfer == NULL) {
-            return UCS_ERR_NO_MEMORY;
-        }
-        transfer->late   = late;
-        transfer->buffer = buffer;
-        transfer->length = length;
-        transfer->memory = memory;
-        transfer->local  = local;
-    } else if (way->part > 0 && length > way->part && memory <= TU_MEMORY_HOST) {
+    if (local == NULL && way->part > 0 && length > way->part && memory <= TU_MEMORY_HOST) {
         transfer = allocate(endpoint->worker, WHOLE, done, owner);
         if (transfer == NULL) {
             return UCS_ERR_NO_MEMORY;
         }
         status = add_parts(transfer, endpoint, way, put, buffer, length, memory, offset, late);
     } else {
-        status = add_by_messages(endpoint, way, put, buffer, length, memory, offset, late, done, owner, &transfer);
+        status = add(endpoint, way, local, put, buffer, length, memory, offset, late, done, owner, &transfer);
     }
     if (status != UCS_OK) {
         return status;
