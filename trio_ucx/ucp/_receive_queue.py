@@ -32,7 +32,7 @@ from contextlib import suppress
 
 import trio
 
-from .._native import ffi, lib
+from .._native import lib
 from ._address import WorkerAddress
 from ._address_format import parse_worker_address
 from ._connecting import connect_worker
@@ -74,11 +74,8 @@ def uses_queue(core: EndpointCore) -> bool:
     """Whether an endpoint has a lane over shared memory; also if UCX cannot say (before 1.14)."""
     if core.handle is None:
         return False
-    text = ffi.new("char[4096]")
-    if lib.tu_endpoint_transports(core.handle, text, 4096) != Status.OK:
-        return True
-    names = {line.partition("/")[0] for line in ffi.string(text).decode().splitlines()}
-    return not names.isdisjoint(QUEUES)
+    lanes = core.lanes()
+    return lanes is None or not {lane.decode().partition("/")[0] for lane in lanes}.isdisjoint(QUEUES)
 
 
 class _Limit:
