@@ -149,11 +149,10 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
     slow: list[float] = []
     for _ in range(3):
         took = await round_trips(transports, flood)
-        assert max(took) < 2 * PROMPT
         slow.append(statistics.quantiles(took, n=20)[-1])
-        if slow[-1] < 0.1:
+        if slow[-1] < 0.1 and max(took) < PROMPT:
             return
-    pytest.fail(f"5 % of the round trips took longer than {slow} s")
+    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {PROMPT} s")
 
 
 # ---- tag messages of others, on a worker that has Connections ----
