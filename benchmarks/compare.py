@@ -40,8 +40,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--plots", type=Path, metavar="DIR", help="draws the pictures of the docs (needs matplotlib)")
     add("--python", action="append", default=[], metavar="MODULE=PATH",
         help="the interpreter of a contender with an environment of its own, as in ucxx_polling=PATH")  # fmt: skip
+    add("--against", type=checkout, metavar="DIR",
+        help="another checkout of trio_ucx, built in place: measured, too, and the ratios printed")  # fmt: skip
     add("--list", action="store_true", help="lists contenders and figures, and ends")
     return parser.parse_args(arguments)
+
+
+def checkout(text: str) -> Path:
+    path = Path(text).resolve()
+    if not list(path.glob("trio_ucx/_native/_ucx*.so")):
+        raise argparse.ArgumentTypeError(f"{text} is no checkout in which trio_ucx was built with `pip install -e .`")
+    return path
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
@@ -69,6 +78,8 @@ def main(given: Sequence[str] | None = None) -> int:
     contenders, missing = choose(arguments)
     if arguments.scale:
         contenders += ours_many.contenders((1, 1000), ("tcp", "shm"))
+    if arguments.against:
+        contenders = [each for one in contenders for each in one.beside(arguments.against)]
     figures = matcher(arguments.figures)
     if arguments.list:
         for one in contenders:
@@ -91,6 +102,8 @@ def main(given: Sequence[str] | None = None) -> int:
     measured = {key: row.figures for key, row in rows.items()}
     verdicts = marks.verdicts(measured)
     report.show(rows, verdicts, missing, report.console())
+    if arguments.against:
+        report.console().print(report.against_table(rows))
     if warning := quiet.warning(busy):
         print(warning, file=sys.stderr)
     settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}

@@ -163,7 +163,12 @@ def open_pair(contender: Contender, cpus: Cpus, pythons: Mapping[str, str]) -> I
         processes = []
         for one in commands(contender, python, command):
             process = subprocess.Popen(
-                one, cwd=ROOT, env=environment, stdout=errors, stderr=errors, start_new_session=True
+                one,
+                cwd=contender.checkout or ROOT,
+                env=environment,
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
             )
             stack.callback(stop, process)
             processes.append(process)

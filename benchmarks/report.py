@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import quiet
-from .contenders import Contender
+from .contenders import BEFORE, Contender
 from .jobs import Job, Kind
 from .marks import SIZES, Verdict
 from .runner import Row, Rows
@@ -126,6 +127,30 @@ def marks_table(verdicts: Iterable[Verdict]) -> Table:
     for one in verdicts:
         colour = {None: "dim", True: "green", False: "bold red"}[one.met]
         made.add_row(one.title, one.ours, one.theirs, one.measured, one.mark, one.answer, style=colour)
+    return made
+
+
+def against_table(rows: Rows) -> Table:
+    """Each figure beside that of the other checkout; with the spread of its rounds, which is what noise looks like."""
+    made = Table(title="this checkout against the other one", title_justify="left")
+    for title in ("contender", "figure"):
+        made.add_column(title)
+    for title in ("before", "now", "now / before", "lowest", "highest"):
+        made.add_column(title, justify="right")
+    for (name, job), row in rows.items():
+        before = rows.get((name + BEFORE, job))
+        for column in COLUMNS[job.kind]:
+            figure = column.figure
+            if before is None or figure not in row.figures or not before.figures.get(figure):
+                continue
+            by_round = [
+                now[figure] / then[figure]
+                for now, then in zip(row.rounds, before.rounds, strict=False)
+                if now.get(figure) and then.get(figure)
+            ]
+            values = before.figures[figure] * column.scale, row.figures[figure] * column.scale
+            ratios = statistics.median(by_round), min(by_round), max(by_round)
+            made.add_row(name, f"{job.key}: {column.title}", *map(scaled, values), *(f"{one:.3f}" for one in ratios))
     return made
 
 

@@ -150,12 +150,14 @@ def test_it_runs(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--rounds=1", "--seconds=0.05"]
     command += ["--only=trio_ucx default tcp", "--only=trio_ucx spin=0 tcp", "--only=trio stream tcp"]
-    command += ["--figures=latency/8", "--figures=rate/8/plain", f"--json={file}"]
+    command += ["--figures=latency/8", "--figures=rate/8/plain", f"--json={file}", f"--against={ROOT}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     results: dict[tuple[str, str, str], Any] = {
         (one["contender"], one["kind"], one["way"]): one for one in json.loads(file.read_text())["results"]
     }
+    assert "now / before" in ended.stdout
+    assert results["trio_ucx default tcp, before", "latency", ""]["medians"]
     latency = results["trio_ucx default tcp", "latency", ""]
     assert latency["lanes"] == ["tcp"]
     assert 0 < latency["medians"]["median_us"] <= latency["medians"]["p99_us"]

@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..jobs import Job
 
 MODULES = ("ours", "ours_raw", "perftest", "trio_sockets", "ucxx_polling", "mpi", "nng", "zeromq")
+
+#: Ends the name of a contender of another checkout.
+BEFORE = ", before"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Contender:
         install: what installs it.
         options: for its module.
         environment: for its processes.
+        checkout: the folder of another checkout of this project to be measured, built in place.
     """
 
     name: str
@@ -41,6 +46,12 @@ class Contender:
     install: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    checkout: str = ""
+
+    def beside(self, folder: Path) -> list[Contender]:
+        """Itself, and the same of another checkout if it is trio_ucx."""
+        before = replace(self, name=self.name + BEFORE, checkout=str(folder))
+        return [self, before] if self.module.startswith("ours") else [self]
 
     @property
     def installed(self) -> bool:
