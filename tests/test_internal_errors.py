@@ -164,7 +164,9 @@ MODULES = [
         f"ucp.{name}"
         for name in (
             "_atomics",
-            "_between",
+            "_arming",
+            "_loop_hooks",
+            "_progress",
             "_buffers",
             "_chain_run",
             "_connecting",

@@ -20,7 +20,7 @@ LAYERS = ["_native", "ucp", "", "_cli", "testing"]
 APART = {("testing", "_cli")}
 
 #: Inside the top level: these know nothing of I/O.
-PURE = ["_wire", "_flow", "_stream", "_farewell", "_handshake/exchange", "_handshake/facts"]
+PURE = ["_wire", "_flow", "_stream", "_farewell", "_handshake/exchange", "_handshake/facts", "ucp/_arming"]
 
 
 def modules() -> list[Path]:

@@ -156,7 +156,7 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not worker._engine.between.holders
+                    assert not worker._engine.batches.batches
                     # The answers have come, and with them the proof that all was sent by then.
                     worker._engine.settle()
                     assert [connection.receive_nowait() for _ in sent] == sent
@@ -167,10 +167,10 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
 async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
         try:
-            trio.lowlevel.remove_instrument(worker._engine.between)
+            trio.lowlevel.remove_instrument(worker._engine.batches)
         except KeyError:
             return False
-        trio.lowlevel.add_instrument(worker._engine.between)
+        trio.lowlevel.add_instrument(worker._engine.batches)
         return True
 
     async def idle() -> None:
@@ -206,7 +206,7 @@ async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not worker._engine.between.holders
+        assert not worker._engine.batches.batches
         with trio.fail_after(5):
             assert [await server.receive() for _ in sent] == sent
 
@@ -227,7 +227,7 @@ async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not worker._engine.between.holders
+            assert not worker._engine.batches.batches
 
 
 async def test_not_where_ucx_would_keep_them(transports: str) -> None:

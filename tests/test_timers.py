@@ -98,10 +98,10 @@ async def test_the_safety_net() -> None:
     async with ucp.open_worker() as worker:
         net = worker._engine._net
         await trio.testing.wait_all_tasks_blocked()
-        async with just_before("trio_ucx safety net", net.arm_soon):
+        async with just_before("trio_ucx safety net", net.watch_polling):
             net._set(NOW / 1e9)
-        assert net._arming
+        assert net._watches_polling
         assert remaining(net.timer) > 0
         with trio.fail_after(5):
-            while net._arming:
+            while net._watches_polling:
                 await trio.sleep(0.001)

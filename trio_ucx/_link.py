@@ -32,7 +32,7 @@ from ._outbox import LONGEST_MESSAGE, Outbox
 from ._session import Options, Session
 from ._transfers import MoveOperation, SendOperation
 from .ucp import Status, UCXError, Worker
-from .ucp._between import MOMENT
+from .ucp._arming import MOMENT
 from .ucp._buffers import Pinned, new_bytes
 from .ucp._contained import contained, report
 from .ucp._operations import EndpointCore, live_handles, under_way
@@ -153,7 +153,7 @@ class Link(Session):
                 self._sent_turn = turns
                 if not follows:
                     return self._post_bytes(lane, data)
-                self.engine.between.hold(self)
+                self.engine.batches.defer(self)
             if outbox.add(lane, data):
                 self.send_held()
             return None
@@ -172,7 +172,7 @@ class Link(Session):
         return sending
 
     def send_held(self) -> None:
-        """See :class:`ucp._between.Holder`."""
+        """See :class:`ucp._loop_hooks.DeferredBatch`."""
         if not self._outbox.parts:
             return
         try:

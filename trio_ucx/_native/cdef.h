@@ -200,6 +200,7 @@ void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
 int tu_poll_begin(tu_worker_t *worker);
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
 int tu_poll_goes_on(const tu_worker_t *worker);
+int tu_poll_continues(const tu_worker_t *worker);
 int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
 
 /* operation.c */

@@ -86,6 +86,7 @@ typedef struct tu_poll {
     unsigned misses;           /* polls that found nothing, and were not made up for */
     unsigned skip;             /* waits that do not poll before the next try */
     int goes_on;               /* a request chain did, in the last one */
+    int continues;             /* the last one ended for a moment, before its time */
     uint64_t last;             /* when it began, or a request chain posted something in it */
     uint64_t requests;         /* of chains, when the wait began */
     unsigned penalty;          /* log2 of how many that will be after the next failure */

@@ -16,6 +16,7 @@
 #define MISSES 4
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
 #define MOST_PENALTY 10
+#define SLICE 1000000          /* one call takes no longer: Trio looks at deadlines and signals in between */
 #define ROUNDS 16              /* progress calls between two looks at the clock */
 
 static uint64_t least(uint64_t one, uint64_t other)
@@ -37,6 +38,7 @@ int tu_poll_begin(tu_worker_t *worker)
     if (poll->bound == 0) {
         return 0;
     }
+    poll->continues = 0;
     poll->began    = tu_now();
     poll->requests = worker->counts.chain_requests;
     if (poll->skip > 0) {
@@ -84,7 +86,7 @@ static void look_at_chains(tu_worker_t *worker, uint64_t *requests, uint64_t tim
 }
 
 /* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
- * returns their number; 0 when the time is over.
+ * returns their number; 0 when the time is over, or a slice of it: tu_poll_continues says so then.
  *
  * A request chain that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
  * at its end. */
@@ -97,10 +99,13 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     size_t count;
     int round;
 
-    worker->counts.polls++;
     worker->chains.until = start + TU_CHAIN_SLICE;
-    poll->last           = start;
     poll->goes_on        = 0;
+    if (!poll->continues) {
+        worker->counts.polls++;
+        poll->last = start;
+    }
+    poll->continues = 0;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_worker_progress(worker) != 0) {
@@ -113,6 +118,10 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
             poll->goes_on = 1;
             break;
         }
+        if (time - start >= SLICE && worker->used == 0) {
+            poll->continues = time - poll->last < poll->limit;
+            break;
+        }
     } while (worker->used == 0 && time - poll->last < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
     if (worker->chains.queue == NULL && time - poll->last >= poll->limit) {
@@ -121,7 +130,7 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
     if (worker->used == 0) {
         if (poll->goes_on) {
             paid(worker);
-        } else {
+        } else if (!poll->continues) {
             missed(poll);
         }
         return 0;
@@ -162,6 +171,12 @@ int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
 int tu_poll_goes_on(const tu_worker_t *worker)
 {
     return worker->poll.goes_on && worker->chains.active != NULL;
+}
+
+/* Whether the last poll ended before its time, or for a request chain that is not at its end: the task may poll again. */
+int tu_poll_continues(const tu_worker_t *worker)
+{
+    return worker->poll.continues || tu_poll_goes_on(worker);
 }
 
 /* Both, for a task that has nothing to do in between. */

@@ -7,15 +7,11 @@ UCX calls back only into C (``_native``), which appends records to a ring. :meth
 that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor; then it
 delivers the records here, where they wake tasks. Nothing in a delivery runs user code.
 
-*Who calls it.* One system task per worker, the progress task, sits in ``wait_readable(efd)`` and takes a turn whenever
-it wakes. Besides, whoever posts an operation that does not complete at once takes a turn itself (:meth:`settle`),
-because posting to an armed worker can leave it with work and no event: it must be progressed and armed again before
-anybody sleeps. When that fails (UCX says BUSY), the progress task is woken and takes over.
-
-Tasks that wait poll before they park (``_waiting.py``), and while messages flow, arming is work for nothing. So the
-progress task steps aside (:meth:`Engine._rest`) when every task that was parked goes on, and as long as polling brings
-waiting tasks what they want. Who parks then makes it look again (:meth:`Engine.rearm`); if nobody does, it looks as
-soon as Trio has nothing else to run, or has run other tasks for a moment (``_between.py``).
+*Who calls it.* One system task per worker, the progress task (``_progress.py``), waits for the descriptor with
+``wait_readable`` and takes a turn whenever it wakes. Besides, whoever posts an operation that does not complete at once
+takes a turn itself (:meth:`settle`), because posting to an armed worker can leave it with work and no event: it must be
+progressed and armed again before anybody sleeps. Tasks that wait poll before they park (``_waiting.py``). The module
+``_arming.py`` decides who looks at the worker next.
 
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
@@ -37,7 +33,6 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any
 
 import trio
@@ -47,9 +42,9 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _shared_memory as shared_memory
 from ._address import worker_address
+from ._arming import Arming, Event, Progress
 from ._attributes import native_name, query_worker
 from ._backoff import Backoff
-from ._between import Between, Prompt
 from ._contained import contained, report
 from ._context import Context, Feature
 from ._data_ports import DataPorts
@@ -61,6 +56,7 @@ from ._mail import Mail
 from ._numbering import Numbering
 from ._operations import EndpointCore, Lingering, Operation, live_handles, under_way
 from ._pending import Signal, Waiters
+from ._progress import ProgressTask
 from ._safety_net import SafetyNet
 from ._statistics import WorkerStatistics, worker_statistics
 from ._status import Status, UCXError, broken
@@ -70,6 +66,8 @@ from ._waiting import DEFAULT_SPIN, Waiting
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
 _ROUNDS = 8
+
+assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
 
 #: All that are open in this process, of whatever thread: to be looked at in a copy.
 engines: set[Engine] = set()
@@ -133,9 +131,12 @@ class Engine:
             self.network_address = worker_address(self.handle, shared_memory=handles_errors, network_only=True)
             self.data_ports = DataPorts(self.network_address.ucx)
             undo.pop_all()
+        #: How often the worker was progressed.
+        self.turns = 0
         self.waiting = Waiting(self, spin, yield_interval)
-        self.between = Between(self)
-        self._prompt = Prompt(self)
+        self._progress_task = ProgressTask(self, self._net, self._backoff)
+        self.batches = self._progress_task.before_wait
+        self.arming = Arming(self, self._progress_task, polling=self.waiting.polling)
         self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
@@ -180,12 +181,6 @@ class Engine:
         self._delivering = False
         #: Whether something was posted in a delivery, which has to be progressed.
         self._again = False
-        #: Whether the descriptor says when there is something to do.
-        self.armed = False
-        self.turns = 0
-        self.parked = False
-        #: The progress task, while it lets others poll.
-        self._resting: trio.lowlevel.Task | None = None
         self._closing = False
         self.unanswered = False
         #: What wakes it for delayed requests of chains.
@@ -257,11 +252,10 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
-        self.armed = False
         self.turns += 1
         try:
-            if self.between.holders:
-                self.between.send_held()
+            if self.batches.batches:
+                self.batches.send_batches()
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
@@ -272,7 +266,6 @@ class Engine:
                     raise UCXError(Status.IO_ERROR, "arming the worker")
                 else:
                     state: int = self._armed[0]
-                    self.armed = state == lib.TU_ARMED
                     return state
             return lib.TU_MORE
         except BaseException as error:
@@ -286,11 +279,11 @@ class Engine:
         if self._delivering or self.handle is None:
             return False
         self._delivering = True
-        self._again = self.armed = False
+        self._again = False
         self.turns += 1
         try:
-            if self.between.holders:
-                self.between.send_held()
+            if self.batches.batches:
+                self.batches.send_batches()
             count = function(self.handle, self._records, _BATCH)
             if count > 0:
                 deliver(self, self._view[: count * FIELDS].tolist())
@@ -316,10 +309,10 @@ class Engine:
             self._delivering = False
         return self._again
 
-    def send_held(self) -> None:
-        """Sends what is held back, from where no task must be woken: Trio is about to look for events."""
+    def send_batches(self) -> None:
+        """Sends the deferred batches, from where no task must be woken: Trio is about to look for events."""
         try:
-            again = self.undisturbed(self.between.send_held)
+            again = self.undisturbed(self.batches.send_batches)
         except BaseException as error:
             again = True
             self.internal_error(error)
@@ -335,13 +328,7 @@ class Engine:
         if self._delivering:
             self._again = True  # the delivery under way takes another turn
             return
-        if self._resting is not None and self.waiting.polls_for_all:
-            self.turn(arm=False)  # who polls will go on with it
-            self.between.leave_unarmed()
-            return
-        state = self.turn(arm=self.parked)
-        if state != lib.TU_ARMED and self.handle is not None:
-            self.rouse()
+        self.arming.handle(Event.POSTED)
 
     def guard(self, function: Callable[[], None]) -> None:
         """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
@@ -386,12 +373,13 @@ class Engine:
         try:
             with self._stop:
                 try:
-                    await self._progress_until(lambda: False)
+                    await self._progress_task.run_until(lambda: False)
                 except trio.ClosedResourceError:
                     pass  # the worker was closed while we waited
                 except Exception as error:
                     self.internal_error(error)
                 if self.handle is not None:
+                    self.arming.end()
                     await trio.sleep_forever()  # broken: nothing moves any more
         finally:
             # The run ends (or the worker was closed, and nothing of this does anything).
@@ -399,103 +387,35 @@ class Engine:
                 with trio.CancelScope(shield=True):
                     try:
                         if self.background:
-                            await self._progress_until(lambda: not self.background)
+                            await self._progress_task.run_until(lambda: not self.background)
                     finally:
                         await self.close()
 
-    async def _progress_until(self, finished: Callable[[], bool]) -> None:
-        woken = False  # by an event
-        while self.handle is not None and not finished():
-            if self.waiting.polls_for_all or (woken and (self._prompt.delivered or self.leave_to_others())):
-                woken = False
-                await self._rest()
-                continue
-            began = perf_counter()
-            state = self.turn(arm=True)
-            if self.handle is None or finished():
-                return
-            if self.broken is not None:
-                return
-            if state == lib.TU_ARMED:
-                self._backoff.reset()
-                await self._park(self.efd)
-                woken = True
-                self.counters["wakeups"] += 1
-            elif state == lib.TU_MORE:
-                await trio.lowlevel.checkpoint_if_cancelled()
-                if lib.tu_poll_goes_on(self.handle):
-                    await self.waiting.poll_chains()
-                else:
-                    await trio.lowlevel.cancel_shielded_checkpoint()
-            elif self.queue_stopped and not self._net.awaited() and not self.listeners:
-                await self._suspend()  # UCX says BUSY for ever, and there is nothing to progress
-            else:
-                self.counters["backoffs"] += 1
-                await self._backoff.sleep(perf_counter() - began, self.news())
-
-    def leave_to_others(self) -> bool:
-        """Delivers what came. Whether every task that was parked goes on: then who waits next sees to the rest."""
+    def serve_parked(self) -> bool:
+        """Progresses once. Whether something arrived, and every task that was parked goes on."""
         return self.take(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
-    async def _rest(self) -> None:
-        """The progress task steps aside while others poll: its descriptor may be readable then, for nothing."""
-        self.armed = False  # or as good as that: nobody looks at the descriptor
-        self.between.leave_unarmed()
-        await self._suspend()
+    def readable(self) -> bool:
+        """Whether the worker's descriptor is readable."""
+        return bool(lib.tu_readable(self.efd))
 
-    async def _suspend(self) -> None:
-        """Suspends the progress task until it is woken."""
-        self._resting = trio.lowlevel.current_task()
+    def signal(self) -> None:
+        """Makes the worker's descriptor readable."""
+        if self.handle is not None:
+            lib.tu_worker_signal(self.handle)
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._resting = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(abort)
-
-    def rearm(self) -> None:
-        """Somebody parks: lets the progress task look, which may have left that to others, and arms."""
-        if self._resting is not None:
-            self.rouse()
-        else:
-            self.settle()
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the progress task waits to be woken by an event, or by somebody."""
-        return self.parked or self._resting is not None
+    def stuck(self) -> bool:
+        """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
+        return self.queue_stopped and not self._net.awaited() and not self.listeners
 
     def rouse(self) -> None:
         """Makes the progress task look."""
-        task, self._resting = self._resting, None
-        if task is not None:
-            self.waiting.polls_for_all = False
-            trio.lowlevel.reschedule(task)
-        elif self.parked and self.handle is not None:
-            lib.tu_worker_signal(self.handle)
-
-    async def _park(self, fd: int) -> None:
-        self.parked = True
-        try:
-            await trio.lowlevel.wait_readable(fd)
-        finally:
-            self.parked = False
+        self.arming.handle(Event.WAKE)
 
     def watch_events(self) -> None:
-        """A task parks: lets the safety net look, and where tasks do not poll, others deliver."""
+        """A task parks: lets the safety net look, and where tasks do not poll, the hook after Trio's waits."""
         self._net.watch()
-        if not self.waiting.polling:
-            self._prompt.watch()
-
-    def arm_soon(self) -> None:
-        """Somebody polls, and is trusted to go on: looks now and then whether that is so."""
-        self._net.arm_soon()
-
-    def attend(self) -> None:
-        """The worker was left unarmed, and nobody has come back: arms it."""
-        self.waiting.polls_for_all = False
-        if not self.armed:
-            self.settle()
+        self.arming.task_parks()
 
     def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
         """See :func:`_system_tasks.spawn_background`."""
@@ -580,6 +500,7 @@ class Engine:
             with ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
         handle, self.handle = self.handle, None
+        self.arming.end()
         self._backoff.close()
         self._net.close()
         if self._stop is not None:

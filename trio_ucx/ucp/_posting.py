@@ -85,7 +85,7 @@ def refusal(status: int, doing: str) -> Exception | None:
 
 
 def post_flush(core: EndpointCore) -> Operation | None:
-    core.engine.between.send_held()
+    core.engine.batches.send_batches()
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 
 

@@ -213,12 +213,8 @@ class ReceiveQueue:
                 limit = _Limit(_SUSPICION)
 
     def _armed(self) -> bool:
-        """Whether UCX can be armed. (Not tried while tasks poll for the progress task: nothing would wake it.)"""
-        engine = self._engine
-        if engine.parked and engine.turn(arm=True) == lib.TU_ARMED:
-            return True
-        engine.rouse()
-        return False
+        """Whether UCX can be armed."""
+        return self._engine.arming.try_to_arm()
 
     async def _probe(self, timer: int) -> bool | None:
         """Whether messages arrive in all queues; None if the probes could not be sent."""

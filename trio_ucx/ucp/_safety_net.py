@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from .._native import lib
+from ._arming import TIMER
 from ._descriptors import opened
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks.
 INTERVAL = 1.0
-#: Seconds between two looks at a worker that is not armed because a task polls all the time.
-ARM = 0.004
 
 
 class SafetyNet:
@@ -29,20 +28,21 @@ class SafetyNet:
         self._engine = engine
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
         self._running = False
-        self._arming = False
+        #: Whether the timer looks more often, at a worker that is polled all the time.
+        self._watches_polling = False
 
     def watch(self) -> None:
         """Something is awaited: look."""
         if not self._running:
             self._running = True
-            if not self._arming:
+            if not self._watches_polling:
                 self._set(INTERVAL)
 
-    def arm_soon(self) -> None:
+    def watch_polling(self) -> None:
         """The worker is not armed: look whether it is being polled all the time."""
-        if not self._arming:
-            self._arming = True
-            self._set(ARM)
+        if not self._watches_polling:
+            self._watches_polling = True
+            self._set(TIMER)
 
     def _set(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
@@ -58,15 +58,12 @@ class SafetyNet:
                 return
             if not lib.tu_timer_ended(self.timer):
                 continue  # the timer was started again meanwhile
-            if self._arming:
-                if not engine.armed and turns != engine.turns:
-                    turns = engine.turns
-                    self._set(ARM)  # it is
+            if self._watches_polling:
+                if engine.arming.timer_ended():
+                    self._set(TIMER)
                     continue
-                self._arming = engine.between.trusted = False
-                if not engine.armed:
-                    engine.between.attend()
                 turns = engine.turns
+                self._watches_polling = False
                 self._running = True
                 self._set(INTERVAL)
                 continue
@@ -81,7 +78,8 @@ class SafetyNet:
             self._set(INTERVAL)
             # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
             # what is found now may have come just now.
-            if engine.asleep and turns == engine.turns and not (engine.parked and lib.tu_readable(engine.efd)):
+            arming = engine.arming
+            if arming.sleeps and turns == engine.turns and not (arming.awaits_descriptor and engine.readable()):
                 before = engine.news()
                 engine.settle()
                 if before != engine.news():

@@ -1,29 +1,30 @@
 """Waiting: how a task waits for something that UCX will tell, and what its schedule points cost.
 
 A task that has to wait polls in C for a moment before it parks, because waking it takes longer than most answers. It
-polls only while nothing else can run, as far as that can be known for nearly nothing:
+polls only while no other task has work to do, as far as that can be known for nearly nothing:
 
 * of the tasks that this worker woke, all have run;
-* the schedule point that comes first, and that every call owes Trio anyway, took about as little as it can. (Had others
-  been runnable, they would have run meanwhile.)
+* the schedule point that comes first, and that every call owes Trio anyway, was short. (Others that were runnable have
+  run meanwhile.)
 
 For how long is decided in C (``poll.c``): it grows while it pays and ends when it does not.
 
 While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
 system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
 will most probably wait again, and others that wait get what it finds. If it does not, the worker is armed as soon as
-Trio has nothing else to run (``_between.py``).
+Trio has nothing else to run (``_arming.py``).
 """
 
 from __future__ import annotations
 
 import math
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from .._native import lib
+from ._arming import Event
 from ._pending import Pending
 from ._util import check_timeout
 
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
 DEFAULT_SPIN = 100e-6
 #: Its limit, in seconds: all of Trio stands still meanwhile.
 MOST_SPIN = 1.0
-#: A schedule point that took longer than this many times the shortest: others have run.
-_OTHERS = 1.7
-#: Nanoseconds. None is believed to take longer by itself: the first ones may have been measured while others ran.
-_LONGEST = 10_000.0
-#: One that took longer than this many times the shortest: certainly. In between, it is worth another look.
-_BUSY = 6
+#: Seconds. A schedule point takes 3 to 10 microseconds by itself; a longer one includes the work of other tasks.
+_ALONE = 25e-6
+#: One that is shorter than that may have been the progress task's work, or the machine's: another look tells.
+_BUSY = 100e-6
 _LOOKS = 3
 
 
@@ -62,7 +61,7 @@ def check_yield_interval(yield_interval: float) -> float:
 class Waiting:
     """One worker's waits."""
 
-    __slots__ = ("_engine", "_shortest", "_yield_interval", "_yielded", "parked", "polling", "polls_for_all", "woken")
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
 
     def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -71,13 +70,9 @@ class Waiting:
         self._yield_interval = yield_interval
         #: When a task last passed a schedule point.
         self._yielded = 0.0
-        #: Nanoseconds of the shortest schedule points; creeps up, so that it is not for ever.
-        self._shortest = _LONGEST
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
         self.woken = 0
-        #: Whether polling has been paying for tasks that wait: then nobody else need look.
-        self.polls_for_all = False
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
@@ -104,7 +99,7 @@ class Waiting:
 
     def went_on(self) -> None:
         """A task found what it wanted, by polling."""
-        if not self._engine.armed:
+        if not self._engine.arming.armed:
             self._go_on()
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
@@ -121,49 +116,45 @@ class Waiting:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
-            if not engine.armed:
+            if engine.arming.armed_turn != engine.turns:  # not armed
                 self._go_on()
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
         engine = self._engine
-        while await self._alone(pending) and not self.woken:
+        while await self._alone() and not self.woken:
             while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
                 pass
-            if pending.outcome is not None or self.woken or not lib.tu_poll_goes_on(engine.handle):
+            if pending.outcome is not None or self.woken or not lib.tu_poll_continues(engine.handle):
                 break
-            self.polls_for_all = True  # a request chain goes on: the progress task need not look
+            if trio.current_effective_deadline() == -math.inf:
+                break  # cancelled, which parking tells
+            engine.arming.handle(Event.POLLED)  # the progress task need not look
+            self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
 
     async def poll_chains(self) -> None:
         """For the progress task: request chains go on whose tasks are parked. A schedule point."""
         if await self._alone() and not self.woken:
             self._engine.take(lib.tu_poll)
 
-    async def _alone(self, pending: Pending | None = None) -> bool:
-        """A schedule point, or a few. Returns whether no other task seems to be runnable."""
+    async def _alone(self) -> bool:
+        """A schedule point. Returns whether no other task seems to have work to do."""
         if self._yield_interval and self._yielded_lately():
             return True
-        alone = False
+        took = 0.0
         for _ in range(_LOOKS):
-            woken = self._engine.parked and not self._engine.armed  # the progress task, too: it is about to run
-            begin = perf_counter_ns()
+            began = perf_counter()
             await trio.lowlevel.cancel_shielded_checkpoint()
-            took = perf_counter_ns() - begin
-            if woken:
-                continue
-            self._shortest = min(took, self._shortest * 1.001, _LONGEST)
-            alone = took < self._shortest * _OTHERS
-            if alone or took > self._shortest * _BUSY or (pending is not None and pending.outcome is not None):
-                break  # else it may have been the progress task, or the machine
-        if self._yield_interval:
             self._yielded = perf_counter()
-        return alone
+            took = self._yielded - began
+            if took < _ALONE or took > _BUSY:
+                break
+        return took < _ALONE
 
     async def _park(self, pending: Pending, watch: bool) -> None:
         engine = self._engine
-        self.polls_for_all = False
-        if not engine.armed and not self.woken:
-            engine.rearm()
+        if engine.arming.armed_turn != engine.turns and not self.woken:
+            engine.arming.handle(Event.PARKS)
             if pending.outcome is not None:
                 await self.schedule_point()
                 return
@@ -187,7 +178,6 @@ class Waiting:
 
     def _go_on(self) -> None:
         """A task goes on, and the worker is not armed."""
-        if not self.woken:  # else so will others
-            self.polls_for_all = self.polling
-            if self.parked or not self._engine.between.trusted:
-                self._engine.between.went_on(alone=self.polling and not self.parked)
+        arming = self._engine.arming
+        if not self.woken and (self.parked or not arming.steady):  # else so will others, or the timer looks
+            arming.went_on(alone=self.polling and not self.parked)

@@ -1,0 +1,474 @@
+"""Who looks at a worker next (``ucp/_arming.py``), with a simulated worker, a simulated loop and a simulated clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trio_ucx.ucp import _arming
+from trio_ucx.ucp._arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Next, Progress, State
+
+#: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
+BOUND = 2 * TIMER + 0.01
+PAUSE = 0.002
+
+
+class Lost(AssertionError):
+    """Everybody sleeps, and the worker has work."""
+
+
+@attrs.define(eq=False)
+class World:
+    """A worker, and a loop in which tasks wait for it."""
+
+    polling: bool = True
+    clock: float = 0.0
+    # The worker.
+    turns: int = 0
+    work: int = 0
+    armed_by_ucx: bool = False
+    descriptor: bool = False
+    #: How often it will refuse to be armed, or have more to do.
+    refusals: int = 0
+    more: int = 0
+    is_stuck: bool = False
+    # The loop.
+    hook: bool = False
+    event_hook: bool = False
+    soon: list[Callable[[], None]] = attrs.Factory(list)
+    timer: float = math.inf
+    #: What the progress task waits for; None: it runs in the next round. And until when.
+    progress_task: Next | None = None
+    pause: float = math.inf
+    #: Tasks that wait for the worker; those of them that will run.
+    parked: int = 0
+    woken: int = 0
+    calls: list[str] = attrs.Factory(list)
+    arming: Arming = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.arming = Arming(self, self, polling=self.polling)
+
+    # ---- the worker ----
+
+    def deliver(self) -> bool:
+        came, self.work = self.work, 0
+        self.woken = min(self.parked, self.woken + came)
+        self.turns += 1
+        self.armed_by_ucx = False
+        return came > 0
+
+    def turn(self, arm: bool) -> int:
+        self.calls.append("arm" if arm else "progress")
+        self.deliver()
+        if arm and self.more:
+            self.more -= 1
+        elif arm and self.refusals:
+            self.refusals -= 1
+            return Progress.BUSY
+        elif arm:
+            self.armed_by_ucx = True
+            self.descriptor = False
+            return Progress.ARMED
+        return Progress.MORE
+
+    def serve_parked(self) -> bool:
+        self.calls.append("look")
+        return self.deliver() and self.parked == self.woken
+
+    def readable(self) -> bool:
+        return self.descriptor
+
+    def signal(self) -> None:
+        self.calls.append("signal")
+        self.descriptor = True
+
+    def stuck(self) -> bool:
+        return self.is_stuck
+
+    def arrive(self, announced: bool = True) -> None:
+        self.work += 1
+        if self.armed_by_ucx and announced:
+            self.descriptor = True
+
+    # ---- the loop ----
+
+    def now(self) -> float:
+        return self.clock
+
+    def watch(self) -> None:
+        self.hook = True
+
+    def stop_watching(self) -> None:
+        self.hook = False
+
+    def watch_events(self) -> None:
+        self.event_hook = True
+
+    def stop_watching_events(self) -> None:
+        self.event_hook = False
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self.soon.append(function)
+
+    def start_timer(self) -> None:
+        self.timer = min(self.timer, self.clock + TIMER)
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        if self.progress_task is Next.SUSPEND:
+            self.progress_task = None
+
+    # ---- what tasks do ----
+
+    def park(self) -> None:
+        if not self.arming.armed and not self.woken:
+            self.arming.handle(Event.PARKS)
+        self.parked += 1
+        self.arming.task_parks()
+
+    def post(self) -> None:
+        """UCX may have something to do about it, and no event announces that."""
+        self.arrive(announced=False)
+        self.arming.handle(Event.POSTED)
+
+    def go_on(self, alone: bool) -> None:
+        if not self.arming.armed and not self.woken and (not alone or not self.arming.steady):
+            self.arming.went_on(alone=alone and self.polling)
+
+    def round(self, *, others: bool = False) -> bool:
+        """A round of the loop; ``others``: other tasks are always runnable. False when nothing will ever happen."""
+        runnable = others or self.progress_task is None or bool(self.soon) or self.woken > 0
+        deadline = 0.0 if runnable else math.inf
+        if self.hook:
+            self.arming.before_wait(deadline, batches=False)
+        if not runnable and not self.soon:
+            watched = self.progress_task is Next.WAIT_READABLE or (
+                self.progress_task is Next.PAUSE and self.armed_by_ucx
+            )
+            if not (watched and self.descriptor):
+                wakes = min(self.timer, self.pause)
+                if wakes is math.inf:
+                    if self.work:
+                        raise Lost(f"{self.arming.state!r}, {self.work} to be delivered")
+                    return False
+                self.clock = max(self.clock, wakes)
+        if self.event_hook:
+            self.arming.after_wait(deadline)
+        if self.timer <= self.clock:
+            self.timer = math.inf
+            if self.arming.timer_ended():
+                self.timer = self.clock + TIMER
+        if self.progress_task is Next.WAIT_READABLE and self.descriptor:
+            self.progress_task = None
+            self.arming.handle(Event.READABLE)
+        if self.pause <= self.clock:
+            self.pause, self.progress_task = math.inf, None
+        soon, self.soon = self.soon, []
+        for function in soon:
+            function()
+        if self.progress_task is None:
+            self.progress_task = self.arming.next_step()
+            if self.progress_task is Next.PAUSE:
+                self.pause = self.clock + PAUSE
+            elif self.progress_task is Next.YIELD:
+                self.progress_task = None
+        self.clock += 3e-6
+        return True
+
+    def run_woken(self, *, parks: bool) -> None:
+        """The tasks that were woken run, one after the other."""
+        while self.woken:
+            self.woken -= 1
+            self.parked -= 1
+            self.go_on(alone=not self.parked)
+            if parks:
+                self.park()
+
+    def settle(self) -> None:
+        """Everybody parks, and the loop goes on until nothing happens any more. Raises Lost."""
+        for _ in range(200):
+            self.run_woken(parks=True)
+            if not self.round():
+                return
+        raise Lost("the loop never sleeps")
+
+
+def world(state: State, *, polling: bool = True) -> World:
+    """One whose worker is in this state."""
+    made = World(polling=polling)
+    if state is State.PROGRESSING:
+        return made
+    if state is State.BACKING_OFF:
+        made.refusals = 1
+    made.round()
+    if state in (State.DISARMED, State.SUSPENDED):
+        made.turn(arm=False)
+    if state is State.SUSPENDED:
+        made.descriptor = True
+        if not polling:
+            made.parked = made.work = 1
+        made.round(others=True)
+        made.parked = made.woken = 0
+    if state is State.ENDED:
+        made.arming.end()
+    made.calls.clear()
+    assert made.arming.state is state
+    return made
+
+
+# ---- the table ----
+
+
+def test_the_docstring_has_the_table() -> None:
+    names = {"step_aside": Arming._step_aside, "defer": Arming._progress_and_defer, "--": Arming._nothing}
+    documented = {}
+    for line in (_arming.__doc__ or "").splitlines():
+        event, *cells = line.replace("`", "").split()[:1] + line.replace("`", "").split()[1:] if line.strip() else [""]
+        if event in Event.__members__ and len(cells) == len(State):
+            for state, cell in zip(State, cells, strict=True):
+                documented[state, Event[event]] = names.get(cell) or getattr(Arming, f"_{cell}")
+    assert documented == TRANSITIONS
+    assert len(documented) == len(State) * len(Event)
+
+
+A, D, S, P, B, E = State
+EXPECTED: list[tuple[Event, State, State, list[str]]] = [
+    # event, state before, state afterwards, what was done
+    (Event.POSTED, A, A, ["arm"]),
+    (Event.POSTED, D, D, ["progress"]),
+    (Event.POSTED, S, S, ["progress"]),
+    (Event.POSTED, P, P, ["progress"]),
+    (Event.POSTED, B, B, ["progress"]),
+    (Event.POSTED, E, E, ["progress"]),
+    (Event.PARKS, A, A, []),
+    (Event.PARKS, D, A, ["arm"]),
+    (Event.PARKS, S, P, ["resume"]),
+    (Event.PARKS, P, P, ["progress"]),
+    (Event.PARKS, B, B, ["progress"]),
+    (Event.PARKS, E, E, ["progress"]),
+    (Event.OVERDUE, A, A, []),
+    (Event.OVERDUE, D, A, ["arm"]),
+    (Event.OVERDUE, S, P, ["resume"]),
+    (Event.OVERDUE, P, P, []),
+    (Event.OVERDUE, B, B, []),
+    (Event.OVERDUE, E, E, []),
+    (Event.WAKE, A, P, ["signal"]),
+    (Event.WAKE, D, P, ["signal"]),
+    (Event.WAKE, S, P, ["resume"]),
+    (Event.WAKE, P, P, []),
+    (Event.WAKE, B, B, []),
+    (Event.WAKE, E, E, []),
+    (Event.READABLE, A, P, ["look"]),
+    (Event.READABLE, D, S, []),
+    (Event.READABLE, S, S, []),
+    (Event.READABLE, P, P, []),
+    (Event.READABLE, B, B, []),
+    (Event.READABLE, E, E, []),
+    (Event.POLLED, A, A, []),
+    (Event.POLLED, D, D, []),
+    (Event.POLLED, S, S, []),
+    (Event.POLLED, P, S, []),
+    (Event.POLLED, B, B, []),
+    (Event.POLLED, E, E, []),
+    (Event.RUNS, A, A, ["arm"]),
+    (Event.RUNS, D, A, ["arm"]),
+    (Event.RUNS, S, S, []),
+    (Event.RUNS, P, A, ["arm"]),
+    (Event.RUNS, B, A, ["arm"]),
+    (Event.RUNS, E, E, []),
+]
+
+
+@pytest.mark.parametrize(
+    ("event", "before", "afterwards", "calls"), EXPECTED, ids=[f"{row[0].name}-{row[1].name}" for row in EXPECTED]
+)
+def test_transition(event: Event, before: State, afterwards: State, calls: list[str]) -> None:
+    one = world(before)
+    one.arming.handle(event)
+    assert one.arming.state is afterwards
+    assert one.calls == calls
+
+
+def test_every_transition_is_expected() -> None:
+    assert {(state, event) for event, state, _, _ in EXPECTED} == set(TRANSITIONS)
+
+
+@pytest.mark.parametrize(("event", "state"), [(Event.POSTED, A), (Event.PARKS, D), (Event.OVERDUE, D)])
+@pytest.mark.parametrize("why", ["refusals", "more"])
+def test_the_progress_task_takes_over_when_arming_fails(event: Event, state: State, why: str) -> None:
+    one = world(state)
+    setattr(one, why, 1)
+    one.arming.handle(event)
+    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["arm", "signal"])
+
+
+def test_a_run_ends_in_what_ucx_says() -> None:
+    for refusals, more, stuck, state, following in (
+        (0, 0, False, State.ARMED, Next.WAIT_READABLE),
+        (0, 1, False, State.PROGRESSING, Next.YIELD),
+        (1, 0, False, State.BACKING_OFF, Next.PAUSE),
+        (1, 0, True, State.SUSPENDED, Next.SUSPEND),
+    ):
+        one = World(refusals=refusals, more=more, is_stuck=stuck)
+        assert one.arming.next_step() is following
+        assert one.arming.state is state
+
+
+def test_a_look_that_serves_every_parked_task_suffices() -> None:
+    for parked, work, state in ((1, 1, State.SUSPENDED), (2, 1, State.PROGRESSING), (1, 0, State.PROGRESSING)):
+        one = world(State.ARMED)
+        one.parked, one.work = parked, work
+        one.arming.handle(Event.READABLE)
+        assert one.arming.state is state
+
+
+def test_without_polling_a_disarmed_worker_is_looked_at() -> None:
+    one = world(State.DISARMED, polling=False)
+    one.arming.handle(Event.READABLE)
+    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["look"])
+
+
+def test_without_polling_the_hook_looks_in_the_round_of_the_event() -> None:
+    one = World(polling=False)
+    one.park()
+    while one.round():
+        pass
+    one.arrive()
+    one.round()
+    assert one.calls.count("look") == 1
+    assert one.woken == 1
+    assert one.arming.state is State.SUSPENDED
+
+
+@pytest.mark.parametrize("state", [State.DISARMED, State.SUSPENDED])
+def test_deferred_arming_is_done_when_the_loop_is_idle(state: State) -> None:
+    one = world(state)
+    one.arming.defer()
+    assert one.hook
+    one.round()
+    one.round()
+    assert one.arming.state is State.ARMED
+
+
+def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
+    one = world(State.DISARMED)
+    one.arming.defer()
+    for _ in range(100):
+        one.turn(arm=False)
+        one.round(others=True)
+    assert one.arming.state is State.DISARMED, "it is polled all the time"
+    one.clock += 2 * MOMENT
+    one.round(others=True)
+    assert one.arming.state is State.ARMED
+
+
+def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> None:
+    one = world(State.DISARMED)
+    for _ in range(STEADY + 1):
+        one.turn(arm=False)
+        one.go_on(alone=True)
+    assert one.arming.steady
+    one.round(others=True)
+    assert not one.hook
+    for _ in range(10):
+        one.turn(arm=False)
+        one.clock += TIMER
+        one.round(others=True)
+        assert one.arming.state is State.DISARMED
+    one.clock += TIMER
+    one.round(others=True)
+    one.round(others=True)
+    assert one.arming.state is State.ARMED
+    assert not one.arming.steady
+
+
+def test_an_interrupted_progress_task_looks_again() -> None:
+    for state in (State.ARMED, State.DISARMED, State.SUSPENDED, State.BACKING_OFF):
+        one = world(state)
+        one.arming.interrupted()
+        assert one.arming.next_step() is Next.WAIT_READABLE
+
+
+# ---- nobody sleeps on a disarmed worker that has work ----
+
+Step = tuple[str, int]
+STEPS = ["arrive", "post", "poll", "go on", "park", "wake", "compute", "round", "busy round", "refuse", "more", "woken"]
+
+
+def take(one: World, step: Step) -> None:
+    what, number = step
+    if what == "arrive":
+        one.arrive()
+    elif what == "post":
+        one.post()
+    elif what == "poll":
+        one.deliver()
+        if number % 2:  # in vain
+            one.park()
+        else:
+            one.go_on(alone=not one.parked)
+    elif what == "go on":
+        for _ in range(number * 10):
+            one.deliver()
+            one.go_on(alone=not one.parked)
+    elif what == "park":
+        one.park()
+    elif what == "wake":
+        one.arming.handle(Event.WAKE)
+    elif what == "compute":
+        one.clock += number * MOMENT / 3
+    elif what == "refuse":
+        one.refusals = number
+    elif what == "more":
+        one.more = number
+    elif what == "woken":
+        one.run_woken(parks=number % 2 == 0)
+    else:
+        one.round(others=what == "busy round")
+
+
+def play(steps: list[Step], *, polling: bool) -> None:
+    """Raises Lost when work stays undone although nobody is there who would do it."""
+    one = World(polling=polling)
+    for step in steps:
+        take(one, step)
+    one.arrive()
+    began = one.clock
+    one.settle()
+    assert one.work == 0
+    assert one.arming.state is State.ARMED
+    assert one.clock - began < BOUND + 8 * PAUSE
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=60), st.booleans())
+@settings(max_examples=1000, deadline=None)
+def test_nobody_sleeps_on_a_disarmed_worker_that_has_work(steps: list[Step], polling: bool) -> None:
+    play(steps, polling=polling)
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "instead"),
+    [
+        (State.ARMED, Event.POSTED, Arming._progress),
+        (State.DISARMED, Event.PARKS, Arming._nothing),
+        (State.DISARMED, Event.OVERDUE, Arming._progress),
+        (State.SUSPENDED, Event.OVERDUE, Arming._progress),
+    ],
+)
+def test_the_property_notices_what_is_wrong(
+    state: State, event: Event, instead: Callable[[Arming], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRANSITIONS, (state, event), instead)
+    chance = random.Random(1)
+    with pytest.raises(AssertionError):
+        for _ in range(3000):
+            length = chance.randrange(60)
+            steps = [(chance.choice(STEPS), chance.randrange(8)) for _ in range(length)]
+            play(steps, polling=chance.random() < 0.5)
