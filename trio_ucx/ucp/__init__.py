@@ -25,9 +25,9 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
 from ._active_messages import ActiveMessages as ActiveMessages
 from ._active_messages import ActiveMessagesStatistics as ActiveMessagesStatistics
-from ._active_messages import SendProtocol as SendProtocol
 from ._active_messages import WhenFull as WhenFull
 from ._address import WorkerAddress as WorkerAddress
+from ._am_send import SendProtocol as SendProtocol
 from ._arrivals import ActiveMessage as ActiveMessage
 from ._attributes import ContextAttributes as ContextAttributes
 from ._attributes import Library as Library

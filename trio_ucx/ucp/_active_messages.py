@@ -1,4 +1,4 @@
-"""Active messages: messages with an id, for whoever opened that id, with a header of their own.
+"""Receiving active messages: messages with an id, for whoever opened that id, with a header of their own.
 
 A handler in C puts what arrives into a queue of bounded size; Python takes it from there. The data of a message is in
 one of three places: small enough to have been copied into the queue; in memory that UCX lends, until it is released;
@@ -8,39 +8,21 @@ or, with a rendezvous, still with the sender, until it is received.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
-from ._buffers import Buffer, Pinned
 from ._context import Feature
-from ._operations import EndpointCore, Operation, live_handles
+from ._engine import Engine
+from ._operations import live_handles
 from ._pending import Waiters
-from ._posting import check_reaches, pending_operation
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource
-
-if TYPE_CHECKING:
-    from ._worker import Worker
-
-#: The largest id of active messages.
-MAX_ID = 65535
-
-
-class SendProtocol(enum.Enum):
-    """How an active message travels.
-
-    AUTO leaves it to UCX, by size. EAGER sends the data along at once; the receiver has to have room for it. RENDEZVOUS
-    announces the message; its data stays with the sender until the receiver takes it.
-    """
-
-    AUTO = lib.TU_AM_SEND_AUTO
-    EAGER = lib.TU_AM_SEND_EAGER
-    RENDEZVOUS = lib.TU_AM_SEND_RENDEZVOUS
 
 
 class WhenFull(enum.Enum):
@@ -78,7 +60,7 @@ class ActiveMessagesStatistics:
 class ActiveMessages(metaclass=OpenedNotConstructed):
     """The messages of one id, see :meth:`Worker.open_active_messages`: a context manager and an async iterator."""
 
-    _worker: Worker
+    _engine: Engine
     _id: int
     _max_size: int
     _handle: Any = None
@@ -87,7 +69,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     _statistics: ActiveMessagesStatistics | None = None
 
     def _open(self, max_messages: int, max_bytes: int, when_full: WhenFull) -> None:
-        engine = self._worker._engine
+        engine = self._engine
         self._key = engine.next_id()
         out = ffi.new("tu_am_queue_t **")
         refuse, cut = when_full is not WhenFull.HOLD, when_full is WhenFull.CUT
@@ -110,7 +92,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             self._waiters.give(self._wrap(native))
 
     def _wrap(self, native: Any) -> ActiveMessage:
-        arrival = Arrival(self._worker._engine, native)
+        arrival = Arrival(self._engine, native)
         message: ActiveMessage = ActiveMessage._create(
             self._id, arrival.header, arrival.length, arrival.rendezvous, arrival, self._max_size
         )
@@ -127,7 +109,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self._check()
         native = lib.tu_am_next(self._handle)
         if native == ffi.NULL:
-            self._worker._engine.settle()
+            self._engine.settle()
             self._check()
             native = lib.tu_am_next(self._handle)
             if native == ffi.NULL:
@@ -151,9 +133,9 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             except trio.WouldBlock:
                 pass
             else:
-                await self._worker._engine.waiting.schedule_point()
+                await self._engine.waiting.schedule_point()
                 return message
-        received: ActiveMessage = await self._waiters.wait(self._worker._engine.waiting)
+        received: ActiveMessage = await self._waiters.wait(self._engine.waiting)
         return received
 
     def __aiter__(self) -> ActiveMessages:
@@ -175,7 +157,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         return self._statistics
 
     def _check(self) -> None:
-        self._worker._engine.check()
+        self._engine.check()
         if self._handle is None:
             raise trio.ClosedResourceError("these active messages were closed")
 
@@ -183,7 +165,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         if self._handle is None:
             return
         self.statistics()
-        engine = self._worker._engine
+        engine = self._engine
         handle, self._handle = self._handle, None
         for table in (engine.am_queues, engine.am_waiters, engine.children, engine.on_broken):
             table.pop(self._key, None)
@@ -198,8 +180,8 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def __exit__(self, *exc_info: object) -> None:
-        self._worker._engine.check_thread()
-        if self._worker._engine.usable:
+        self._engine.check_thread()
+        if self._engine.usable:
             self._close()
 
     async def __aenter__(self) -> ActiveMessages:
@@ -214,19 +196,18 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
-        if self._handle is not None and self._worker._engine.usable:
+        if self._handle is not None and self._engine.usable:
             warn_resource(f"unclosed {self!r}", self)
-            self._worker._engine.call_soon(self._close)
+            self._engine.call_soon(self._close)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.ActiveMessages id {self._id}>"
 
 
 def open_queue(
-    worker: Worker, id: int, max_messages: int, max_bytes: int, max_message_size: int, when_full: WhenFull
+    engine: Engine, id: int, max_messages: int, max_bytes: int, max_message_size: int, when_full: WhenFull
 ) -> ActiveMessages:
     """:meth:`Worker.open_active_messages`."""
-    engine = worker._engine
     engine.check()
     id = check_integer(id, "the id", 0, MAX_ID)
     max_messages = check_integer(max_messages, "max_messages", 1, 2**62)
@@ -234,53 +215,9 @@ def open_queue(
     max_message_size = check_integer(max_message_size, "max_message_size", 0, 2**62)
     if not isinstance(when_full, WhenFull):
         raise TypeError(f"when_full must be a WhenFull, not {when_full!r}")
-    worker.context.require(Feature.AM, "receiving active messages")
+    engine.context.require(Feature.AM, "receiving active messages")
     if id in engine.am_ids:
         raise ValueError(f"active messages with id {id} go to {engine.am_ids[id]} of this worker already")
-    queue: ActiveMessages = ActiveMessages._create(worker, id, max_message_size)
+    queue: ActiveMessages = ActiveMessages._create(engine, id, max_message_size)
     queue._open(max_messages, max_bytes, when_full)
     return queue
-
-
-#: What a receiver can answer to a rendezvous, and nothing else: the endpoint goes on working.
-_REFUSALS = {
-    Status.NO_RESOURCE: "the receiver refused it, its queue is full",
-    Status.INVALID_PARAM: "the receiver refused it, nobody there has opened its id",
-    Status.REJECTED: "the receiver refused it",
-}
-
-
-class _Send(Operation):
-    __slots__ = ()
-
-    def error(self, status: int) -> Exception:
-        assert self.endpoint is not None
-        refusal = _REFUSALS.get(Status(status))
-        if refusal is not None and self.endpoint.problem() is None:
-            return UCXError(status, f"{self.doing}: {refusal}")
-        return super().error(status)
-
-
-def post_am_send(
-    core: EndpointCore, id: int, data: Buffer, header: Buffer, reply: bool, protocol: SendProtocol
-) -> Operation | None:
-    """Posts an active message; None when UCX has taken all of it already."""
-    id = check_integer(id, "the id", 0, MAX_ID)
-    if not isinstance(protocol, SendProtocol):
-        raise TypeError(f"protocol must be a SendProtocol, not {protocol!r}")
-    engine = core.engine
-    engine.check()
-    core.check()
-    engine.context.require(Feature.AM, "sending active messages")
-    pinned_header = Pinned(header)
-    length = pinned_header.size
-    kept_header = ffi.new("char[]", pinned_header.copy(length))
-    pinned_header.release()
-    if length > engine.max_am_header:
-        raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
-    pins = Pinned(data)
-    check_reaches(engine, pins)
-    pins.companion = kept_header
-    core.unflushed = True
-    verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)
-    return pending_operation(engine, verdict, pins, "sending an active message", core, _Send)

@@ -17,7 +17,7 @@ from ._chain_errors import DependencyReferenceError, NoDependencyResource
 from ._util import OpenedNotConstructed, check_integer
 
 if TYPE_CHECKING:
-    from ._chain_building import ChainBuilder
+    pass
 
 Term = tuple[int, int, int, int, int]
 
@@ -333,7 +333,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         name: what it does, for messages.
     """
 
-    _chain: ChainBuilder
+    _chain: object
     _generation: int
     id: int
     kind: int

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
-from ._active_messages import MAX_ID
+from ._am_send import MAX_ID
 from ._buffers import Buffer, Pinned
 from ._chain_building import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
 from ._chain_errors import DependencyReferenceError
@@ -22,6 +22,7 @@ from ._chain_run import NativeChain, Outcomes, Run
 from ._chain_terms import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
 from ._context import Feature
 from ._endpoint import Endpoint
+from ._engine import Engine
 from ._memory import Access
 from ._pending import Signal
 from ._pointers import refuse_pointers
@@ -30,9 +31,6 @@ from ._remote_memory import RemoteMemory
 from ._tag import check_tag
 from ._util import FULL, check_integer
 from ._ways import Key
-
-if TYPE_CHECKING:
-    from ._worker import Worker
 
 MAX_CAPACITY = 2**24
 
@@ -569,9 +567,8 @@ class RequestChain(ChainBuilder):
         return f"<trio_ucx.ucp.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"
 
 
-def new_chain(worker: Worker, capacity: int, ordered: bool) -> RequestChain:
+def new_chain(engine: Engine, capacity: int, ordered: bool) -> RequestChain:
     """:meth:`Worker.new_chain`."""
-    engine = worker._engine
     engine.check()
     capacity = check_integer(capacity, "the capacity", 1, MAX_CAPACITY)
     chain: RequestChain = RequestChain._create(engine, NativeChain(engine), capacity, bool(ordered))

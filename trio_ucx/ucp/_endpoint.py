@@ -12,7 +12,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
-from ._active_messages import SendProtocol, post_am_send
+from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
 from ._buffers import Buffer
 from ._engine import Engine
@@ -351,7 +351,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
         self._check()
-        return attach(self, self._core, descriptor)
+        return attach(self._check, self._core, descriptor)
 
     @enable_ki_protection
     async def flush(self) -> None:

@@ -16,6 +16,7 @@ a companion's connection to a dead peer is freed only with the worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -38,7 +39,6 @@ from ._ways import Key, Way, connect, find_way, try_connect
 
 if TYPE_CHECKING:
     from ._address import WorkerAddress
-    from ._endpoint import Endpoint
     from ._engine import Engine
 
 
@@ -120,7 +120,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     nbytes: int
     access: Access
-    _endpoint: Endpoint
+    _check_endpoint: Callable[[], None]
     _core: EndpointCore
     _descriptor: MemoryDescriptor
     #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
@@ -382,7 +382,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this remote memory was closed")
-        self._endpoint._check()
+        self._check_endpoint()
 
     def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None:
         self._check_open()
@@ -501,7 +501,7 @@ def _word(value: int, bits: int) -> int:
     return number % (1 << bits)
 
 
-def attach(endpoint: Endpoint, core: EndpointCore, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+def attach(check: Callable[[], None], core: EndpointCore, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
     """:meth:`Endpoint.attach`."""
     if not isinstance(descriptor, MemoryDescriptor):
         descriptor = MemoryDescriptor.from_bytes(descriptor)
@@ -510,5 +510,5 @@ def attach(endpoint: Endpoint, core: EndpointCore, descriptor: bytes | MemoryDes
         context.require(Feature.RMA, "using remote memory")
     if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
-    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, endpoint, core, descriptor)
+    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, core, descriptor)
     return memory

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import attrs
 import trio
 from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
-from ._active_messages import SendProtocol, post_am_send
+from ._am_send import SendProtocol, post_am_send
 from ._buffers import Buffer
 from ._endpoint import Endpoint
 from ._engine import Engine
@@ -21,15 +21,18 @@ from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
 from ._util import FULL, OpenedNotConstructed, check_integer
 
-if TYPE_CHECKING:
-    from ._worker import Worker
+
+class _OnWorker(Protocol):
+    """A :class:`Worker`."""
+
+    _engine: Engine
 
 
 class SupportsRequests(Protocol):
     """What a group needs of a :class:`trio_ucx.Connection`: the layer above provides it."""
 
     @property
-    def worker(self) -> Worker: ...
+    def worker(self) -> _OnWorker: ...
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending: ...
 
@@ -88,7 +91,7 @@ def _raise_request_cancelled() -> None:
 class RequestGroup(metaclass=OpenedNotConstructed):
     """A nursery for requests: see :meth:`Worker.open_request_group`."""
 
-    _worker: Worker
+    _engine: Engine
     _unfinished: set[Pending] = attrs.field(factory=set)
     _errors: list[Exception] = attrs.field(factory=list)
     _closed: bool = False
@@ -136,8 +139,8 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:
         """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``."""
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
-        self._check(self._worker)
-        return self._add(post_receive(self._worker._engine, buffer, tag, mask))
+        self._check(self._engine)
+        return self._add(post_receive(self._engine, buffer, tag, mask))
 
     @enable_ki_protection
     def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
@@ -154,20 +157,20 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     def _check_endpoint(self, endpoint: Endpoint) -> None:
         if not isinstance(endpoint, Endpoint):
             raise TypeError(f"this takes an Endpoint, not {type(endpoint).__name__}")
-        self._check(endpoint.worker)
+        self._check(endpoint._core.engine)
         endpoint._check()
 
     def _check_connection(self, connection: SupportsRequests) -> None:
         if not hasattr(connection, "_submit_send"):
             raise TypeError(f"this takes a Connection, not {type(connection).__name__}")
-        self._check(connection.worker)
+        self._check(connection.worker._engine)
 
-    def _check(self, worker: Worker) -> None:
+    def _check(self, engine: Engine) -> None:
         if self._closed:
             raise trio.ClosedResourceError("this request group is closed")
-        if worker is not self._worker:
+        if engine is not self._engine:
             raise ValueError("a request group takes operations of its own worker only")
-        worker._engine.check()
+        engine.check()
 
     def _add(self, posted: Any) -> Request:
         if posted is None:
@@ -179,15 +182,15 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         if posted.outcome is None:
             self._unfinished.add(posted)
             posted.notify = self._finished
-            self._worker._engine.watch_events()
+            self._engine.watch_events()
         else:
             self._note(posted)
-        return Request._create(posted, self._worker._engine)
+        return Request._create(posted, self._engine)
 
     def _done(self, value: Any) -> Request:
         done = Signal()
         done.outcome = Value(value)
-        return Request._create(done, self._worker._engine)
+        return Request._create(done, self._engine)
 
     def _finished(self, pending: Pending) -> None:
         self._unfinished.discard(pending)
@@ -212,7 +215,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             while not self._failed and not (self._closed and not self._unfinished):
                 self._changed = Signal()
                 if self._closed:
-                    await self._worker._engine.waiting.wait(self._changed)
+                    await self._engine.waiting.wait(self._changed)
                 else:
                     await self._changed.wait()
         finally:
@@ -231,8 +234,8 @@ class _GroupFailed(Exception):
 
 @asynccontextmanager
 @enable_ki_protection
-async def open_group(worker: Worker) -> AsyncIterator[RequestGroup]:
-    group: RequestGroup = RequestGroup._create(worker)
+async def open_group(engine: Engine) -> AsyncIterator[RequestGroup]:
+    group: RequestGroup = RequestGroup._create(engine)
     failure: BaseExceptionGroup[BaseException] | None = None
     try:
         async with trio.open_nursery(strict_exception_groups=True) as nursery:

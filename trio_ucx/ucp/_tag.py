@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 
 from .._native import lib
@@ -14,9 +12,6 @@ from ._operations import EndpointCore, Operation, ReceiveOperation
 from ._posting import check_reaches, pending_operation
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
-
-if TYPE_CHECKING:
-    from ._worker import Worker
 
 #: Bytes of up to this length take the short way.
 SHORT = 4096
@@ -33,7 +28,7 @@ class TagMessage(metaclass=OpenedNotConstructed):
 
     length: int
     sender_tag: int
-    _worker: Worker
+    _engine: Engine
     #: UCX's handle of a message that the probe removed; None for one that stays, and once it was received.
     _handle: int | None
 

@@ -301,7 +301,7 @@ class Worker(metaclass=OpenedNotConstructed):
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
         if handle == 0:
             return None
-        return TagMessage._create(received.length, received.tag, self, handle if remove else None)
+        return TagMessage._create(received.length, received.tag, self._engine, handle if remove else None)
 
     @enable_ki_protection
     async def tag_receive_message(self, message: TagMessage, buffer: Buffer) -> tuple[int, int]:
@@ -317,7 +317,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise TypeError(f"message must come from tag_probe, not be a {type(message).__name__}")
         if message._handle is None:
             raise ValueError("probe with remove=True for a message to receive; each can be received once")
-        if message._worker is not self:
+        if message._engine is not self._engine:
             raise ValueError("this message is at another worker")
         self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -372,7 +372,7 @@ class Worker(metaclass=OpenedNotConstructed):
             ValueError: the id is out of range, or taken on this worker.
             RuntimeError: the context was opened without ``Feature.AM``.
         """
-        return open_queue(self, id, max_messages, max_bytes, max_message_size, when_full)
+        return open_queue(self._engine, id, max_messages, max_bytes, max_message_size, when_full)
 
     @enable_ki_protection
     def stream_ready(self) -> list[Endpoint]:
@@ -460,7 +460,7 @@ class Worker(metaclass=OpenedNotConstructed):
         others are cancelled; errors come as an ``ExceptionGroup``.
         """
         self._engine.check()
-        return open_group(self)
+        return open_group(self._engine)
 
     @enable_ki_protection
     def new_chain(self, *, capacity: int = 1024, ordered: bool = False) -> RequestChain:
@@ -470,7 +470,7 @@ class Worker(metaclass=OpenedNotConstructed):
             capacity: how many requests it has room for, and how much dependency information: 16 terms for each.
             ordered: whether each request waits for the end, good or bad, of the one before.
         """
-        return new_chain(self, capacity, ordered)
+        return new_chain(self._engine, capacity, ordered)
 
     async def _aclose(self) -> None:
         for other in (*self._successors.values(), *self._isolated.values()):
