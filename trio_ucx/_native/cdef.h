@@ -11,7 +11,7 @@ typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
 typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
 typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
-typedef struct tu_served tu_served_t;  /* memory that peers get and put by messages: serve.c */
+typedef struct tu_served tu_served_t;  /* memory that peers get and put by messages: rma/owner.c */
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
 #define TU_RECORD_FIELDS 6
@@ -195,7 +195,7 @@ int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
 
-/* poll.c */
+/* adaptive_poll.c */
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
 int tu_poll_begin(tu_worker_t *worker);
 int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
@@ -205,8 +205,10 @@ int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
 /* operation.c */
 int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
-/* endpoint.c */
+/* sockaddr.c */
 int tu_is_interface_address(const tu_address_t *address);
+
+/* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,
                         const tu_endpoint_options_t *options, tu_endpoint_t **out);
 int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
@@ -251,7 +253,7 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
 
-/* am.c */
+/* active_messages.c */
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
                int cut, tu_am_queue_t **out);
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
@@ -267,7 +269,7 @@ int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, 
 int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
 void tu_stream_release(tu_worker_t *worker, uint64_t data);
 
-/* memory.c */
+/* rma/memory.c */
 #define TU_ATOMIC_ADD 0
 #define TU_ATOMIC_SWAP 1
 #define TU_ATOMIC_COMPARE_SWAP 2
@@ -288,7 +290,7 @@ int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *ope
                   tu_rkey_t *rkey);
 int tu_worker_fence(tu_worker_t *worker);
 
-/* transfer.c and serve.c: remote memory without UCX's emulation. The id of the active messages, bytes of a token, and
+/* rma/transfer.c and rma/owner.c: remote memory without UCX's emulation. The id of the active messages, bytes of a token, and
  * from what length on what is got stays with its owner until it is fetched. */
 #define TU_REMOTE_AM_ID 4095
 #define TU_TOKEN_SIZE 16
@@ -318,7 +320,7 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length);
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length);
 
-/* terms.c: what a request of a chain depends on, in postfix notation over integers of 128 bits. Loads and what follows
+/* chain/expressions.c: what a request of a chain depends on, in postfix notation over integers of 128 bits. Loads and what follows
  * name a request by its index. A comparison answers 0 or 1. "Unsigned" are those in which an unsigned integer of 128
  * bits takes part; all others are signed, which holds every narrower integer. */
 #define TU_TERM_CONSTANT 0     /* low, high: its halves */
@@ -360,7 +362,7 @@ typedef struct tu_terms {
     size_t count;              /* 0: nothing was said */
 } tu_terms_t;
 
-/* chain.c */
+/* chain/build.c */
 typedef struct tu_chain tu_chain_t;
 
 #define TU_CHAIN_CHECK 0       /* evaluates its condition, and does nothing else */
@@ -460,6 +462,11 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
 void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
                    const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
+void tu_chain_timer(tu_worker_t *worker, int fd);
+/* chain/run.c */
+int64_t tu_chain_run(tu_chain_t *chain);
+void tu_chain_cancel(tu_chain_t *chain);
+/* chain/report.c */
 int tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
 uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
@@ -468,9 +475,5 @@ uint32_t tu_chain_errors(const tu_chain_t *chain);
 int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results);
 void tu_chain_restart(tu_chain_t *chain, int state);
 size_t tu_chain_memory(const tu_chain_t *chain);
-void tu_chain_timer(tu_worker_t *worker, int fd);
-/* chain_run.c */
-int64_t tu_chain_run(tu_chain_t *chain);
-void tu_chain_cancel(tu_chain_t *chain);
 
 void free(void *memory);

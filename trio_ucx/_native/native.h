@@ -56,7 +56,7 @@ typedef struct tu_transfer tu_transfer_t;
 typedef struct tu_service tu_service_t;
 typedef struct tu_load tu_load_t;
 
-/* Hash buckets for peers to which answers are in flight: serve.c. */
+/* Hash buckets for peers to which answers are in flight: rma/owner.c. */
 #define TU_LOADS 64
 
 typedef struct tu_operation {
@@ -78,7 +78,7 @@ typedef struct tu_kept {
     size_t length;
 } tu_kept_t;
 
-/* How long a task that waits polls before it parks: poll.c. Times are in nanoseconds. */
+/* How long a task that waits polls before it parks: adaptive_poll.c. Times are in nanoseconds. */
 typedef struct tu_poll {
     uint64_t bound;            /* the user's: never longer; 0: never */
     uint64_t limit;            /* what has been paying lately */
@@ -91,7 +91,7 @@ typedef struct tu_poll {
     unsigned penalty;          /* log2 of how many that will be after the next failure */
 } tu_poll_t;
 
-/* A worker's request chains: chain_run.c. */
+/* A worker's request chains: chain/run.c. */
 typedef struct tu_chains {
     tu_chain_t *all;
     tu_chain_t *active;        /* those that run */
@@ -105,7 +105,7 @@ typedef struct tu_chains {
     int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
 } tu_chains_t;
 
-/* An endpoint's puts and gets that do not use UCX's own, in the order of posting: transfer.c. */
+/* An endpoint's puts and gets that do not use UCX's own, in the order of posting: rma/transfer.c. */
 typedef struct tu_transfers {
     tu_transfer_t *first, **last;
     tu_transfer_t *waiting;    /* the first that has not begun */
@@ -153,13 +153,13 @@ struct tu_worker {
     tu_poll_t poll;
     tu_chains_t chains;
 
-    tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: transfer.c */
+    tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: rma/transfer.c */
     tu_transfer_t **awaiting;  /* hash buckets of those that wait for an answer */
     uint64_t transfer_ids;
     struct {
         tu_transfer_t *first, **last;
     } copies;                  /* copies that go on with the worker's progress */
-    tu_service_t *services;    /* requests of peers that are being answered: serve.c */
+    tu_service_t *services;    /* requests of peers that are being answered: rma/owner.c */
     tu_load_t *loads[TU_LOADS];
     int unfenced;              /* UCX has had puts, gets or atomics since the last fence */
     int unused;                /* closed memory is no longer in use: a record is due */
@@ -187,17 +187,19 @@ struct tu_listener {
     uint64_t id;
 };
 
-/* The ring (worker.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
+/* The ring (ring.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
 int tu_ring_reserve(tu_worker_t *worker);
 void tu_ring_unreserve(tu_worker_t *worker);
+int tu_ring_make_room(tu_worker_t *worker, size_t count);
+tu_record_t *tu_ring_last(tu_worker_t *worker); /* the newest one; NULL when the ring is empty */
 int tu_ring_has_slack(const tu_worker_t *worker);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
-/* Moving (worker.c): one progress, and what UCX does not tell by itself. */
+/* The Connections' messages (tag_inbox.c). */
 void tu_worker_collect(tu_worker_t *worker);
-/* Polling (poll.c): something arrived, not by polling. */
+/* Polling (adaptive_poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
 int tu_poll_chains(tu_worker_t *worker, uint64_t requests);
 
@@ -220,11 +222,11 @@ void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
 void tu_operation_received(void *request, ucs_status_t status, size_t length, void *user_data);
 void tu_operations_free(tu_worker_t *worker);
 
-/* Active messages (am.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
+/* Active messages (active_messages.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
 int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
 uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
 
-/* Request chains (chain.c, chain_run.c): what has come for them, an endpoint that goes, and the end of a chain.
+/* Request chains (chain/build.c, chain/run.c): what has come for them, an endpoint that goes, and the end of a chain.
  * Progress returns how many chains went on. */
 unsigned tu_chains_progress(tu_worker_t *worker);
 void tu_chains_forget(tu_endpoint_t *endpoint);
@@ -236,7 +238,7 @@ void tu_stream_collect(tu_worker_t *worker);
 ucs_status_t tu_strided_datatype(ucp_datatype_t *out);
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided);
 
-/* Socket addresses (endpoint.c). */
+/* Socket addresses (sockaddr.c). */
 int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
                      unsigned scope);
 int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);

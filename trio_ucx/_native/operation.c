@@ -1,7 +1,7 @@
 /* Operations: their table, and the way from a call of Python's to a request of UCX's and back. */
 #include <string.h>
 
-#include "remote.h"
+#include "rma/rma.h"
 
 #define BLOCK_SLOTS 256
 

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <sys/random.h>
 
-#include "remote.h"
+#include "rma/rma.h"
 
 #define PIECE (1024 * 1024)
 #define BUCKETS 256            /* hash buckets of the transfers that wait for an answer, by id */

@@ -2,7 +2,7 @@
 #include <endian.h>
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 /* The commonest ones: unsigned, of 8 or 4 bytes, least significant first. Whether it is one. */
 static int load_plain(const char *from, size_t width, tu_integer_t *out)

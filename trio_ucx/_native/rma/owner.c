@@ -10,7 +10,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "remote.h"
+#include "rma/rma.h"
 
 #define BUCKETS 1024           /* hash buckets of memory, by token */
 

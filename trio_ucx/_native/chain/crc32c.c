@@ -1,7 +1,7 @@
 /* CRC-32C (Castagnoli), as in iSCSI and ext4: by the processor's instruction where there is one. */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 #define POLYNOMIAL 0x82f63b78u /* bit-reversed */
 

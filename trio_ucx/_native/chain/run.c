@@ -11,7 +11,7 @@
  */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
 #define LOOK 16                /* requests, or calls, between two looks at the clock */

@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 /* ---- from UCX and back ---- */
 
@@ -26,7 +26,7 @@ static void request_ended(void *request, ucs_status_t status, void *user_data)
     ended(user_data, status);
 }
 
-/* What transfer.c calls. */
+/* What rma/transfer.c calls. */
 static void transfer_ended(void *owner, ucs_status_t status)
 {
     ended(owner, status);

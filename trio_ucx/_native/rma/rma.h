@@ -1,7 +1,7 @@
-/* Remote memory between two trio_ucx peers, without UCX's emulation: transfer.c is the side that reads and writes,
- * serve.c the memory's owner. docs/wire.md describes the messages. */
-#ifndef TRIO_UCX_REMOTE_H
-#define TRIO_UCX_REMOTE_H
+/* Remote memory between two trio_ucx peers, without UCX's emulation: rma/transfer.c is the side that reads and writes,
+ * rma/owner.c the memory's owner. docs/wire.md describes the messages. */
+#ifndef TRIO_UCX_RMA_H
+#define TRIO_UCX_RMA_H
 
 #include "native.h"
 
@@ -39,7 +39,7 @@ typedef struct tu_remote_answer {
 /* Called when a transfer has completed: its buffer belongs to the caller again. */
 typedef void (*tu_transfer_done_t)(void *owner, ucs_status_t status);
 
-/* transfer.c. Begin returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an
+/* rma/transfer.c. Begin returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an
  * error otherwise. A put completes when its buffer is free; with `late`, when it has happened at the owner. */
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_way_t *way, int put, void *buffer, uint64_t length,
                                int memory, uint64_t offset, int late, tu_transfer_done_t done, void *owner,
@@ -54,7 +54,7 @@ ucs_status_t tu_transfer_answered(tu_worker_t *worker, const tu_remote_answer_t 
 /* Waits for the transfers that were posted before this, then flushes UCX's endpoint. */
 int64_t tu_transfers_flush(tu_endpoint_t *endpoint);
 
-/* serve.c */
+/* rma/owner.c */
 ucs_status_t tu_remote_handle(tu_worker_t *worker);
 void tu_services_free(tu_worker_t *worker);
 void tu_remote_store(char *to, const void *data, uint64_t length);

@@ -1,7 +1,7 @@
 /* Remote memory: registration, remote keys, put and get, atomics. */
 #include <string.h>
 
-#include "remote.h"
+#include "rma/rma.h"
 
 static ucp_mem_h native(tu_memory_t *memory)
 {

@@ -1,7 +1,7 @@
-/* Request chains: how they are made, and what is said of them. chain_run.c runs them. */
+/* Request chains: how they are made, and what is said of them. chain/run.c runs them. */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 #define FIRST_ROOM 64          /* a multiple of the bits of a word */
 
@@ -334,105 +334,6 @@ void tu_chain_free(tu_chain_t *chain)
     } else if (chain->lost == 0) {
         tu_chain_destroy(chain);
     }
-}
-
-/* ---- what is said of it ---- */
-
-/* Whether UCX still has something of it. */
-int tu_chain_busy(const tu_chain_t *chain)
-{
-    return chain->running || chain->lost > 0;
-}
-
-/* Lets all requests be in a state in which they have no results: what they did in the last run is forgotten. */
-void tu_chain_restart(tu_chain_t *chain, int state)
-{
-    uint32_t i;
-
-    for (i = 0; i < chain->count; i++) {
-        tu_node_set_state(chain->nodes[i], state);
-        chain->nodes[i]->has_result = 0;
-    }
-}
-
-/* Bytes that it takes, without what the requests themselves take in UCX. */
-size_t tu_chain_memory(const tu_chain_t *chain)
-{
-    return chain->memory;
-}
-
-void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out)
-{
-    const tu_node_t *node;
-
-    memset(out, 0, sizeof(*out));
-    if (request >= chain->count) {
-        return;
-    }
-    node         = chain->nodes[request];
-    out->state   = node->state;
-    out->status  = node->status;
-    out->culprit = node->culprit;
-    out->length  = node->has_result ? node->length : 0;
-    out->place   = node->place;
-    out->steps   = node->steps;
-    out->retries = node->retries;
-    out->target  = node->target;
-    out->result  = node->has_result ? node->result : NULL;
-}
-
-/* The first `count` of these at once, with the results one behind the other in `results`, or, when that is NULL, where they are. Returns
- * how long they are; `failed` is how many requests UCX has failed. */
-uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
-                          uint32_t *failed)
-{
-    uint64_t size = 0;
-    uint32_t i;
-
-    *failed = 0;
-    for (i = 0; i < count; i++) {
-        tu_chain_report(chain, i, &out[i]);
-        *failed += out[i].state == TU_CHAIN_FAILED;
-        if (out[i].result != NULL && chain->nodes[i]->request.into == NULL) {
-            if (results != NULL) {
-                memcpy(results + size, out[i].result, out[i].length);
-                out[i].result = results + size;
-            }
-            size += out[i].length;
-        }
-    }
-    return size;
-}
-
-/* The number of requests that failed in the last run, or were cancelled. */
-uint32_t tu_chain_errors(const tu_chain_t *chain)
-{
-    return chain->errors;
-}
-
-/* The results of the first `count` requests, if all went well: how long each is, or TU_CHAIN_NO_VALUE for one that was
- * skipped, and unless `results` is NULL, the bytes, one behind the other; those that are in the user's memory are not
- * copied. Returns how long the bytes are, or -1 when something failed, or is not over. */
-int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results)
-{
-    int64_t size = 0;
-    uint32_t i;
-
-    for (i = 0; i < count; i++) {
-        const tu_node_t *node = chain->nodes[i];
-
-        if (node->state != TU_CHAIN_DONE && node->state != TU_CHAIN_SKIPPED) {
-            return -1;
-        }
-        lengths[i] = node->state == TU_CHAIN_SKIPPED ? TU_CHAIN_NO_VALUE : node->has_result ? node->length : 0;
-        if (node->state == TU_CHAIN_DONE && node->has_result && node->result != NULL && node->request.into == NULL) {
-            if (results != NULL) {
-                memcpy(results + size, node->result, node->length);
-            }
-            size += (int64_t)node->length;
-        }
-    }
-    return size;
 }
 
 /* The timer that is to fire when a delayed request may begin: its descriptor. */

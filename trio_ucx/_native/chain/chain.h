@@ -1,9 +1,9 @@
-/* What the files of request chains share: chain.c makes them, chain_run.c runs them, chain_post.c posts,
- * terms.c evaluates. */
+/* What the files of request chains share: build.c makes them, run.c runs them, post.c posts, expressions.c
+ * evaluates, report.c says what became of them. */
 #ifndef TRIO_UCX_CHAIN_H
 #define TRIO_UCX_CHAIN_H
 
-#include "remote.h"
+#include "rma/rma.h"
 
 __extension__ typedef __int128 tu_integer_t;
 __extension__ typedef unsigned __int128 tu_natural_t;
@@ -122,7 +122,7 @@ static inline void tu_node_set_state(tu_node_t *node, int state)
     node->state = state;
 }
 
-/* chain_run.c: what becomes of a request. Landed: UCX is done with it; ready: it may begin; false: its condition was;
+/* run.c: what becomes of a request. Landed: UCX is done with it; ready: it may begin; false: its condition was;
  * conclude: it is over, with a state. */
 void tu_node_landed(tu_node_t *node, ucs_status_t status);
 void tu_node_ready(tu_node_t *node);
@@ -133,7 +133,7 @@ void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason);
 void tu_node_fail(tu_node_t *node, ucs_status_t status);
 void tu_chain_lost_less(tu_chain_t *chain);
 
-/* chain_post.c: begins what is ready, goes on with what has landed. */
+/* post.c: begins what is ready, goes on with what has landed. */
 void tu_node_begin(tu_node_t *node);
 void tu_node_go_on(tu_node_t *node);
 int tu_node_has_no_place(const tu_node_t *node);
@@ -141,7 +141,7 @@ int tu_chain_has_no_place(const tu_chain_t *chain);
 int tu_node_is_written(const tu_node_t *node);
 int tu_node_has_data(const tu_node_t *node);
 
-/* terms.c */
+/* expressions.c */
 const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t offset, uint64_t length,
                             tu_reason_t *reason);
 int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integer_t *out, tu_reason_t *reason);

@@ -1,0 +1,91 @@
+/* The ring of records: what UCX's callbacks tell Python, in the order in which it happened.
+ *
+ * Room for a record is reserved when something is posted or opened, so that a callback never has to allocate. */
+#include "native.h"
+
+static int ring_grow(tu_worker_t *worker)
+{
+    size_t capacity   = worker->capacity * 2;
+    tu_record_t *ring = malloc(capacity * sizeof(*ring));
+    size_t i;
+
+    if (ring == NULL) {
+        return -1;
+    }
+    for (i = 0; i < worker->used; i++) {
+        ring[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    }
+    free(worker->ring);
+    worker->ring                 = ring;
+    worker->capacity             = capacity;
+    worker->first                = 0;
+    worker->counts.ring_capacity = capacity;
+    return 0;
+}
+
+/* Makes sure that every pending operation and open endpoint can append its record, with slack to spare. */
+int tu_ring_reserve(tu_worker_t *worker)
+{
+    while (worker->used + worker->reserved + 1 + TU_RING_SLACK > worker->capacity) {
+        if (ring_grow(worker) < 0) {
+            return -1;
+        }
+    }
+    worker->reserved++;
+    return 0;
+}
+
+void tu_ring_unreserve(tu_worker_t *worker)
+{
+    worker->reserved--;
+}
+
+/* Makes room for records that nothing is reserved for. */
+int tu_ring_make_room(tu_worker_t *worker, size_t count)
+{
+    while (worker->used + worker->reserved + count > worker->capacity) {
+        if (ring_grow(worker) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+tu_record_t *tu_ring_last(tu_worker_t *worker)
+{
+    return worker->used > 0 ? &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)] : NULL;
+}
+
+int tu_ring_has_slack(const tu_worker_t *worker)
+{
+    return worker->used + worker->reserved < worker->capacity;
+}
+
+void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
+                    uint64_t tag, uint64_t pointer)
+{
+    tu_record_t *record = &worker->ring[(worker->first + worker->used) & (worker->capacity - 1)];
+
+    record->kind    = kind;
+    record->id      = id;
+    record->status  = (uint64_t)(-(int64_t)status);
+    record->length  = length;
+    record->tag     = tag;
+    record->pointer = pointer;
+    worker->used++;
+    worker->counts.records++;
+}
+
+size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
+{
+    size_t count = worker->used < max ? worker->used : max;
+    size_t i;
+
+    for (i = 0; i < count; i++) {
+        out[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    }
+    worker->first = (worker->first + count) & (worker->capacity - 1);
+    worker->used     -= count;
+    worker->collected = 0;
+    return count;
+}
