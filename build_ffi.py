@@ -37,6 +37,8 @@ SOURCES = [
     "stream.c",
     "rma/memory.c",
     "rma/transfer.c",
+    "rma/mapped.c",
+    "rma/requester.c",
     "rma/owner.c",
     "chain/build.c",
     "chain/run.c",

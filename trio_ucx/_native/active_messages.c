@@ -15,9 +15,9 @@ struct tu_am_queue {
     unsigned am_id;
     size_t max_messages;
     size_t max_bytes;
-    int refuse;                /* what happens to a rendezvous that finds the queue full: refused, or held */
-    int cut;                   /* what happens to the sender of an eager message that does, if it is known */
-    int announced;             /* its record is in the ring, or Python is still taking messages; else reserved */
+    bool refuse;               /* what happens to a rendezvous that finds the queue full: refused, or held */
+    bool cut;                  /* what happens to the sender of an eager message that does, if it is known */
+    bool announced;             /* its record is in the ring, or Python is still taking messages; else reserved */
     tu_am_message_t *first;
     tu_am_message_t **last;
     tu_am_counts_t counts;
@@ -39,7 +39,7 @@ static uint64_t endpoint_id(tu_worker_t *worker, ucp_ep_h ep)
         endpoint = attr.user_data;
         return endpoint != NULL ? endpoint->id : 0;
     }
-    for (endpoint = worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
+    TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
         if (endpoint->ep == ep) {
             return endpoint->id;
         }
@@ -55,14 +55,14 @@ uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param)
 static void announce(tu_am_queue_t *queue)
 {
     if (!queue->announced) {
-        queue->announced = 1;
+        queue->announced = true;
         tu_ring_unreserve(queue->worker);
         tu_ring_append(queue->worker, TU_RECORD_AM, queue->id, UCS_OK, 0, 0, 0);
     }
 }
 
 /* A message that finds the queue full. */
-static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, int rendezvous)
+static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, bool rendezvous)
 {
     if (rendezvous) {
         queue->counts.refused++;
@@ -79,11 +79,11 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
                                     const ucp_am_recv_param_t *param)
 {
     tu_am_queue_t *queue = arg;
-    int rendezvous       = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-    int lent             = !rendezvous && length >= LEND_FROM && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
+    bool rendezvous      = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    bool lent            = !rendezvous && length >= LEND_FROM && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
     size_t copied        = rendezvous || lent ? 0 : length;
     uint64_t sender      = tu_am_sender(queue->worker, param);
-    int full             = queue->first != NULL && /* an empty one takes any message, or some could never be received */
+    bool full            = queue->first != NULL && /* an empty one takes any message, or some could never be received */
                            (queue->counts.messages >= queue->max_messages ||
                             queue->counts.bytes + MESSAGE_OVERHEAD + header_length + (rendezvous ? 0 : length) >
                                     queue->max_bytes);
@@ -129,7 +129,7 @@ static ucs_status_t nobody_is_here(void *arg, const void *header, size_t header_
     return (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) ? UCS_ERR_INVALID_PARAM : UCS_OK;
 }
 
-int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg)
+ucs_status_t tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg)
 {
     ucp_am_handler_param_t param = {
         .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
@@ -143,8 +143,8 @@ int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t cal
     return ucp_worker_set_am_recv_handler(worker->worker, &param);
 }
 
-int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
-               int cut, tu_am_queue_t **out)
+int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
+               bool cut, tu_am_queue_t **out)
 {
     tu_am_queue_t *queue = calloc(1, sizeof(*queue));
     ucs_status_t status;
@@ -160,7 +160,7 @@ int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_mess
     queue->refuse       = refuse;
     queue->cut          = cut;
     queue->last         = &queue->first;
-    if (tu_ring_reserve(worker) < 0) {
+    if (!tu_ring_reserve(worker)) {
         free(queue);
         return UCS_ERR_NO_MEMORY;
     }
@@ -181,8 +181,8 @@ tu_am_message_t *tu_am_next(tu_am_queue_t *queue)
     tu_am_message_t *message = queue->first;
 
     if (message == NULL) {
-        if (queue->announced && tu_ring_reserve(queue->worker) == 0) {
-            queue->announced = 0;
+        if (queue->announced && tu_ring_reserve(queue->worker)) {
+            queue->announced = false;
         }
         return NULL;
     }
@@ -246,7 +246,7 @@ void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
 
 /* The header must stay until the operation completes. */
 int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
-                   const tu_buffers_t *buffers, int reply, int protocol)
+                   const tu_buffers_t *buffers, bool reply, int protocol)
 {
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);

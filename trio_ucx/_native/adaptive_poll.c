@@ -30,23 +30,23 @@ void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds)
 }
 
 /* A task is about to wait. Returns whether it should poll. */
-int tu_poll_begin(tu_worker_t *worker)
+bool tu_poll_begin(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
 
     if (poll->bound == 0) {
-        return 0;
+        return false;
     }
     poll->began    = tu_now();
-    poll->requests = worker->counts.chain_requests;
+    poll->steps    = worker->background.steps;
     if (poll->skip > 0) {
         poll->skip--;
-        return 0;
+        return false;
     }
     return poll->limit > 0;
 }
 
-/* It found something, or a request chain went on. */
+/* It found something, or a sequence went on. */
 static void paid(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
@@ -72,35 +72,34 @@ static void missed(tu_poll_t *poll)
     }
 }
 
-/* Notes that request chains have posted more since `requests` was their number. Each step of theirs is a wait of its
- * own. */
-static void look_at_chains(tu_worker_t *worker, uint64_t *requests, uint64_t time)
+/* Notes that sequences have posted more since `steps` was their number. Each step of theirs is a wait of its own. */
+static void look_at_sequences(tu_worker_t *worker, uint64_t *steps, uint64_t time)
 {
-    if (worker->counts.chain_requests != *requests) {
-        *requests            = worker->counts.chain_requests;
+    if (worker->background.steps != *steps) {
+        *steps            = worker->background.steps;
         worker->poll.last    = time;
-        worker->poll.goes_on = 1;
+        worker->poll.goes_on = true;
     }
 }
 
 /* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
  * returns their number; 0 when the time is over.
  *
- * A request chain that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
+ * A sequence that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
  * at its end. */
-int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
+int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     tu_poll_t *poll   = &worker->poll;
     uint64_t start    = tu_now();
     uint64_t time     = start;
-    uint64_t requests = worker->counts.chain_requests;
+    uint64_t steps    = worker->background.steps;
     size_t count;
     int round;
 
     worker->counts.polls++;
-    worker->chains.until = start + TU_CHAIN_SLICE;
+    worker->background.slice_end = start + TU_SLICE;
     poll->last           = start;
-    poll->goes_on        = 0;
+    poll->goes_on        = false;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_worker_progress(worker) != 0) {
@@ -108,15 +107,15 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
             }
         }
         time = tu_now();
-        look_at_chains(worker, &requests, time);
-        if (time >= worker->chains.until && (poll->goes_on || worker->chains.queue != NULL)) {
-            poll->goes_on = 1;
+        look_at_sequences(worker, &steps, time);
+        if (time >= worker->background.slice_end && (poll->goes_on || worker->background.ready > 0)) {
+            poll->goes_on = true;
             break;
         }
     } while (worker->used == 0 && time - poll->last < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
-    if (worker->chains.queue == NULL && time - poll->last >= poll->limit) {
-        poll->goes_on = 0;
+    if (worker->background.ready == 0 && time - poll->last >= poll->limit) {
+        poll->goes_on = false;
     }
     if (worker->used == 0) {
         if (poll->goes_on) {
@@ -126,28 +125,28 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
         }
         return 0;
     }
-    count = tu_ring_take(worker, (tu_record_t *)out, max);
+    count = tu_ring_take(worker, out, max);
     poll->began = 0;
     paid(worker);
     poll->limit = least(poll->bound, (poll->limit * 15 + (time - poll->last + LEAST) * MARGIN) / 16);
     return (int)count;
 }
 
-/* A turn is about to arm; request chains had posted so many requests when it began. Whether not to: one goes on, and its
- * steps take no longer than it pays to poll for. */
-int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
+/* A turn is about to arm; sequences had posted so much when it began. Whether not to: one goes on, and its steps take no
+ * longer than it pays to poll for. */
+bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
 {
     tu_poll_t *poll = &worker->poll;
-    uint64_t steps  = worker->counts.chain_requests - requests;
+    uint64_t steps  = worker->background.steps - before;
     uint64_t time, took;
 
-    if (worker->chains.active == NULL || poll->bound == 0) {
-        poll->goes_on = 0;
-        return 0;
+    if (worker->background.sequences == 0 || poll->bound == 0) {
+        poll->goes_on = false;
+        return false;
     }
     time = tu_now();
     took = time - poll->last;
-    look_at_chains(worker, &requests, time);
+    look_at_sequences(worker, &before, time);
     if (steps > 0 && poll->limit == 0) {
         poll->skip -= (unsigned)least(poll->skip, steps);
         if (poll->skip == 0 && took / steps <= SHORT * poll->bound) {
@@ -158,14 +157,14 @@ int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
     return poll->goes_on;
 }
 
-/* Whether a request chain went on in the last poll, or turn, and is not at its end. */
-int tu_poll_goes_on(const tu_worker_t *worker)
+/* Whether a sequence went on in the last poll, or turn, and is not at its end. */
+bool tu_poll_goes_on(const tu_worker_t *worker)
 {
-    return worker->poll.goes_on && worker->chains.active != NULL;
+    return worker->poll.goes_on && worker->background.sequences > 0;
 }
 
 /* Both, for a task that has nothing to do in between. */
-int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max)
+int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
 }
@@ -179,7 +178,7 @@ void tu_poll_ended(tu_worker_t *worker)
     if (poll->began == 0) {
         return;
     }
-    steps       = worker->counts.chain_requests - poll->requests; /* each was a wait of its own */
+    steps       = worker->background.steps - poll->steps; /* each was a wait of its own */
     took        = (tu_now() - poll->began) / (steps + 1);
     poll->began = 0;
     if (took > SHORT * poll->bound) {

@@ -9,8 +9,8 @@ typedef struct tu_worker tu_worker_t;
 typedef struct tu_endpoint tu_endpoint_t;
 typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
-typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
-typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
+typedef struct ucp_mem *ucp_mem_h;     /* UCX's */
+typedef struct ucp_rkey *ucp_rkey_h;   /* UCX's */
 typedef struct tu_served tu_served_t;  /* memory that peers get and put by messages: rma/owner.c */
 
 /* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
@@ -119,7 +119,7 @@ typedef struct tu_address {
 /* How an endpoint is to be, whatever it leads to. */
 typedef struct tu_endpoint_options {
     int error_mode;            /* UCX's ucp_err_handling_mode_t */
-    int send_client_id;        /* tell a listener the worker's client id */
+    bool send_client_id;       /* tell a listener the worker's client id */
     char name[TU_NAME_SIZE];   /* "": UCX makes one up */
 } tu_endpoint_options_t;
 
@@ -149,13 +149,13 @@ void tu_compiled_version(unsigned *major, unsigned *minor);
 const char *tu_status_text(int status);
 void tu_prefer_huge_pages(void *address, size_t length);
 int tu_timer_create(void);
-int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
-int tu_timer_ended(int fd);
+int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
+bool tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 int tu_probe_sysv(size_t one, size_t other);
 #define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);
-int tu_readable(int fd);
+bool tu_readable(int fd);
 
 /* log.c */
 typedef struct tu_log_line {
@@ -185,11 +185,11 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
-int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size);
+int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
-int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
+int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
+int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
@@ -197,13 +197,13 @@ int64_t tu_worker_flush(tu_worker_t *worker);
 
 /* adaptive_poll.c */
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
-int tu_poll_begin(tu_worker_t *worker);
-int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
-int tu_poll_goes_on(const tu_worker_t *worker);
-int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
+bool tu_poll_begin(tu_worker_t *worker);
+int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max);
+bool tu_poll_goes_on(const tu_worker_t *worker);
+int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* operation.c */
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
+bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* sockaddr.c */
 int tu_is_interface_address(const tu_address_t *address);
@@ -234,14 +234,14 @@ int tu_library_thread_mode(int *mode);
 int tu_context_attributes(tu_context_t *context, tu_context_attributes_t *out);
 int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out);
 int tu_address_uid(const char *address, uint64_t *uid);
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port);
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_t size, unsigned *port);
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
 int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size);
 int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds);
 int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t size);
 
 /* tag.c */
-int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
+int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, bool sync);
 int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
@@ -251,11 +251,11 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
                            tu_received_t *received);
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received);
-uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
+uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
 
 /* active_messages.c */
-int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
-               int cut, tu_am_queue_t **out);
+int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
+               bool cut, tu_am_queue_t **out);
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
 void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out);
 void tu_am_close(tu_am_queue_t *queue);
@@ -263,7 +263,7 @@ int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_bu
 void tu_am_forget(tu_am_message_t *message);
 void tu_am_release(tu_worker_t *worker, tu_am_message_t *message);
 int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
-                   const tu_buffers_t *buffers, int reply, int protocol);
+                   const tu_buffers_t *buffers, bool reply, int protocol);
 
 /* stream.c */
 int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
@@ -277,17 +277,17 @@ void tu_stream_release(tu_worker_t *worker, uint64_t data);
 #define TU_ATOMIC_OR 4
 #define TU_ATOMIC_XOR 5
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
-                  tu_memory_t **out);
-int tu_memory_query(tu_memory_t *memory, uint64_t *address, size_t *length, int *memory_type);
-int tu_memory_unmap(tu_context_t *context, tu_memory_t *memory);
-int tu_memory_pack(tu_context_t *context, tu_memory_t *memory, char *out, size_t *size);
-int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, tu_rkey_t **out);
-void tu_rkey_destroy(tu_rkey_t *rkey);
-int tu_rkey_pointer(tu_rkey_t *rkey, uint64_t remote, uint64_t *local);
-int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
-int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
+                  ucp_mem_h *out);
+int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *memory_type);
+int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory);
+int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *size);
+int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, ucp_rkey_h *out);
+void tu_rkey_destroy(ucp_rkey_h rkey);
+int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
+int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
+int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
-                  tu_rkey_t *rkey);
+                  ucp_rkey_h rkey);
 int tu_worker_fence(tu_worker_t *worker);
 
 /* rma/transfer.c and rma/owner.c: remote memory without UCX's emulation. The id of the active messages, bytes of a token, and
@@ -299,20 +299,20 @@ int tu_worker_fence(tu_worker_t *worker);
 /* The way to remote memory. */
 typedef struct tu_way {
     char *local;               /* its address in this process; NULL: not mapped */
-    int messages;              /* whether messages to its owner reach it, with the token */
+    bool messages;             /* whether messages to its owner reach it, with the token */
     char token[16];
     uint64_t length;
     uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
 } tu_way_t;
 
-int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const tu_buffers_t *buffers,
+int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
                     uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
-tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const char *token, uint64_t address,
-                             uint64_t length, int readable, int writable);
+tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
+                             uint64_t length, bool readable, bool writable);
 unsigned tu_memory_withdraw(tu_served_t *served);
 void tu_worker_abandon(tu_worker_t *worker);
-int tu_memory_unused(tu_served_t *served);
+bool tu_memory_unused(tu_served_t *served);
 
 /* strided.c: strides in bytes, outermost dimension first. Pack and unpack answer how much they copied. */
 int tu_strided_create(void *address, size_t item, size_t dimensions, const size_t *shape, const ptrdiff_t *strides,
@@ -403,7 +403,7 @@ typedef struct tu_part {
     void *address;
     uint64_t offset;
     uint64_t length;           /* of an integer: its width, up to 16 */
-    int big;
+    bool big;
     tu_terms_t value;
 } tu_part_t;
 
@@ -418,7 +418,7 @@ typedef struct tu_chain_request {
     uint64_t retries;          /* before that */
     uint64_t delay;            /* nanoseconds before each */
     uint64_t tag;              /* or the id of an active message */
-    int reply;
+    bool reply;
     const char *header;
     size_t header_length;
     const uint32_t *targets;   /* one of them is chosen by `choice` */
@@ -439,7 +439,7 @@ typedef struct tu_chain_request {
     tu_terms_t swapped;        /* what a compare-and-swap stores */
     tu_terms_t next;           /* of a node: the next one's offset ... */
     tu_terms_t until;          /* ... if this is not true */
-    int has_end;
+    bool has_end;
     uint64_t end;              /* the offset that says that there is no next one */
     uint64_t limit;            /* of nodes */
 } tu_chain_request_t;
@@ -459,7 +459,7 @@ typedef struct tu_chain_report {
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned atomics,
                    const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
@@ -467,7 +467,7 @@ void tu_chain_timer(tu_worker_t *worker, int fd);
 int64_t tu_chain_run(tu_chain_t *chain);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
-int tu_chain_busy(const tu_chain_t *chain);
+bool tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
 uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
                           uint32_t *failed);

@@ -1,5 +1,5 @@
 /* Endpoints: to a socket address, to a worker address, from a connection request. */
-#include "rma/rma.h"
+#include "native.h"
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
@@ -8,13 +8,13 @@ static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
     (void)ep;
     /* Closing here would free the endpoint twice: Python does it, later. */
     if (!endpoint->failed) {
-        endpoint->failed = 1;
+        endpoint->failed = true;
         tu_ring_unreserve(endpoint->worker);
         tu_ring_append(endpoint->worker, TU_RECORD_FAILURE, endpoint->id, status, 0, 0, 0);
     }
 }
 
-static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
+static ucs_status_t endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
                            const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
     tu_endpoint_t *endpoint = calloc(1, sizeof(*endpoint));
@@ -23,7 +23,7 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
     if (endpoint == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    if (tu_ring_reserve(worker) < 0) {
+    if (!tu_ring_reserve(worker)) {
         free(endpoint);
         return UCS_ERR_NO_MEMORY;
     }
@@ -48,13 +48,9 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
         free(endpoint);
         return status;
     }
-    endpoint->next = worker->endpoints;
-    endpoint->link = &worker->endpoints;
-    if (endpoint->next != NULL) {
-        endpoint->next->link = &endpoint->next;
-    }
-    worker->endpoints = endpoint;
-    *out              = endpoint;
+    tu_list_init(&endpoint->transfers.list);
+    tu_list_prepend(&worker->endpoints, &endpoint->link);
+    *out = endpoint;
     return UCS_OK;
 }
 
@@ -67,14 +63,14 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
         .flags      = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
     };
 
-    if (tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
-                         remote->scope) < 0) {
+    if (!tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
+                          remote->scope)) {
         return UCS_ERR_INVALID_ADDR;
     }
     params.sockaddr.addr = (struct sockaddr *)&remote_address;
     if (local != NULL) {
-        if (tu_sockaddr_make(&local_address, &params.local_sockaddr.addrlen, local->family, local->ip, local->port,
-                             local->scope) < 0) {
+        if (!tu_sockaddr_make(&local_address, &params.local_sockaddr.addrlen, local->family, local->ip, local->port,
+                              local->scope)) {
             return UCS_ERR_INVALID_ADDR;
         }
         params.field_mask          |= UCP_EP_PARAM_FIELD_LOCAL_SOCK_ADDR;
@@ -110,13 +106,13 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
-    tu_chains_forget(endpoint);
-    tu_transfers_forget(endpoint);
-    endpoint->ep    = NULL;
-    *endpoint->link = endpoint->next;
-    if (endpoint->next != NULL) {
-        endpoint->next->link = endpoint->link;
+    tu_extension_t *extension;
+
+    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
+        extension->endpoint_closing(endpoint);
     }
+    endpoint->ep = NULL;
+    tu_list_remove(&endpoint->link);
 }
 
 /* Closes by force; without error handling UCX can only flush. Whatever the verdict, the endpoint can carry nothing
@@ -149,9 +145,8 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
     if (endpoint->error_handling) {
         free(endpoint);
     } else { /* UCX keeps its half while the peer has the other, and gives it as an active message's sender */
-        endpoint->id   = 0;
-        endpoint->next = worker->closed;
-        worker->closed = endpoint;
+        endpoint->id = 0;
+        tu_list_prepend(&worker->closed, &endpoint->link);
     }
 }
 
@@ -159,9 +154,4 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
 {
     endpoint->id = id;
-}
-
-int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
-{
-    return tu_transfers_flush(endpoint);
 }

@@ -60,7 +60,7 @@ int tu_timer_create(void)
 }
 
 /* Starts (or, with 0, stops) the timer; either way it stops being readable. */
-int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
+int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat)
 {
     struct itimerspec spec;
 
@@ -75,7 +75,7 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
 
 /* Whether the timer has expired since it was last started, or since the last call of this function; then it stops being
  * readable. A timer that was started again meanwhile goes on. */
-int tu_timer_ended(int fd)
+bool tu_timer_ended(int fd)
 {
     uint64_t times;
 
@@ -143,7 +143,7 @@ int tu_descriptors_left(int wanted)
     return count;
 }
 
-int tu_readable(int fd)
+bool tu_readable(int fd)
 {
     struct pollfd entry = {.fd = fd, .events = POLLIN, .revents = 0};
 

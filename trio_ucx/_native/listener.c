@@ -25,7 +25,7 @@ int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char 
     if (listener == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    if (tu_sockaddr_make(&address, &params.sockaddr.addrlen, family, ip, port, scope) < 0) {
+    if (!tu_sockaddr_make(&address, &params.sockaddr.addrlen, family, ip, port, scope)) {
         free(listener);
         return UCS_ERR_INVALID_ADDR;
     }

@@ -38,8 +38,8 @@ static struct {
     uint64_t lost;
     unsigned reader;           /* the number of the thread that takes lines; 0: none */
     unsigned readers;
-    int reading;               /* the reader is logging the line that it took */
-    int patient;               /* whether the reader keeps up, so that errors may wait for it */
+    bool reading;              /* the reader is logging the line that it took */
+    bool patient;              /* whether the reader keeps up, so that errors may wait for it */
     int trigger;               /* UCX ends the process at a line of this level */
     char files[256];           /* UCX_LOG_FILE_FILTER */
 } self = {
@@ -83,18 +83,18 @@ static void wait_until_logged(void)
 }
 
 /* Returns whether the line was kept. */
-static int keep(const tu_log_line_t *line)
+static bool keep(const tu_log_line_t *line)
 {
     size_t length = strlen(line->text) + 1;
     line_t *copy;
 
     if (self.reader == 0) {
-        return 0;
+        return false;
     }
     copy = self.bytes < LOG_BYTES ? malloc(sizeof(*copy) + length) : NULL;
     if (copy == NULL) {
         self.lost++;
-        return 1;
+        return true;
     }
     copy->next = NULL;
     copy->size = sizeof(*copy) + length;
@@ -104,7 +104,7 @@ static int keep(const tu_log_line_t *line)
     self.last    = &copy->next;
     self.bytes  += copy->size;
     pthread_cond_signal(&self.came);
-    return 1;
+    return true;
 }
 
 static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char *function, ucs_log_level_t level,
@@ -113,7 +113,7 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     size_t size        = ucs_log_get_buffer_size();
     char *text         = alloca(size);
     tu_log_line_t line = {.level = (int)level, .number = number, .file = file, .function = function, .text = text};
-    int kept;
+    bool kept;
 
     if ((int)level <= self.trigger) {
         return UCS_LOG_FUNC_RC_CONTINUE; /* UCX writes it to stderr, and aborts */
@@ -146,7 +146,7 @@ static void after_fork(void)
     self.bytes   = 0;
     self.lost    = 0;
     self.reader  = 0;
-    self.reading = 0;
+    self.reading = false;
 }
 
 /* From now on UCX's lines come here. */
@@ -180,7 +180,7 @@ unsigned tu_log_open(void)
         self.readers = 1;
     }
     reader       = self.reader = self.readers;
-    self.patient = 1;
+    self.patient = true;
     pthread_mutex_unlock(&self.mutex);
     return reader;
 }
@@ -205,9 +205,9 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
         free((char *)(uintptr_t)before - offsetof(line_t, line));
     }
     pthread_mutex_lock(&self.mutex);
-    self.reading = 0;
+    self.reading = false;
     if (self.first == NULL) {
-        self.patient = 1;
+        self.patient = true;
         pthread_cond_broadcast(&self.logged);
     }
     while (self.first == NULL && self.reader == reader) {
@@ -220,7 +220,7 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
             self.last = &self.first;
         }
         self.bytes  -= line->size;
-        self.reading = 1;
+        self.reading = true;
     }
     *lost     = self.lost;
     self.lost = 0;

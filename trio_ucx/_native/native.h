@@ -13,6 +13,7 @@
 #ifndef TRIO_UCX_NATIVE_H
 #define TRIO_UCX_NATIVE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -22,6 +23,7 @@
 #include <ucp/api/ucp.h>
 
 #include "cdef.h"
+#include "list.h"
 #include "newer.h"
 
 /* Records that may arrive without a reservation, between two turns. */
@@ -34,8 +36,8 @@
 /* Raw tag messages that a worker with Connections keeps, until the program first asks for such messages. */
 #define TU_RAW_KEPT 64
 #define TU_RAW_BYTES (16 * 1024 * 1024)
-/* For so many nanoseconds request chains may go on in one call of Python's. */
-#define TU_CHAIN_SLICE 500000
+/* For so many nanoseconds sequences may go on in one call of Python's. */
+#define TU_SLICE 500000
 
 /* Nanoseconds, of a clock that never goes back. */
 static inline uint64_t tu_now(void)
@@ -53,19 +55,45 @@ struct tu_context {
 };
 
 typedef struct tu_transfer tu_transfer_t;
-typedef struct tu_service tu_service_t;
-typedef struct tu_load tu_load_t;
+typedef struct tu_rma tu_rma_t;       /* a worker's remote memory: rma/ */
+typedef struct tu_chains tu_chains_t; /* a worker's request chains: chain/ */
 
-/* Hash buckets for peers to which answers are in flight: rma/owner.c. */
-#define TU_LOADS 64
+/* ---- what the parts of the library that work beside UCX (remote memory, request chains) have to do with the rest ----
+ *
+ * The rest calls them through these structures, and knows nothing else of them. */
+
+/* Called after each progress of UCX's while it is in the worker's list, which is where it has something to do. Returns
+ * how much it did. It may add and remove hooks, itself included. */
+typedef struct tu_hook {
+    tu_list_t link;
+    unsigned (*function)(struct tu_hook *hook);
+} tu_hook_t;
+
+/* Called as long as the worker lives. */
+typedef struct tu_extension {
+    tu_list_t link;
+    void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX has the endpoint still; nothing more is posted to it */
+    void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker is gone, and with it all that UCX had of it */
+} tu_extension_t;
+
+/* Work that goes on with the worker's progress, without Python. A sequence is a series of operations of which each is
+ * posted when C code has seen the one before complete, and so is a wait that polling may shorten. A copy needs nothing
+ * but time. */
+typedef struct tu_background {
+    unsigned sequences;        /* that have begun and not ended */
+    unsigned ready;            /* of these, the ones that can go on at once */
+    uint64_t steps;            /* operations that they have posted */
+    uint64_t slice_end;        /* when they must have done enough for this call of Python's; 0: begins with the first */
+    unsigned copies;           /* each progress does a piece of one */
+} tu_background_t;
 
 typedef struct tu_operation {
     tu_worker_t *worker;
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
     void *described;           /* the list or strided array that UCX reads until the operation completes */
-    tu_chain_t *chain;         /* whose run it is */
-    tu_transfer_t *transfer;   /* to which it belongs */
+    void (*cancel)(void *owner); /* cancels it, if whoever carries it out is not UCX; else NULL */
+    void *owner;
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
@@ -85,33 +113,19 @@ typedef struct tu_poll {
     uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
     unsigned misses;           /* polls that found nothing, and were not made up for */
     unsigned skip;             /* waits that do not poll before the next try */
-    int goes_on;               /* a request chain did, in the last one */
-    uint64_t last;             /* when it began, or a request chain posted something in it */
-    uint64_t requests;         /* of chains, when the wait began */
+    bool goes_on;              /* a sequence did, in the last one */
+    uint64_t last;             /* when it began, or a sequence posted something in it */
+    uint64_t steps;            /* of sequences, when the wait began */
     unsigned penalty;          /* log2 of how many that will be after the next failure */
 } tu_poll_t;
 
-/* A worker's request chains: chain/run.c. */
-typedef struct tu_chains {
-    tu_chain_t *all;
-    tu_chain_t *active;        /* those that run */
-    tu_chain_t *queue;         /* those that may go on, first come, first served */
-    tu_chain_t **last;
-    uint64_t until;            /* when they must have done enough for this call of Python's; 0: begins with the first */
-    uint64_t now;              /* lately */
-    unsigned calls;
-    uint64_t wake;             /* when a delayed request may begin; 0: none waits */
-    int timer;                 /* fires then */
-    int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
-} tu_chains_t;
-
 /* An endpoint's puts and gets that do not use UCX's own, in the order of posting: rma/transfer.c. */
 typedef struct tu_transfers {
-    tu_transfer_t *first, **last;
+    tu_list_t list;
     tu_transfer_t *waiting;    /* the first that has not begun */
     unsigned begun;            /* requests that the owner has not answered */
-    int fence;                 /* the next transfer waits for all before it */
-    int advancing;
+    bool fence;                /* the next transfer waits for all before it */
+    bool advancing;
     ucs_status_t put_status;   /* of a put that had returned before the owner refused it */
     uint64_t nonce;            /* in our requests; 0: none yet */
 } tu_transfers_t;
@@ -120,12 +134,12 @@ struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
     int efd;
-    int knows_user_data;       /* UCX 1.18 can be asked for an endpoint's */
-    int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
+    bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's */
+    bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
 
-    int raw_used;              /* the program has asked for raw messages: then UCX keeps them, however many */
+    bool raw_used;             /* the program has asked for raw messages: then UCX keeps them, however many */
     tu_kept_t kept[TU_RAW_KEPT];
     size_t kept_count;
     size_t kept_bytes;
@@ -147,25 +161,19 @@ struct tu_worker {
     tu_operation_t *free_slots;
     ucp_datatype_t strided;    /* 0 until it is needed */
 
-    int streams;               /* whether endpoints may have stream data */
+    bool streams;              /* whether endpoints may have stream data */
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
 
     tu_poll_t poll;
-    tu_chains_t chains;
+    tu_background_t background;
+    tu_list_t hooks;
+    tu_list_t extensions;
+    tu_rma_t *rma;
+    tu_chains_t *chains;
+    bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
 
-    tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: rma/transfer.c */
-    tu_transfer_t **awaiting;  /* hash buckets of those that wait for an answer */
-    uint64_t transfer_ids;
-    struct {
-        tu_transfer_t *first, **last;
-    } copies;                  /* copies that go on with the worker's progress */
-    tu_service_t *services;    /* requests of peers that are being answered: rma/owner.c */
-    tu_load_t *loads[TU_LOADS];
-    int unfenced;              /* UCX has had puts, gets or atomics since the last fence */
-    int unused;                /* closed memory is no longer in use: a record is due */
-
-    tu_endpoint_t *endpoints;
-    tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
+    tu_list_t endpoints;
+    tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
     tu_counts_t counts;
 };
 
@@ -173,12 +181,11 @@ struct tu_endpoint {
     tu_worker_t *worker;
     ucp_ep_h ep;               /* NULL once closing began */
     uint64_t id;
-    int error_handling;
-    int failed;                /* its record is in the ring, no longer reserved */
-    unsigned chain_atomics;    /* of request chains, under way */
+    bool error_handling;
+    bool failed;               /* its record is in the ring, no longer reserved */
+    unsigned atomics;          /* under way, of those whose number is limited */
     tu_transfers_t transfers;
-    tu_endpoint_t *next;
-    tu_endpoint_t **link;
+    tu_list_t link;            /* in the worker's endpoints, or closed ones */
 };
 
 struct tu_listener {
@@ -188,11 +195,12 @@ struct tu_listener {
 };
 
 /* The ring (ring.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
-int tu_ring_reserve(tu_worker_t *worker);
+bool tu_ring_create(tu_worker_t *worker);
+bool tu_ring_reserve(tu_worker_t *worker);
 void tu_ring_unreserve(tu_worker_t *worker);
-int tu_ring_make_room(tu_worker_t *worker, size_t count);
+bool tu_ring_make_room(tu_worker_t *worker, size_t count);
 tu_record_t *tu_ring_last(tu_worker_t *worker); /* the newest one; NULL when the ring is empty */
-int tu_ring_has_slack(const tu_worker_t *worker);
+bool tu_ring_has_slack(const tu_worker_t *worker);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
@@ -201,7 +209,13 @@ size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 void tu_worker_collect(tu_worker_t *worker);
 /* Polling (adaptive_poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
-int tu_poll_chains(tu_worker_t *worker, uint64_t requests);
+/* A turn is about to arm. Whether not to, because sequences go on. */
+bool tu_poll_sequences(tu_worker_t *worker, uint64_t steps);
+
+/* Hooks (worker.c). Adding one that is added already does nothing. */
+void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook));
+void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook);
+void tu_hook_remove(tu_hook_t *hook);
 
 /* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
  * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict
@@ -223,14 +237,8 @@ void tu_operation_received(void *request, ucs_status_t status, size_t length, vo
 void tu_operations_free(tu_worker_t *worker);
 
 /* Active messages (active_messages.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
-int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
+ucs_status_t tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
 uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
-
-/* Request chains (chain/build.c, chain/run.c): what has come for them, an endpoint that goes, and the end of a chain.
- * Progress returns how many chains went on. */
-unsigned tu_chains_progress(tu_worker_t *worker);
-void tu_chains_forget(tu_endpoint_t *endpoint);
-void tu_chain_destroy(tu_chain_t *chain);
 
 /* Streams (stream.c). */
 void tu_stream_collect(tu_worker_t *worker);
@@ -239,7 +247,7 @@ ucs_status_t tu_strided_datatype(ucp_datatype_t *out);
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided);
 
 /* Socket addresses (sockaddr.c). */
-int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
+bool tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
                      unsigned scope);
 int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);
 

@@ -59,7 +59,7 @@ int tu_address_uid(const char *address, uint64_t *uid)
     return status;
 }
 
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port)
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_t size, unsigned *port)
 {
     ucp_ep_attr_t attr = {
         .field_mask = remote ? UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR : UCP_EP_ATTR_FIELD_LOCAL_SOCKADDR,

@@ -3,14 +3,22 @@
  * Room for a record is reserved when something is posted or opened, so that a callback never has to allocate. */
 #include "native.h"
 
-static int ring_grow(tu_worker_t *worker)
+bool tu_ring_create(tu_worker_t *worker)
+{
+    worker->capacity             = 2 * TU_RING_SLACK;
+    worker->counts.ring_capacity = worker->capacity;
+    worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
+    return worker->ring != NULL;
+}
+
+static bool ring_grow(tu_worker_t *worker)
 {
     size_t capacity   = worker->capacity * 2;
     tu_record_t *ring = malloc(capacity * sizeof(*ring));
     size_t i;
 
     if (ring == NULL) {
-        return -1;
+        return false;
     }
     for (i = 0; i < worker->used; i++) {
         ring[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
@@ -20,19 +28,19 @@ static int ring_grow(tu_worker_t *worker)
     worker->capacity             = capacity;
     worker->first                = 0;
     worker->counts.ring_capacity = capacity;
-    return 0;
+    return true;
 }
 
 /* Makes sure that every pending operation and open endpoint can append its record, with slack to spare. */
-int tu_ring_reserve(tu_worker_t *worker)
+bool tu_ring_reserve(tu_worker_t *worker)
 {
     while (worker->used + worker->reserved + 1 + TU_RING_SLACK > worker->capacity) {
-        if (ring_grow(worker) < 0) {
-            return -1;
+        if (!ring_grow(worker)) {
+            return false;
         }
     }
     worker->reserved++;
-    return 0;
+    return true;
 }
 
 void tu_ring_unreserve(tu_worker_t *worker)
@@ -41,14 +49,14 @@ void tu_ring_unreserve(tu_worker_t *worker)
 }
 
 /* Makes room for records that nothing is reserved for. */
-int tu_ring_make_room(tu_worker_t *worker, size_t count)
+bool tu_ring_make_room(tu_worker_t *worker, size_t count)
 {
     while (worker->used + worker->reserved + count > worker->capacity) {
-        if (ring_grow(worker) < 0) {
-            return -1;
+        if (!ring_grow(worker)) {
+            return false;
         }
     }
-    return 0;
+    return true;
 }
 
 tu_record_t *tu_ring_last(tu_worker_t *worker)
@@ -56,7 +64,7 @@ tu_record_t *tu_ring_last(tu_worker_t *worker)
     return worker->used > 0 ? &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)] : NULL;
 }
 
-int tu_ring_has_slack(const tu_worker_t *worker)
+bool tu_ring_has_slack(const tu_worker_t *worker)
 {
     return worker->used + worker->reserved < worker->capacity;
 }

@@ -6,7 +6,7 @@
 
 #include "native.h"
 
-int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
+bool tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
                      unsigned scope)
 {
     memset(out, 0, sizeof(*out));
@@ -16,7 +16,7 @@ int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family
         v4->sin_family = AF_INET;
         v4->sin_port   = htons((uint16_t)port);
         *length        = sizeof(*v4);
-        return inet_pton(AF_INET, ip, &v4->sin_addr) == 1 ? 0 : -1;
+        return inet_pton(AF_INET, ip, &v4->sin_addr) == 1;
     } else {
         struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)out;
 
@@ -24,7 +24,7 @@ int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family
         v6->sin6_port     = htons((uint16_t)port);
         v6->sin6_scope_id = scope;
         *length           = sizeof(*v6);
-        return inet_pton(AF_INET6, ip, &v6->sin6_addr) == 1 ? 0 : -1;
+        return inet_pton(AF_INET6, ip, &v6->sin6_addr) == 1;
     }
 }
 

@@ -12,7 +12,7 @@ void tu_stream_collect(tu_worker_t *worker)
 
     while (ucp_stream_worker_poll(worker->worker, &ready, 1, 0) == 1) {
         endpoint = ready.user_data;
-        while (tu_ring_reserve(worker) == 0) {
+        while (tu_ring_reserve(worker)) {
             data = ucp_stream_recv_data_nb(ready.ep, &length);
             tu_ring_unreserve(worker);
             if (!UCS_PTR_IS_PTR(data)) {
@@ -29,8 +29,8 @@ static ucp_ep_h some_endpoint(tu_worker_t *worker)
     ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
     ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS};
 
-    if (worker->endpoints != NULL) {
-        return worker->endpoints->ep;
+    if (!tu_list_is_empty(&worker->endpoints)) {
+        return TU_LIST_FIRST(&worker->endpoints, tu_endpoint_t, link)->ep;
     }
     if (worker->spare == NULL && ucp_worker_query(worker->worker, &attr) == UCS_OK) {
         params.address = attr.address;

@@ -148,7 +148,7 @@ static void copy_blocks(char *to, ptrdiff_t to_stride, const char *from, ptrdiff
 }
 
 /* Copies `length` bytes from position `offset` on, out of the array (pack) or into it. */
-static void transfer(const tu_strided_t *strided, size_t offset, char *packed, size_t length, int pack)
+static void transfer(const tu_strided_t *strided, size_t offset, char *packed, size_t length, bool pack)
 {
     size_t block = strided->block;
     size_t start, size, count;
@@ -194,14 +194,14 @@ static size_t within(const tu_strided_t *strided, size_t offset, size_t length)
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, out, length, 1);
+    transfer(strided, offset, out, length, true);
     return length;
 }
 
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, (char *)(uintptr_t)data, length, 0);
+    transfer(strided, offset, (char *)(uintptr_t)data, length, false);
     return length;
 }
 

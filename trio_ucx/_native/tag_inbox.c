@@ -2,6 +2,7 @@
  * batches are taken apart into packed messages. */
 #include <string.h>
 
+#include "little_endian.h"
 #include "native.h"
 
 static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
@@ -58,16 +59,16 @@ static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
     uint16_t length, count;
     uint32_t lane;
 
-    if (tu_ring_make_room(worker, size / TU_RUN_HEAD + 1) < 0) {
+    if (!tu_ring_make_room(worker, size / TU_RUN_HEAD + 1)) {
         return UCS_ERR_NO_MEMORY;
     }
     while (next < end) {
         if (end - next < TU_RUN_HEAD) {
             return UCS_ERR_INVALID_PARAM;
         }
-        memcpy(&lane, next, 4);
-        memcpy(&length, next + 4, 2);
-        memcpy(&count, next + 6, 2);
+        lane   = tu_le32_load(next);
+        length = tu_le16_load(next + 4);
+        count  = tu_le16_load(next + 6);
         next += TU_RUN_HEAD;
         if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
             return UCS_ERR_INVALID_PARAM;
@@ -108,7 +109,7 @@ void tu_worker_collect(tu_worker_t *worker)
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
     ucs_status_t status;
-    int batch;
+    bool batch;
 
     if (worker->used == 0) {
         worker->arena_used = 0;

@@ -1,25 +1,71 @@
 /* The worker: creating, destroying and querying it, and the calls that make it progress. */
 #include <string.h>
 
+#include "chain/chain.h"
 #include "rma/rma.h"
 
 #define BUSY_RETRIES 4
 #define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
 
-/* A client id of 0 is none. */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
+/* Frees what the worker has; UCX's worker is gone, or never was. */
+static void worker_free(tu_worker_t *worker)
+{
+    tu_endpoint_t *endpoint;
+    tu_extension_t *extension;
+
+    tu_operations_free(worker);
+    while ((extension = TU_LIST_FIRST(&worker->extensions, tu_extension_t, link)) != NULL) {
+        tu_list_remove(&extension->link);
+        extension->worker_destroyed(worker);
+    }
+    while ((endpoint = TU_LIST_FIRST(&worker->closed, tu_endpoint_t, link)) != NULL) {
+        tu_list_remove(&endpoint->link);
+        free(endpoint);
+    }
+    free(worker->ring);
+    free(worker->scratch);
+    free(worker);
+}
+
+void tu_worker_destroy(tu_worker_t *worker)
+{
+    ucp_worker_destroy(worker->worker);
+    worker_free(worker);
+}
+
+/* Everything but UCX's worker. */
+static tu_worker_t *worker_make(tu_context_t *context)
+{
+    tu_worker_t *worker = calloc(1, sizeof(*worker));
+
+    if (worker == NULL) {
+        return NULL;
+    }
+    worker->context         = context;
+    worker->streams         = (context->features & UCP_FEATURE_STREAM) != 0;
+    worker->knows_user_data = tu_ucx_has(1, 18);
+    worker->loses_info      = !tu_ucx_has(1, 17);
+    tu_list_init(&worker->hooks);
+    tu_list_init(&worker->extensions);
+    tu_list_init(&worker->endpoints);
+    tu_list_init(&worker->closed);
+    if (!tu_ring_create(worker)) {
+        worker_free(worker);
+        return NULL;
+    }
+    return worker;
+}
+
+/* Makes UCX's worker, and finds out about it. */
+static ucs_status_t worker_begin(tu_worker_t *worker, const char *name, uint64_t client_id)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
         .thread_mode = UCS_THREAD_MODE_SINGLE,
     };
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    tu_worker_t *worker     = calloc(1, sizeof(*worker));
     ucs_status_t status;
 
-    if (worker == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
     if (name != NULL) {
         params.field_mask |= UCP_WORKER_PARAM_FIELD_NAME;
         params.name        = name;
@@ -28,62 +74,46 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
         params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
         params.client_id   = client_id;
     }
-    worker->context              = context;
-    worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
-    worker->knows_user_data      = tu_ucx_has(1, 18);
-    worker->loses_info           = !tu_ucx_has(1, 17);
-    worker->chains.last          = &worker->chains.queue;
-    worker->copies.last          = &worker->copies.first;
-    worker->capacity             = 2 * TU_RING_SLACK;
-    worker->counts.ring_capacity = worker->capacity;
-    worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
-    if (worker->ring == NULL) {
-        free(worker);
-        return UCS_ERR_NO_MEMORY;
-    }
-    if (ucp_context_query(context->context, &attr) == UCS_OK) {
+    if (ucp_context_query(worker->context->context, &attr) == UCS_OK) {
         worker->memory_types = attr.memory_types;
     }
-    status = ucp_worker_create(context->context, &params, &worker->worker);
+    status = ucp_worker_create(worker->context->context, &params, &worker->worker);
+    if (status != UCS_OK) {
+        worker->worker = NULL;
+        return status;
+    }
+    status = ucp_worker_get_efd(worker->worker, &worker->efd);
+    if (status == UCS_OK && worker->efd < 0) {
+        status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
+    }
+    return status;
+}
+
+/* A client id of 0 is none. */
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
+{
+    tu_worker_t *worker = worker_make(context);
+    ucs_status_t status;
+
+    if (worker == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    status = worker_begin(worker, name, client_id);
     if (status == UCS_OK) {
-        status = ucp_worker_get_efd(worker->worker, &worker->efd);
-        if (status == UCS_OK && worker->efd < 0) {
-            status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
-        }
-        if (status == UCS_OK && (context->features & UCP_FEATURE_RMA) && (context->features & UCP_FEATURE_AM)) {
-            status = tu_remote_handle(worker);
-        }
-        if (status != UCS_OK) {
-            ucp_worker_destroy(worker->worker);
-        }
+        status = tu_chains_open(worker);
+    }
+    if (status == UCS_OK) {
+        status = tu_rma_open(worker);
     }
     if (status != UCS_OK) {
-        free(worker->ring);
-        free(worker);
+        if (worker->worker != NULL) {
+            ucp_worker_destroy(worker->worker);
+        }
+        worker_free(worker);
         return status;
     }
     *out = worker;
     return UCS_OK;
-}
-
-void tu_worker_destroy(tu_worker_t *worker)
-{
-    tu_endpoint_t *endpoint;
-
-    ucp_worker_destroy(worker->worker);
-    tu_operations_free(worker);
-    tu_transfers_free(worker);
-    tu_services_free(worker);
-    while (worker->chains.all != NULL) {
-        tu_chain_destroy(worker->chains.all);
-    }
-    while ((endpoint = worker->closed) != NULL) {
-        worker->closed = endpoint->next;
-        free(endpoint);
-    }
-    free(worker->ring);
-    free(worker->scratch);
-    free(worker);
 }
 
 uint64_t tu_worker_memory_types(tu_worker_t *worker)
@@ -98,7 +128,7 @@ int tu_worker_efd(tu_worker_t *worker)
 
 /* Copies the worker's address to out when *size has room for it; *size becomes its length either way. With net_only it
  * names no shared memory. */
-int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size)
+int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size)
 {
     ucp_worker_attr_t attr = {
         .field_mask    = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS,
@@ -130,15 +160,52 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
 }
 
 /* Takes up to `max` records; polling learns from it that something came. */
-static size_t take_records(tu_worker_t *worker, uint64_t *out, size_t max)
+static size_t take_records(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
-    size_t count = tu_ring_take(worker, (tu_record_t *)out, max);
+    size_t count = tu_ring_take(worker, out, max);
 
     if (count > 0) {
         tu_poll_ended(worker);
     }
     return count;
 }
+
+/* ---- hooks ---- */
+
+void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook))
+{
+    tu_list_init(&hook->link);
+    hook->function = function;
+}
+
+void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook)
+{
+    if (!tu_list_is_linked(&hook->link)) {
+        tu_list_append(&worker->hooks, &hook->link);
+    }
+}
+
+void tu_hook_remove(tu_hook_t *hook)
+{
+    tu_list_remove(&hook->link);
+}
+
+static unsigned call_hooks(tu_worker_t *worker)
+{
+    unsigned moved = 0;
+    tu_list_t rest; /* hooks may come and go meanwhile */
+    tu_hook_t *hook;
+
+    tu_list_move_all(&worker->hooks, &rest);
+    while ((hook = TU_LIST_FIRST(&rest, tu_hook_t, link)) != NULL) {
+        tu_list_remove(&hook->link);
+        tu_list_append(&worker->hooks, &hook->link);
+        moved += hook->function(hook);
+    }
+    return moved;
+}
+
+/* ---- progress ---- */
 
 unsigned tu_worker_progress(tu_worker_t *worker)
 {
@@ -148,15 +215,8 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     if (worker->streams) {
         tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
     }
-    if (worker->copies.first != NULL) {
-        moved += tu_transfers_copy(worker);
-    }
-    if (worker->chains.active != NULL) {
-        moved += tu_chains_progress(worker);
-    }
-    if (worker->unused && tu_ring_has_slack(worker)) {
-        worker->unused = 0;
-        tu_ring_append(worker, TU_RECORD_UNUSED, 0, UCS_OK, 0, 0, 0);
+    if (!tu_list_is_empty(&worker->hooks)) {
+        moved += call_hooks(worker);
     }
     return moved;
 }
@@ -164,25 +224,25 @@ unsigned tu_worker_progress(tu_worker_t *worker)
 /* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
  * it arm: *armed is then TU_ARMED (the efd will become readable) or TU_BUSY (UCX cannot say when it can go on: back
  * off). TU_MORE: there is more to do at once. Returns the number of records. */
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed)
+int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
     int budget  = PROGRESS_BUDGET;
     int retries = BUSY_RETRIES;
-    uint64_t requests = worker->counts.chain_requests;
+    uint64_t steps = worker->background.steps;
     unsigned moved;
     size_t count;
 
-    *armed               = TU_MORE;
-    worker->chains.until = 0;
+    *armed                       = TU_MORE;
+    worker->background.slice_end = 0;
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
             tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->copies.first == NULL); /* one copy is enough for a turn */
+                 worker->background.copies == 0); /* one copy is enough for a turn */
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL || worker->copies.first != NULL ||
-            tu_poll_chains(worker, requests)) {
+        if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 ||
+            worker->background.copies > 0 || tu_poll_sequences(worker, steps)) {
             return (int)count;
         }
         switch (ucp_worker_arm(worker->worker)) {
@@ -203,9 +263,9 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
 }
 
 /* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
-int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
+int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
-    worker->chains.until = 0;
+    worker->background.slice_end = 0;
     tu_worker_progress(worker);
     tu_worker_collect(worker);
     return (int)take_records(worker, out, max);
@@ -218,8 +278,9 @@ int tu_worker_signal(tu_worker_t *worker)
 
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 {
-    *out            = worker->counts;
-    out->poll_limit = worker->poll.limit;
+    *out                = worker->counts;
+    out->poll_limit     = worker->poll.limit;
+    out->chain_requests = worker->background.steps;
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

@@ -136,7 +136,7 @@ class Engine:
         self.waiting = Waiting(self, spin, yield_interval)
         self.between = Between(self)
         self._prompt = Prompt(self)
-        self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
+        self._records = ffi.new("tu_record_t[]", _BATCH)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
         self.mail = Mail(self)

@@ -42,7 +42,7 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
-        out = ffi.new("tu_rkey_t **")
+        out = ffi.new("ucp_rkey_h *")
         # UCX gets no length: it reads until it finds this byte behind the key.
         status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
         if status != Status.OK:

@@ -14,16 +14,13 @@ int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
     if (chain == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    chain->worker      = worker;
-    chain->memory      = sizeof(*chain);
-    chain->landed_last = &chain->landed;
-    chain->next        = worker->chains.all;
-    chain->link        = &worker->chains.all;
-    if (chain->next != NULL) {
-        chain->next->link = &chain->next;
-    }
-    worker->chains.all = chain;
-    *out               = chain;
+    chain->worker = worker;
+    chain->memory = sizeof(*chain);
+    tu_list_init(&chain->running_link);
+    tu_list_init(&chain->queue_link);
+    tu_list_init(&chain->completed);
+    tu_list_prepend(&worker->chains->all, &chain->link);
+    *out = chain;
     return UCS_OK;
 }
 
@@ -49,7 +46,7 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
     return (int)chain->target_count++;
 }
 
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned atomics,
                    const tu_way_t *way)
 {
     tu_target_t *bound = chain->targets[target];
@@ -63,55 +60,62 @@ void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, 
     bound->atomics  = atomics;
 }
 
-static int make_room(tu_chain_t *chain)
+static bool make_room(tu_chain_t *chain)
 {
     uint32_t room = chain->room == 0 ? FIRST_ROOM : chain->room * 2;
     tu_node_t **nodes;
     uint64_t *ready, *atomics;
 
     if (chain->count < chain->room) {
-        return 0;
+        return true;
     }
     nodes = realloc(chain->nodes, room * sizeof(*nodes));
     if (nodes == NULL) {
-        return -1;
+        return false;
     }
     chain->nodes = nodes;
     ready        = realloc(chain->ready, room / 8);
     if (ready == NULL) {
-        return -1;
+        return false;
     }
     chain->ready = ready;
     atomics      = realloc(chain->atomics, room / 8);
     if (atomics == NULL) {
-        return -1;
+        return false;
     }
     memset(atomics + chain->room / 64, 0, (room - chain->room) / 8);
     chain->atomics = atomics;
     chain->memory += (room - chain->room) * sizeof(*nodes) + (room - chain->room) / 4;
     chain->room    = room;
-    return 0;
+    return true;
 }
 
-/* A copy that belongs to the node, in `*array`. It is left alone, and NULL, where there is nothing. */
-static int copy(tu_node_t *node, const void **array, size_t size)
+/* What it takes to copy a request. */
+typedef struct builder {
+    size_t memory;             /* bytes that were allocated */
+    bool failed;               /* there was no memory for something */
+} builder_t;
+
+static void *allocate(builder_t *builder, size_t size)
 {
-    void *made = size > 0 ? malloc(size) : NULL;
+    void *memory = malloc(size);
 
-    if (size > 0 && made != NULL) {
-        memcpy(made, *array, size);
-    }
-    *array = made;
-    node->chain->memory += size;
-    return size == 0 || made != NULL ? 0 : -1;
+    builder->failed |= memory == NULL;
+    builder->memory += size;
+    return memory;
 }
 
-static int copy_terms(tu_node_t *node, tu_terms_t *terms)
+static void *copy(builder_t *builder, const void *array, size_t size)
 {
-    return copy(node, (const void **)&terms->terms, terms->count * sizeof(*terms->terms));
+    void *copied = size > 0 ? allocate(builder, size) : NULL;
+
+    return copied != NULL ? memcpy(copied, array, size) : NULL;
 }
 
-static int add_edge(tu_chain_t *chain, uint32_t from, uint32_t to, int strict)
+/* Replaces Python's array by a copy that belongs to the node: NULL where there is nothing, or no memory. */
+#define COPY(builder, array, count) ((array) = copy(builder, array, (count) * sizeof(*(array))))
+
+static bool add_edge(tu_chain_t *chain, uint32_t from, uint32_t to, bool strict)
 {
     tu_node_t *node = chain->nodes[from];
     tu_edge_t *edges;
@@ -119,7 +123,7 @@ static int add_edge(tu_chain_t *chain, uint32_t from, uint32_t to, int strict)
     if (node->edge_count == node->edge_room) {
         edges = realloc(node->edges, (node->edge_room * 2 + 2) * sizeof(*edges));
         if (edges == NULL) {
-            return -1;
+            return false;
         }
         chain->memory += (node->edge_room + 2) * sizeof(*edges);
         node->edges     = edges;
@@ -128,7 +132,7 @@ static int add_edge(tu_chain_t *chain, uint32_t from, uint32_t to, int strict)
     node->edges[node->edge_count].request = to;
     node->edges[node->edge_count].strict  = strict;
     node->edge_count++;
-    return 0;
+    return true;
 }
 
 static tu_terms_t *terms_of(tu_chain_request_t *request, size_t index)
@@ -139,27 +143,27 @@ static tu_terms_t *terms_of(tu_chain_request_t *request, size_t index)
     return index < sizeof(all) / sizeof(all[0]) ? all[index] : NULL;
 }
 
-static int all_below(const uint32_t *numbers, size_t count, uint32_t limit)
+static bool all_below(const uint32_t *numbers, size_t count, uint32_t limit)
 {
     size_t i;
 
     for (i = 0; i < count; i++) {
         if (numbers[i] >= limit) {
-            return 0;
+            return false;
         }
     }
-    return 1;
+    return true;
 }
 
 /* Python has checked it, and explained. This is the last look before memory is at stake. */
-static int valid(tu_chain_t *chain, tu_chain_request_t *request)
+static bool valid(tu_chain_t *chain, tu_chain_request_t *request)
 {
     uint32_t self = chain->count + (request->kind == TU_CHAIN_FOLLOW); /* which may refer to itself */
     size_t i;
 
     for (i = 0; terms_of(request, i) != NULL; i++) {
         if (!tu_terms_valid(terms_of(request, i), self)) {
-            return 0;
+            return false;
         }
     }
     for (i = 0; i < request->part_count; i++) {
@@ -168,7 +172,7 @@ static int valid(tu_chain_t *chain, tu_chain_request_t *request)
         if ((part->kind == TU_PART_RESULT && part->request >= chain->count) ||
             (part->kind == TU_PART_INTEGER &&
              (part->length > 16 || part->value.count == 0 || !tu_terms_valid(&part->value, chain->count)))) {
-            return 0;
+            return false;
         }
     }
     return all_below(request->after, request->after_count, chain->count) &&
@@ -206,60 +210,77 @@ static void node_free(tu_node_t *node)
     free(node);
 }
 
-static int copy_parts(tu_node_t *node)
+static void copy_parts(builder_t *builder, tu_node_t *node)
 {
     tu_chain_request_t *request = &node->request;
-    int failed                  = 0;
     tu_part_t *parts;
     size_t i;
 
-    if (copy(node, (const void **)&request->parts, request->part_count * sizeof(*request->parts)) < 0) {
-        return -1;
-    }
-    parts = (tu_part_t *)request->parts;
-    for (i = 0; i < request->part_count; i++) {
+    request->parts = parts = copy(builder, request->parts, request->part_count * sizeof(*parts));
+    for (i = 0; parts != NULL && i < request->part_count; i++) {
         node->payload_size += parts[i].length;
-        failed |= copy_terms(node, &parts[i].value); /* all of them: none may remain that is not ours */
+        COPY(builder, parts[i].value.terms, parts[i].value.count);
     }
-    if (failed) {
-        return -1;
+    if (parts != NULL && (request->part_count > 1 || parts[0].kind != TU_PART_MEMORY)) {
+        node->payload = allocate(builder, node->payload_size + 1);
     }
-    if (request->part_count > 1 || (request->part_count == 1 && parts[0].kind != TU_PART_MEMORY)) {
-        node->payload = malloc(node->payload_size + 1);
-        node->chain->memory += node->payload_size;
-        return node->payload != NULL ? 0 : -1;
-    }
-    return 0;
 }
 
-static int copy_all(tu_node_t *node)
+/* Gives the node copies of all that its request points to. Every pointer is a copy, or NULL, afterwards: none remains that
+ * is Python's, even if there was no memory for some. */
+static void copy_all(builder_t *builder, tu_node_t *node)
 {
     tu_chain_request_t *request = &node->request;
-    int failed                  = 0;
+    tu_terms_t *terms;
     size_t i;
 
-    for (i = 0; terms_of(request, i) != NULL; i++) {
-        failed |= copy_terms(node, terms_of(request, i));
+    for (i = 0; (terms = terms_of(request, i)) != NULL; i++) {
+        COPY(builder, terms->terms, terms->count);
     }
-    failed |= copy(node, (const void **)&request->targets, request->target_count * sizeof(*request->targets));
-    failed |= copy(node, (const void **)&request->after, request->after_count * sizeof(*request->after));
-    failed |= copy(node, (const void **)&request->behind, request->behind_count * sizeof(*request->behind));
-    failed |= copy(node, (const void **)&request->again, request->again_count * sizeof(*request->again));
-    failed |= copy(node, (const void **)&request->header, request->header_length);
-    failed |= copy_parts(node);
-    if (!failed && request->into == NULL && (request->size > 0 || request->kind == TU_CHAIN_GET)) {
-        failed = posix_memalign((void **)&node->result, 16, request->size + 1) != 0; /* an empty result is one, too */
-        node->chain->memory += request->size;
+    COPY(builder, request->targets, request->target_count);
+    COPY(builder, request->after, request->after_count);
+    COPY(builder, request->behind, request->behind_count);
+    COPY(builder, request->again, request->again_count);
+    COPY(builder, request->header, request->header_length);
+    copy_parts(builder, node);
+    if (request->into == NULL && (request->size > 0 || request->kind == TU_CHAIN_GET)) {
+        node->result     = aligned_alloc(16, (request->size / 16 + 1) * 16); /* an empty result is one, too */
+        builder->failed |= node->result == NULL;
+        builder->memory += request->size;
     }
-    return failed ? -1 : 0;
+}
+
+/* The request for which a node waits: first those of `after`, then those of `behind`. */
+static uint32_t predecessor(const tu_node_t *node, size_t index)
+{
+    const tu_chain_request_t *request = &node->request;
+
+    return index < request->after_count ? request->after[index] : request->behind[index - request->after_count];
+}
+
+/* Adds the node to the edges of all for which it waits, or of none. */
+static bool add_edges(tu_node_t *node)
+{
+    tu_chain_t *chain = node->chain;
+    size_t i;
+
+    for (i = 0; i < node->waits_for; i++) {
+        if (!add_edge(chain, predecessor(node, i), node->index, i < node->request.after_count)) {
+            while (i-- > 0) {
+                chain->nodes[predecessor(node, i)]->edge_count--; /* the last of its edges is this one */
+            }
+            return false;
+        }
+    }
+    return true;
 }
 
 /* Returns the request's index, or a ucs_status_t. */
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
 {
     tu_chain_request_t copied = *request;
+    builder_t builder         = {.memory = sizeof(tu_node_t)};
     tu_node_t *node;
-    size_t i;
 
     if (chain->running) {
         return UCS_ERR_BUSY;
@@ -268,7 +289,7 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
         return UCS_ERR_INVALID_PARAM;
     }
     node = calloc(1, sizeof(*node));
-    if (node == NULL || make_room(chain) < 0) {
+    if (node == NULL || !make_room(chain)) {
         free(node);
         return UCS_ERR_NO_MEMORY;
     }
@@ -277,24 +298,13 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
     node->request   = copied;
     node->result    = copied.into;
     node->waits_for = (uint32_t)(copied.after_count + copied.behind_count);
-    chain->memory  += sizeof(*node);
-    if (copy_all(node) < 0) {
+    tu_list_init(&node->completed_link);
+    copy_all(&builder, node);
+    if (builder.failed || !add_edges(node)) {
         node_free(node);
         return UCS_ERR_NO_MEMORY;
     }
-    for (i = 0; i < node->waits_for; i++) {
-        int strict      = i < copied.after_count;
-        uint32_t before = strict ? copied.after[i] : copied.behind[i - copied.after_count];
-
-        if (add_edge(chain, before, node->index, strict) < 0) {
-            while (i-- > 0) { /* the last of theirs */
-                strict = i < copied.after_count;
-                chain->nodes[strict ? copied.after[i] : copied.behind[i - copied.after_count]]->edge_count--;
-            }
-            node_free(node);
-            return UCS_ERR_NO_MEMORY;
-        }
-    }
+    chain->memory += builder.memory;
     if (copied.kind == TU_CHAIN_ATOMIC) {
         chain->atomics[chain->count / 64] |= (uint64_t)1 << chain->count % 64;
     }
@@ -308,10 +318,7 @@ void tu_chain_destroy(tu_chain_t *chain)
 {
     uint32_t i;
 
-    *chain->link = chain->next;
-    if (chain->next != NULL) {
-        chain->next->link = chain->link;
-    }
+    tu_list_remove(&chain->link);
     for (i = 0; i < chain->count; i++) {
         node_free(chain->nodes[i]);
     }
@@ -328,7 +335,7 @@ void tu_chain_destroy(tu_chain_t *chain)
 /* Whoever made it needs it no more. UCX may: then it goes when UCX is done with it. */
 void tu_chain_free(tu_chain_t *chain)
 {
-    chain->freed = 1;
+    chain->freed = true;
     if (chain->running) {
         tu_chain_cancel(chain);
     } else if (chain->lost == 0) {
@@ -339,5 +346,5 @@ void tu_chain_free(tu_chain_t *chain)
 /* The timer that is to fire when a delayed request may begin: its descriptor. */
 void tu_chain_timer(tu_worker_t *worker, int fd)
 {
-    worker->chains.timer = fd;
+    worker->chains->timer = fd;
 }

@@ -4,7 +4,7 @@
 #include "chain/chain.h"
 
 /* Whether UCX still has something of it. */
-int tu_chain_busy(const tu_chain_t *chain)
+bool tu_chain_busy(const tu_chain_t *chain)
 {
     return chain->running || chain->lost > 0;
 }
@@ -16,7 +16,7 @@ void tu_chain_restart(tu_chain_t *chain, int state)
 
     for (i = 0; i < chain->count; i++) {
         tu_node_set_state(chain->nodes[i], state);
-        chain->nodes[i]->has_result = 0;
+        chain->nodes[i]->has_result = false;
     }
 }
 

@@ -1,8 +1,8 @@
 /* Running a request chain: what depends on results is decided here.
  *
  * A node is a request. It is ready when all that it waits for is over; then its condition and its arguments are
- * evaluated, and it is posted. UCX's callbacks only note that something has landed: what follows from it happens after
- * the progress call that brought it (tu_chains_progress), because UCX's callbacks are no place to post from.
+ * evaluated, and it is posted. UCX's callbacks only note that something has completed: what follows from it happens after
+ * the progress call that brought it (the hook `progress`), because UCX's callbacks are no place to post from.
  *
  * Several nodes may be ready: they begin in turn, and are not waited for. A put for which others
  * wait is over when a flush after it is; all other puts are flushed at the end of the run.
@@ -20,31 +20,17 @@
 
 static void enqueue(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
-
-    if (!chain->queued && !chain->advancing && chain->running) {
-        chain->queued        = 1;
-        chain->next_queued   = NULL;
-        *worker->chains.last = chain;
-        worker->chains.last  = &chain->next_queued;
+    if (chain->running && !chain->advancing && !tu_list_is_linked(&chain->queue_link)) {
+        tu_list_append(&chain->worker->chains->queue, &chain->queue_link);
+        chain->worker->background.ready++;
     }
 }
 
 static void dequeue(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
-    tu_chain_t **link   = &worker->chains.queue;
-
-    if (!chain->queued) {
-        return;
-    }
-    while (*link != chain) {
-        link = &(*link)->next_queued;
-    }
-    *link         = chain->next_queued;
-    chain->queued = 0;
-    if (*link == NULL) {
-        worker->chains.last = link;
+    if (tu_list_is_linked(&chain->queue_link)) {
+        tu_list_remove(&chain->queue_link);
+        chain->worker->background.ready--;
     }
 }
 
@@ -62,7 +48,7 @@ static void clear_ready(tu_node_t *node)
 }
 
 /* The first one from `index` on that is ready, perhaps of those that are no atomics; `count` when there is none. */
-static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, int no_atomics)
+static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, bool no_atomics)
 {
     uint64_t word;
 
@@ -77,15 +63,12 @@ static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, int no_atomi
     return chain->count;
 }
 
-void tu_node_landed(tu_node_t *node, ucs_status_t status)
+void tu_node_completed(tu_node_t *node, ucs_status_t status)
 {
     tu_chain_t *chain = node->chain;
 
-    node->status        = status;
-    node->landing       = 1;
-    node->next_landed   = NULL;
-    *chain->landed_last = node;
-    chain->landed_last  = &node->next_landed;
+    node->status = status;
+    tu_list_append(&chain->completed, &node->completed_link);
     enqueue(chain);
 }
 
@@ -119,7 +102,7 @@ static void stop(tu_node_t *node)
 void tu_node_conclude(tu_node_t *node, int state)
 {
     tu_chain_t *chain = node->chain;
-    int failed        = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
+    bool failed       = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
     size_t i;
 
     tu_node_set_state(node, state);
@@ -134,8 +117,8 @@ void tu_node_conclude(tu_node_t *node, int state)
         if (other->state != TU_CHAIN_WAITING) {
             continue;
         }
-        if (failed && node->edges[i].strict && !other->spoiled) {
-            other->spoiled = 1;
+        if (failed && node->edges[i].strict && !other->dependency_failed) {
+            other->dependency_failed = true;
             other->culprit = node->index;
         }
         waits_less(other);
@@ -166,11 +149,11 @@ static void begin_again(tu_node_t *node)
 {
     tu_node_set_state(node, TU_CHAIN_WAITING);
     node->waiting    = 0;
-    node->spoiled    = 0;
-    node->has_result = 0;
-    node->continuing = 0;
-    node->arrived    = 0;
-    node->flushed    = 0;
+    node->dependency_failed    = false;
+    node->has_result = false;
+    node->continuing = false;
+    node->arrived    = false;
+    node->flushed    = false;
 }
 
 static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *requests, size_t count)
@@ -276,18 +259,18 @@ static void target_flushed(void *request, ucs_status_t status, void *user_data)
         ucp_request_free(request);
     }
     if (target->lost) {
-        target->lost = 0;
+        target->lost = false;
         tu_chain_lost_less(chain);
     } else {
         chain->in_flight--;
-        target->flushing = 0;
+        target->flushing = false;
         target->status   = status;
         enqueue(chain);
     }
 }
 
 /* What was put, and nobody has waited for, is to have happened when the run ends. Whether there was any. */
-static int flush_targets(tu_chain_t *chain)
+static bool flush_targets(tu_chain_t *chain)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -295,18 +278,18 @@ static int flush_targets(tu_chain_t *chain)
     };
     ucs_status_ptr_t answer;
     uint32_t i;
-    int any = 0;
+    bool any = false;
 
     for (i = 0; i < chain->target_count; i++) {
         tu_target_t *target = chain->targets[i];
 
         if (target->written && target->endpoint == NULL) {
-            target->written = 0;
+            target->written = false;
             target->status  = UCS_ERR_NOT_CONNECTED;
         } else if (target->written) {
-            any              = 1;
-            target->written  = 0;
-            target->flushing = 1;
+            any              = true;
+            target->written  = false;
+            target->flushing = true;
             param.user_data  = target;
             chain->in_flight++;
             answer = ucp_ep_flush_nbx(target->endpoint->ep, &param);
@@ -321,7 +304,7 @@ static int flush_targets(tu_chain_t *chain)
 /* A put may not have happened when the flush after it failed. */
 static void blame_flushes(tu_chain_t *chain)
 {
-    int failed = 0;
+    bool failed = false;
     uint32_t i;
 
     for (i = 0; i < chain->target_count; i++) {
@@ -341,14 +324,16 @@ static void blame_flushes(tu_chain_t *chain)
 static void end_run(tu_chain_t *chain)
 {
     tu_operation_t *operation = chain->operation;
+    tu_chains_t *chains       = chain->worker->chains;
 
     blame_flushes(chain);
     dequeue(chain);
-    chain->running      = 0;
-    chain->operation    = NULL;
-    *chain->active_link = chain->next_active;
-    if (chain->next_active != NULL) {
-        chain->next_active->active_link = chain->active_link;
+    chain->running   = false;
+    chain->operation = NULL;
+    tu_list_remove(&chain->running_link);
+    chain->worker->background.sequences--;
+    if (tu_list_is_empty(&chains->running)) {
+        tu_hook_remove(&chains->hook);
     }
     if (operation != NULL) {
         tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, chain->lost, 0);
@@ -359,25 +344,25 @@ static void end_run(tu_chain_t *chain)
 }
 
 /* Whether it may begin now; else it is noted for what it waits. */
-static int may_begin(tu_node_t *node)
+static bool may_begin(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
 
     if (tu_node_has_no_place(node)) {
-        if (worker->chains.blocked == 0) { /* 2: a place has come free, for which another chain may wait */
-            worker->chains.blocked = 1;
+        if (chains->places == TU_PLACES_NOBODY_WAITS) {
+            chains->places = TU_PLACES_AWAITED;
         }
-        chain->blocked = 1;
-        return 0;
+        chain->blocked = true;
+        return false;
     }
-    if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = tu_now())) {
+    if (node->not_before > chains->now && node->not_before > (chains->now = tu_now())) {
         if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
             chain->wake_at = node->not_before;
         }
-        return 0;
+        return false;
     }
-    return 1;
+    return true;
 }
 
 /* The next that is ready and may begin, in turn, so that one that is tried over and over lets others begin, too. */
@@ -385,8 +370,8 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
     uint32_t from  = chain->cursor;
     uint32_t to    = chain->count;
-    int looked     = 0;
-    int no_atomics = 0;
+    bool looked     = false;
+    bool no_atomics = false;
     uint32_t index;
     int round;
 
@@ -399,7 +384,7 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
                 return chain->nodes[index];
             }
             if (chain->blocked && !looked) { /* thousands may be */
-                looked     = 1;
+                looked     = true;
                 no_atomics = tu_chain_has_no_place(chain);
             }
         }
@@ -409,23 +394,19 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
     return NULL;
 }
 
-/* Does what can be done now, until the slice is over: then it is queued anew. Returns 0 when the run has ended: the
+/* Does what can be done now, until the slice is over: then it is queued anew. Returns false when the run has ended: the
  * chain may be gone. */
-static int advance(tu_chain_t *chain)
+static bool advance(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
     unsigned begun      = 0;
     tu_node_t *node;
 
-    chain->advancing = 1;
+    chain->advancing = true;
     chain->wake_at   = 0;
     for (;;) {
-        while ((node = chain->landed) != NULL) {
-            chain->landed = node->next_landed;
-            if (chain->landed == NULL) {
-                chain->landed_last = &chain->landed;
-            }
-            node->landing = 0;
+        while ((node = TU_LIST_FIRST(&chain->completed, tu_node_t, completed_link)) != NULL) {
+            tu_list_remove(&node->completed_link);
             tu_node_go_on(node);
         }
         node = chain->in_flight < DEPTH ? next_to_begin(chain) : NULL;
@@ -433,91 +414,94 @@ static int advance(tu_chain_t *chain)
             break;
         }
         tu_node_begin(node);
-        if (++begun % LOOK == 0 && (worker->chains.now = tu_now()) > worker->chains.until) {
-            chain->advancing = 0;
+        if (++begun % LOOK == 0 && (chains->now = tu_now()) > chain->worker->background.slice_end) {
+            chain->advancing = false;
             enqueue(chain);
-            return 1;
+            return true;
         }
     }
-    chain->advancing = 0;
+    chain->advancing = false;
     if (chain->unfinished == 0 && chain->in_flight == 0 && (chain->cancelled || !flush_targets(chain))) {
         end_run(chain);
-        return 0;
+        return false;
     }
-    return 1;
+    return true;
 }
 
-static void set_timer(tu_worker_t *worker)
+static void set_timer(tu_chains_t *chains)
 {
     uint64_t first = 0, time;
     tu_chain_t *chain;
 
-    for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if (chain->wake_at != 0 && (first == 0 || chain->wake_at < first)) {
             first = chain->wake_at;
         }
     }
-    worker->chains.wake = first;
+    chains->wake = first;
     if (first != 0) {
         time = tu_now();
-        tu_timer_set(worker->chains.timer, first > time ? first - time : 1, 0);
+        tu_timer_set(chains->timer, first > time ? first - time : 1, 0);
     }
 }
 
-static void queue_those(tu_worker_t *worker, int blocked, uint64_t due)
+/* Queues the chains whose delay is over at `due`, and perhaps those that wait for a place. */
+static void queue_those(tu_chains_t *chains, bool blocked, uint64_t due)
 {
     tu_chain_t *chain;
 
-    for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
-            chain->blocked = 0;
+            chain->blocked = false;
             chain->wake_at = 0; /* it looks for itself */
             enqueue(chain);
         }
     }
 }
 
-/* Lets chains go on with what has landed, until `chains.until`. Returns how many did. */
-unsigned tu_chains_progress(tu_worker_t *worker)
+/* Whether the slice of this call of Python's is over. Begins it, if that has not happened. */
+static bool slice_is_over(tu_chains_t *chains)
 {
-    unsigned moved = 0;
-    int delays     = 0;
+    uint64_t *end = &chains->worker->background.slice_end;
+
+    if (*end == 0) {
+        chains->now = tu_now();
+        *end        = chains->now + TU_SLICE;
+        return false;
+    }
+    if (++chains->calls % LOOK == 0 || chains->now > *end) {
+        chains->now = tu_now();
+    }
+    return chains->now > *end;
+}
+
+/* Lets chains go on with what has completed, until the slice is over: a hook. Returns how many did. */
+static unsigned progress(tu_hook_t *hook)
+{
+    tu_chains_t *chains = TU_ITEM(hook, tu_chains_t, hook);
+    unsigned moved      = 0;
+    bool delays         = false;
     tu_chain_t *chain;
 
-    if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = tu_now())) {
-        queue_those(worker, 0, worker->chains.now);
-        set_timer(worker); /* for the others */
+    if (chains->wake != 0 && chains->wake <= (chains->now = tu_now())) {
+        queue_those(chains, false, chains->now);
+        set_timer(chains); /* for the others */
     }
-    if (worker->chains.blocked == 2) {
-        worker->chains.blocked = 0;
-        queue_those(worker, 1, 0);
+    if (chains->places == TU_PLACES_FREE) {
+        chains->places = TU_PLACES_NOBODY_WAITS;
+        queue_those(chains, true, 0);
     }
-    if (worker->chains.queue == NULL) {
-        return 0;
-    }
-    if (worker->chains.until == 0) {
-        worker->chains.now   = tu_now();
-        worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
-    } else {
-        if (++worker->chains.calls % LOOK == 0 || worker->chains.now > worker->chains.until) {
-            worker->chains.now = tu_now();
-        }
-        if (worker->chains.now > worker->chains.until) {
-            return 0; /* they stay queued */
-        }
+    if (tu_list_is_empty(&chains->queue) || slice_is_over(chains)) {
+        return 0; /* they stay queued */
     }
     do {
-        chain                = worker->chains.queue;
-        worker->chains.queue = chain->next_queued;
-        if (worker->chains.queue == NULL) {
-            worker->chains.last = &worker->chains.queue;
-        }
-        chain->queued = 0;
+        chain = TU_LIST_FIRST(&chains->queue, tu_chain_t, queue_link);
+        dequeue(chain);
         delays |= advance(chain) && chain->wake_at != 0;
         moved++;
-    } while (worker->chains.queue != NULL && worker->chains.now <= worker->chains.until);
+    } while (!tu_list_is_empty(&chains->queue) && chains->now <= chains->worker->background.slice_end);
     if (delays) {
-        set_timer(worker);
+        set_timer(chains);
     }
     return moved;
 }
@@ -525,16 +509,22 @@ unsigned tu_chains_progress(tu_worker_t *worker)
 /* What can be done at once, of this chain alone: for what others bring, a turn must follow. */
 static void begin_run(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
+    uint64_t *end       = &chain->worker->background.slice_end;
 
-    worker->chains.now   = tu_now();
-    worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
+    chains->now = tu_now();
+    *end        = chains->now + TU_SLICE;
     do {
         dequeue(chain);
-    } while (advance(chain) && chain->queued && worker->chains.now <= worker->chains.until);
+    } while (advance(chain) && tu_list_is_linked(&chain->queue_link) && chains->now <= *end);
     if (chain->running && chain->wake_at != 0) {
-        set_timer(worker);
+        set_timer(chains);
     }
+}
+
+static void cancel_operation(void *owner)
+{
+    tu_chain_cancel(owner);
 }
 
 /* Begins a run: a verdict. */
@@ -555,36 +545,31 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (chain->room > 0) {
         memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
     }
-    chain->running     = 1;
-    chain->cancelled   = 0;
-    chain->blocked     = 0;
-    chain->wake_at     = 0;
-    chain->landed      = NULL;
-    chain->landed_last = &chain->landed;
-    chain->unfinished  = chain->count;
-    chain->cursor      = 0;
-    chain->next_active = worker->chains.active;
-    chain->active_link = &worker->chains.active;
-    if (chain->next_active != NULL) {
-        chain->next_active->active_link = &chain->next_active;
-    }
-    worker->chains.active = chain;
+    chain->running    = true;
+    chain->cancelled  = false;
+    chain->blocked    = false;
+    chain->wake_at    = 0;
+    chain->unfinished = chain->count;
+    chain->cursor     = 0;
+    tu_list_prepend(&worker->chains->running, &chain->running_link);
+    worker->background.sequences++;
+    tu_hook_add(worker, &worker->chains->hook);
     for (i = 0; i < chain->target_count; i++) {
-        chain->targets[i]->written = 0;
+        chain->targets[i]->written = false;
         chain->targets[i]->status  = UCS_OK;
     }
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
         begin_again(node);
-        node->happened   = 0;
+        node->happened   = false;
         node->status     = UCS_OK;
         node->culprit    = 0;
         node->retries    = 0;
         node->steps      = 0;
         node->not_before = 0;
         node->then       = 0;
-        node->flushing   = 0;
+        node->flushing   = false;
         node->length     = 0;
         node->waiting    = node->waits_for;
         if (node->waiting == 0) {
@@ -597,7 +582,8 @@ int64_t tu_chain_run(tu_chain_t *chain)
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
     }
     chain->operation       = post.operation;
-    post.operation->chain  = chain;
+    post.operation->cancel = cancel_operation;
+    post.operation->owner  = chain;
     return (int64_t)post.id;
 }
 
@@ -609,7 +595,7 @@ void tu_chain_cancel(tu_chain_t *chain)
     if (!chain->running) {
         return;
     }
-    chain->cancelled = 1;
+    chain->cancelled = true;
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
@@ -620,7 +606,7 @@ void tu_chain_cancel(tu_chain_t *chain)
             chain->unfinished--;
         }
     }
-    if (chain->landed == NULL && chain->in_flight == 0) {
+    if (tu_list_is_empty(&chain->completed) && chain->in_flight == 0) {
         end_run(chain);
     } else {
         enqueue(chain);
@@ -634,8 +620,8 @@ static void lose(tu_chain_t *chain, uint32_t index)
     uint32_t i;
 
     if (target->flushing) {
-        target->flushing = 0;
-        target->lost     = 1;
+        target->flushing = false;
+        target->lost     = true;
         target->status   = UCS_ERR_NOT_CONNECTED;
         chain->lost++;
         chain->in_flight--;
@@ -643,8 +629,8 @@ static void lose(tu_chain_t *chain, uint32_t index)
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        if (node->state == TU_CHAIN_POSTED && !node->landing && node->target == index) {
-            node->lost = 1;
+        if (node->state == TU_CHAIN_POSTED && !tu_list_is_linked(&node->completed_link) && node->target == index) {
+            node->lost = true;
             chain->lost++;
             chain->in_flight--;
             if (node->flushing) {
@@ -655,14 +641,13 @@ static void lose(tu_chain_t *chain, uint32_t index)
     }
 }
 
-/* An endpoint is going: nothing more is posted to it. UCX completes what it has, unless the endpoint has no error
- * handling. */
-void tu_chains_forget(tu_endpoint_t *endpoint)
+/* Nothing more is posted to the endpoint. UCX completes what it has, unless the endpoint has no error handling. */
+static void endpoint_closing(tu_endpoint_t *endpoint)
 {
     tu_chain_t *chain;
     uint32_t i;
 
-    for (chain = endpoint->worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
                 chain->targets[i]->endpoint = NULL;
@@ -673,4 +658,34 @@ void tu_chains_forget(tu_endpoint_t *endpoint)
             }
         }
     }
+}
+
+static void worker_destroyed(tu_worker_t *worker)
+{
+    tu_chains_t *chains = worker->chains;
+
+    while (!tu_list_is_empty(&chains->all)) {
+        tu_chain_destroy(TU_LIST_FIRST(&chains->all, tu_chain_t, link));
+    }
+    free(chains);
+    worker->chains = NULL;
+}
+
+ucs_status_t tu_chains_open(tu_worker_t *worker)
+{
+    tu_chains_t *chains = calloc(1, sizeof(*chains));
+
+    if (chains == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    worker->chains                     = chains;
+    chains->worker                     = worker;
+    chains->extension.endpoint_closing = endpoint_closing;
+    chains->extension.worker_destroyed = worker_destroyed;
+    tu_list_append(&worker->extensions, &chains->extension.link);
+    tu_hook_init(&chains->hook, progress);
+    tu_list_init(&chains->all);
+    tu_list_init(&chains->running);
+    tu_list_init(&chains->queue);
+    return UCS_OK;
 }

@@ -10,75 +10,75 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "rma/rma.h"
+#include "rma/transfer.h"
 
 #define BUCKETS 1024           /* hash buckets of memory, by token */
 
 struct tu_served {
-    tu_served_t *next;
+    tu_list_t link;            /* in its bucket */
     char token[TU_TOKEN_SIZE];
     const tu_context_t *context;
     ucp_mem_h memory;
     char *address;
     uint64_t length;
-    int readable, writable;
-    unsigned uses;
-    int withdrawn;
+    bool readable, writable;
+    unsigned uses;             /* requests in flight */
+    bool withdrawn;
 };
 
-/* An answer in flight, or a put whose data is. */
-struct tu_service {
-    tu_service_t *next, **link; /* of the worker's */
-    tu_worker_t *worker;
-    tu_served_t *served;       /* the memory; NULL: none is needed */
-    tu_load_t *load;
-    ucp_ep_h ep;
-    uint64_t endpoint;         /* the id of our endpoint; 0: it is UCX's own */
-    tu_remote_answer_t answer;
-};
-
-/* The number of answers to one peer. */
-struct tu_load {
-    tu_load_t *next;
+/* The number of answers to one peer that are in flight. */
+typedef struct load {
+    tu_list_t link;            /* in its bucket */
     ucp_ep_h ep;               /* only for comparison: it may have been freed */
     unsigned count;
-};
+} load_t;
+
+/* An answer in flight, or a put whose data is. */
+typedef struct service {
+    tu_list_t link;            /* in the list of its worker */
+    tu_worker_t *worker;
+    tu_served_t *served;       /* the memory; NULL: none is needed */
+    load_t *load;
+    ucp_ep_h ep;
+    uint64_t endpoint;         /* the id of our endpoint; 0: it is UCX's own */
+    tu_remote_answer_t answer; /* UCX sends it from here */
+} service_t;
 
 /* The memory of all contexts; workers of several threads read it. */
-static tu_served_t *table[BUCKETS];
+static tu_list_t table[BUCKETS]; /* those that have never had an item are zero */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 /* ---- the memory ---- */
 
-static tu_served_t **bucket_of(const char *token)
+/* Called with the mutex held. */
+static tu_list_t *bucket_of(const char *token)
 {
-    uint64_t number;
+    tu_list_t *bucket = &table[tu_le64_load(token) % BUCKETS];
 
-    memcpy(&number, token, sizeof(number));
-    return &table[number % BUCKETS];
+    if (bucket->next == NULL) {
+        tu_list_init(bucket);
+    }
+    return bucket;
 }
 
 /* Lets peers that know the token (random bytes) get and put memory. NULL: out of memory. */
-tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const char *token, uint64_t address,
-                             uint64_t length, int readable, int writable)
+tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
+                             uint64_t length, bool readable, bool writable)
 {
     tu_served_t *served = calloc(1, sizeof(*served));
-    tu_served_t **bucket;
 
     if (served == NULL) {
         return NULL;
     }
     memcpy(served->token, token, TU_TOKEN_SIZE);
     served->context  = context;
-    served->memory   = (ucp_mem_h)memory;
+    served->memory   = memory;
     served->address  = (char *)(uintptr_t)address;
     served->length   = length;
     served->readable = readable;
     served->writable = writable;
     pthread_mutex_lock(&mutex);
-    bucket       = bucket_of(token);
-    served->next = *bucket;
-    *bucket      = served;
+    tu_list_prepend(bucket_of(token), &served->link);
     pthread_mutex_unlock(&mutex);
     return served;
 }
@@ -87,14 +87,11 @@ tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const c
  * tu_memory_unused when TU_RECORD_UNUSED has come. */
 unsigned tu_memory_withdraw(tu_served_t *served)
 {
-    tu_served_t **link;
     unsigned uses;
 
     pthread_mutex_lock(&mutex);
-    for (link = bucket_of(served->token); *link != served; link = &(*link)->next) {
-    }
-    *link             = served->next;
-    served->withdrawn = 1;
+    tu_list_remove(&served->link);
+    served->withdrawn = true;
     uses              = served->uses;
     pthread_mutex_unlock(&mutex);
     if (uses == 0) {
@@ -104,7 +101,7 @@ unsigned tu_memory_withdraw(tu_served_t *served)
 }
 
 /* Whether no request uses withdrawn memory any more; then the entry is freed. */
-int tu_memory_unused(tu_served_t *served)
+bool tu_memory_unused(tu_served_t *served)
 {
     unsigned uses;
 
@@ -117,21 +114,31 @@ int tu_memory_unused(tu_served_t *served)
     return uses == 0;
 }
 
-/* Finds and holds the memory of a request, or returns why it is refused. */
-static ucs_status_t use(const tu_remote_request_t *request, int put, uint64_t length, tu_served_t **out)
+static tu_served_t *find(const char *token)
 {
+    tu_served_t *served;
+
+    TU_LIST_FOR_EACH(served, bucket_of(token), link) {
+        if (memcmp(served->token, token, TU_TOKEN_SIZE) == 0) {
+            return served;
+        }
+    }
+    return NULL;
+}
+
+/* Finds and holds the memory of a request, or returns why it is refused. */
+static ucs_status_t hold(const tu_remote_request_t *request, bool put, uint64_t length, tu_served_t **out)
+{
+    uint64_t offset     = tu_le64_to(request->offset);
     ucs_status_t status = UCS_ERR_NO_ELEM;
     tu_served_t *served;
 
     *out = NULL;
     pthread_mutex_lock(&mutex);
-    served = *bucket_of(request->token);
-    while (served != NULL && memcmp(served->token, request->token, TU_TOKEN_SIZE) != 0) {
-        served = served->next;
-    }
+    served = find(request->token);
     if (served != NULL && (put ? served->writable : served->readable)) {
         status = UCS_ERR_INVALID_ADDR;
-        if (length > 0 && length <= served->length && request->offset <= served->length - length) {
+        if (length > 0 && length <= served->length && offset <= served->length - length) {
             served->uses++;
             *out   = served;
             status = UCS_OK;
@@ -141,98 +148,100 @@ static ucs_status_t use(const tu_remote_request_t *request, int put, uint64_t le
     return status;
 }
 
-static void let_go(tu_worker_t *worker, tu_served_t *served)
+static void let_go(tu_rma_t *rma, tu_served_t *served)
 {
+    bool unused;
+
     pthread_mutex_lock(&mutex);
     served->uses--;
-    worker->unused |= served->uses == 0 && served->withdrawn;
+    unused = served->uses == 0 && served->withdrawn;
     pthread_mutex_unlock(&mutex);
+    if (unused) {
+        tu_hook_add(rma->worker, &rma->unused_hook);
+    }
+}
+
+/* Tells Python that withdrawn memory is no longer in use, as soon as the ring has room: a hook. */
+static unsigned tell_unused(tu_hook_t *hook)
+{
+    tu_rma_t *rma = TU_ITEM(hook, tu_rma_t, unused_hook);
+
+    if (tu_ring_has_slack(rma->worker)) {
+        tu_hook_remove(hook);
+        tu_ring_append(rma->worker, TU_RECORD_UNUSED, 0, UCS_OK, 0, 0, 0);
+    }
+    return 0;
 }
 
 /* ---- answers ---- */
 
-static tu_load_t **load_of(tu_worker_t *worker, ucp_ep_h ep)
-{
-    tu_load_t **link = &worker->loads[(uintptr_t)ep / 64 % TU_LOADS];
-
-    while (*link != NULL && (*link)->ep != ep) {
-        link = &(*link)->next;
-    }
-    return link;
-}
-
 /* Counts one more answer to a peer. NULL: the peer has its limit in flight, or out of memory. */
-static tu_load_t *begin_load(tu_worker_t *worker, ucp_ep_h ep)
+static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
 {
-    tu_load_t **link = load_of(worker, ep);
+    tu_list_t *bucket = &rma->loads[(uintptr_t)ep / 64 % TU_LOAD_BUCKETS];
+    load_t *load;
 
-    if (*link == NULL) {
-        *link = calloc(1, sizeof(**link));
-        if (*link == NULL) {
-            return NULL;
+    TU_LIST_FOR_EACH(load, bucket, link) {
+        if (load->ep == ep) {
+            if (load->count >= TU_REMOTE_LIMIT) {
+                return NULL;
+            }
+            load->count++;
+            return load;
         }
-        (*link)->ep = ep;
     }
-    if ((*link)->count >= TU_REMOTE_LIMIT) {
+    load = calloc(1, sizeof(*load));
+    if (load == NULL) {
         return NULL;
     }
-    (*link)->count++;
-    return *link;
+    load->ep    = ep;
+    load->count = 1;
+    tu_list_append(bucket, &load->link);
+    return load;
 }
 
-static void end_load(tu_worker_t *worker, tu_load_t *load)
+static void end_load(load_t *load)
 {
-    tu_load_t **link;
-
     if (--load->count == 0) {
-        link  = load_of(worker, load->ep);
-        *link = load->next;
+        tu_list_remove(&load->link);
         free(load);
     }
 }
 
-static tu_service_t *begin(tu_worker_t *worker, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
+static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
 {
-    tu_service_t *service = calloc(1, sizeof(*service));
+    service_t *service = calloc(1, sizeof(*service));
 
     if (service == NULL) {
         return NULL;
     }
-    service->load = begin_load(worker, param->reply_ep);
+    service->load = begin_load(rma, param->reply_ep);
     if (service->load == NULL) {
         free(service);
         return NULL;
     }
-    service->worker       = worker;
+    service->worker       = rma->worker;
     service->ep           = param->reply_ep;
     service->answer.kind  = TU_REMOTE_ANSWER;
     service->answer.id    = request->id;
     service->answer.nonce = request->nonce;
-    service->next         = worker->services;
-    service->link         = &worker->services;
-    if (service->next != NULL) {
-        service->next->link = &service->next;
-    }
-    worker->services = service;
+    tu_list_prepend(&rma->services, &service->link);
     return service;
 }
 
-static void end(tu_service_t *service)
+static void end(service_t *service)
 {
     if (service->served != NULL) {
-        let_go(service->worker, service->served);
+        let_go(service->worker->rma, service->served);
     }
-    end_load(service->worker, service->load);
-    *service->link = service->next;
-    if (service->next != NULL) {
-        service->next->link = service->link;
-    }
+    end_load(service->load);
+    tu_list_remove(&service->link);
     free(service);
 }
 
 /* Makes UCX use the owner's registration. With a registration of its own, a request that ends with its endpoint would
  * wait until ours ends (ucp_request_memh_invalidate), and would crash then if the worker is gone. */
-static void use_registration(const tu_service_t *service, ucp_request_param_t *param)
+static void use_registration(const service_t *service, ucp_request_param_t *param)
 {
 #if UCP_API_VERSION >= UCP_VERSION(1, 14)
     if (service->served != NULL && service->served->context == service->worker->context) {
@@ -252,7 +261,7 @@ static void answer_sent(void *request, ucs_status_t status, void *user_data)
     end(user_data);
 }
 
-static void answer(tu_service_t *service, ucs_status_t status, const void *data, uint64_t length, unsigned flags)
+static void answer(service_t *service, ucs_status_t status, const void *data, uint64_t length, unsigned flags)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
@@ -275,14 +284,14 @@ static void answer(tu_service_t *service, ucs_status_t status, const void *data,
 }
 
 /* UCX's endpoint for the answer; NULL if ours was closed. */
-static ucp_ep_h endpoint_of(const tu_service_t *service)
+static ucp_ep_h endpoint_of(const service_t *service)
 {
     tu_endpoint_t *endpoint;
 
     if (service->endpoint == 0) {
         return service->ep; /* valid, because UCX has just received by it */
     }
-    for (endpoint = service->worker->endpoints; endpoint != NULL; endpoint = endpoint->next) {
+    TU_LIST_FOR_EACH(endpoint, &service->worker->endpoints, link) {
         if (endpoint->id == service->endpoint) {
             return endpoint->ep;
         }
@@ -292,7 +301,7 @@ static ucp_ep_h endpoint_of(const tu_service_t *service)
 
 static void put_received(void *request, ucs_status_t status, size_t length, void *user_data)
 {
-    tu_service_t *service = user_data;
+    service_t *service = user_data;
 
     (void)length;
     if (request != NULL) {
@@ -307,51 +316,26 @@ static void put_received(void *request, ucs_status_t status, size_t length, void
 
 /* ---- requests ---- */
 
-/* Writes an aligned word by one store. memcpy may write it twice, and overwrite what another peer has stored in
- * between, into a lock that was just released. */
-void tu_remote_store(char *to, const void *data, uint64_t length)
+static void get(service_t *service, const tu_remote_request_t *request)
 {
-    uint64_t eight;
-    uint32_t four;
-    uint16_t two;
-
-    if (length == 8 && (uintptr_t)to % 8 == 0) {
-        memcpy(&eight, data, 8);
-        __atomic_store_n((uint64_t *)(void *)to, eight, __ATOMIC_RELEASE);
-    } else if (length == 4 && (uintptr_t)to % 4 == 0) {
-        memcpy(&four, data, 4);
-        __atomic_store_n((uint32_t *)(void *)to, four, __ATOMIC_RELEASE);
-    } else if (length == 2 && (uintptr_t)to % 2 == 0) {
-        memcpy(&two, data, 2);
-        __atomic_store_n((uint16_t *)(void *)to, two, __ATOMIC_RELEASE);
-    } else if (length == 1) {
-        __atomic_store_n(to, *(const char *)data, __ATOMIC_RELEASE);
-    } else {
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        memcpy(to, data, length);
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-    }
-}
-
-static void get(tu_service_t *service, const tu_remote_request_t *request)
-{
-    ucs_status_t status = use(request, 0, request->length, &service->served);
-    unsigned flags      = request->length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
+    uint64_t length     = tu_le64_to(request->length);
+    ucs_status_t status = hold(request, false, length, &service->served);
+    unsigned flags      = length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
                                   UCP_AM_SEND_FLAG_RNDV :
                                   UCP_AM_SEND_FLAG_EAGER;
 
     if (status != UCS_OK) {
         answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
     } else {
-        answer(service, UCS_OK, service->served->address + request->offset, request->length, flags);
+        answer(service, UCS_OK, service->served->address + tu_le64_to(request->offset), length, flags);
     }
 }
 
-static ucs_status_t put(tu_service_t *service, const tu_remote_request_t *request, void *data, size_t length,
+static ucs_status_t put(service_t *service, const tu_remote_request_t *request, void *data, size_t length,
                         const ucp_am_recv_param_t *param)
 {
-    int rendezvous            = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-    ucs_status_t status       = use(request, 1, length, &service->served);
+    bool rendezvous           = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    ucs_status_t status       = hold(request, true, length, &service->served);
     ucp_request_param_t taken = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
         .cb.recv_am   = put_received,
@@ -366,9 +350,9 @@ static ucs_status_t put(tu_service_t *service, const tu_remote_request_t *reques
         answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
         return rendezvous ? status : UCS_OK;
     }
-    to = service->served->address + request->offset;
+    to = service->served->address + tu_le64_to(request->offset);
     if (!rendezvous) {
-        tu_remote_store(to, data, length);
+        tu_mapped_store(to, data, length);
         answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
         return UCS_OK;
     }
@@ -382,23 +366,25 @@ static ucs_status_t put(tu_service_t *service, const tu_remote_request_t *reques
 }
 
 /* A message from any peer: a request, or an answer to one of ours. */
-static ucs_status_t arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
-                            const ucp_am_recv_param_t *param)
+static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
+                                    const ucp_am_recv_param_t *param)
 {
-    int rendezvous = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    tu_rma_t *rma   = arg;
+    bool rendezvous = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
     tu_remote_request_t request;
     tu_remote_answer_t answer;
-    tu_service_t *service;
+    service_t *service;
 
     if (header_length == sizeof(answer)) {
         memcpy(&answer, header, sizeof(answer));
         if (answer.kind == TU_REMOTE_ANSWER) {
-            return tu_transfer_answered(arg, &answer, data, length, rendezvous);
+            tu_requester_answered(rma, &answer, data, length, rendezvous);
+            return UCS_OK;
         }
     } else if (header_length == sizeof(request) && (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP)) {
         memcpy(&request, header, sizeof(request));
         if (request.kind == TU_REMOTE_GET || request.kind == TU_REMOTE_PUT) {
-            service = begin(arg, &request, param);
+            service = begin(rma, &request, param);
             if (service != NULL && request.kind == TU_REMOTE_PUT) {
                 return put(service, &request, data, length, param);
             }
@@ -411,27 +397,38 @@ static ucs_status_t arrived(void *arg, const void *header, size_t header_length,
     return rendezvous ? UCS_ERR_NO_ELEM : UCS_OK;
 }
 
-ucs_status_t tu_remote_handle(tu_worker_t *worker)
+ucs_status_t tu_owner_open(tu_rma_t *rma)
 {
-    return tu_am_handle(worker, TU_REMOTE_AM_ID, arrived, worker);
+    const uint64_t needed = UCP_FEATURE_RMA | UCP_FEATURE_AM;
+    size_t i;
+
+    tu_list_init(&rma->services);
+    for (i = 0; i < TU_LOAD_BUCKETS; i++) {
+        tu_list_init(&rma->loads[i]);
+    }
+    tu_hook_init(&rma->unused_hook, tell_unused);
+    if ((rma->worker->context->features & needed) != needed) {
+        return UCS_OK;
+    }
+    return tu_am_handle(rma->worker, TU_REMOTE_AM_ID, message_arrived, rma);
 }
 
 /* The worker will not be progressed any more: its answers do not use memory from now on. */
 void tu_worker_abandon(tu_worker_t *worker)
 {
-    tu_service_t *service;
+    service_t *service;
 
-    for (service = worker->services; service != NULL; service = service->next) {
+    TU_LIST_FOR_EACH(service, &worker->rma->services, link) {
         if (service->served != NULL) {
-            let_go(worker, service->served);
+            let_go(worker->rma, service->served);
             service->served = NULL;
         }
     }
 }
 
-void tu_services_free(tu_worker_t *worker)
+void tu_owner_close(tu_rma_t *rma)
 {
-    while (worker->services != NULL) {
-        end(worker->services);
+    while (!tu_list_is_empty(&rma->services)) {
+        end(TU_LIST_FIRST(&rma->services, service_t, link));
     }
 }
