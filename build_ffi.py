@@ -70,9 +70,9 @@ def pkg_config(option: str) -> list[str]:
     return shlex.split(answer.stdout)
 
 
-def warnings_are_errors() -> list[str]:
-    """Only for development: a user's compiler may have warnings that ours does not know."""
-    return ["-Werror"] if os.environ.get("TRIO_UCX_WERROR") == "1" else []
+def for_development() -> list[str]:
+    """Warnings are errors, and assertions are checked. A user's compiler may have warnings that ours does not know."""
+    return ["-Werror", "-UNDEBUG"] if os.environ.get("TRIO_UCX_WERROR") == "1" else []
 
 
 def ucx_location() -> tuple[list[str], list[str], list[str]]:
@@ -106,7 +106,7 @@ def make_builder() -> FFI:
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).rglob("*.h"))],
         include_dirs=[str(NATIVE)],
         libraries=["ucp", "ucs"],
-        extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", *warnings_are_errors(), *compiler_arguments],
+        extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", *for_development(), *compiler_arguments],
         extra_link_args=[*link_arguments, *(f"-Wl,-rpath,{path}" for path in search_path)],
         # cffi sets Py_LIMITED_API itself where the interpreter has a stable ABI.
         py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),

@@ -17,11 +17,17 @@ struct tu_am_queue {
     size_t max_bytes;
     bool refuse;               /* what happens to a rendezvous that finds the queue full: refused, or held */
     bool cut;                  /* what happens to the sender of an eager message that does, if it is known */
-    bool announced;             /* its record is in the ring, or Python is still taking messages; else reserved */
-    tu_am_message_t *first;
-    tu_am_message_t **last;
+    bool announced;            /* Python knows that there are messages; else room for the record is reserved */
+    tu_hook_t retry;           /* while Python knows of none, and there was no memory to reserve that */
+    tu_list_t messages;
     tu_am_counts_t counts;
 };
+
+/* A message in a queue, or in Python's hands. */
+typedef struct queued {
+    tu_list_t link;
+    tu_am_message_t message;   /* what Python sees; header and copied data follow */
+} queued_t;
 
 static size_t cost(const tu_am_message_t *message)
 {
@@ -61,6 +67,25 @@ static void announce(tu_am_queue_t *queue)
     }
 }
 
+/* Makes up for a reservation that failed: a hook. */
+static unsigned reserve_again(tu_hook_t *hook)
+{
+    tu_am_queue_t *queue = TU_ITEM(hook, tu_am_queue_t, retry);
+    bool empty           = tu_list_is_empty(&queue->messages);
+
+    if (tu_ring_reserve(queue->worker)) {
+        tu_hook_remove(hook);
+        queue->announced = false;
+        if (!empty) {
+            announce(queue);
+        }
+    } else if (!empty && tu_ring_has_slack(queue->worker)) {
+        tu_hook_remove(hook);
+        tu_ring_append(queue->worker, TU_RECORD_AM, queue->id, UCS_OK, 0, 0, 0);
+    }
+    return 0;
+}
+
 /* A message that finds the queue full. */
 static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, bool rendezvous)
 {
@@ -83,36 +108,38 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
     bool lent            = !rendezvous && length >= LEND_FROM && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
     size_t copied        = rendezvous || lent ? 0 : length;
     uint64_t sender      = tu_am_sender(queue->worker, param);
-    bool full            = queue->first != NULL && /* an empty one takes any message, or some could never be received */
+    bool full            = !tu_list_is_empty(&queue->messages) && /* an empty one takes any message, or some could never be received */
                            (queue->counts.messages >= queue->max_messages ||
                             queue->counts.bytes + MESSAGE_OVERHEAD + header_length + (rendezvous ? 0 : length) >
                                     queue->max_bytes);
-    tu_am_message_t *message;
+    queued_t *queued;
+    char *behind;
 
     if (full && !(rendezvous && !queue->refuse)) {
         return turn_away(queue, sender, rendezvous);
     }
-    message = malloc(sizeof(*message) + header_length + copied);
-    if (message == NULL) {
+    queued = tu_malloc(sizeof(*queued) + header_length + copied);
+    if (queued == NULL) {
         return turn_away(queue, sender, rendezvous);
     }
-    message->next          = NULL;
-    message->kind          = rendezvous ? TU_AM_RENDEZVOUS : lent ? TU_AM_LENT : TU_AM_COPIED;
-    message->endpoint      = sender;
-    message->length        = length;
-    message->header_length = header_length;
-    message->header        = (char *)(message + 1);
-    message->data          = copied > 0 ? message->header + header_length : data;
+    behind          = (char *)(queued + 1);
+    queued->message = (tu_am_message_t){
+        .kind          = rendezvous ? TU_AM_RENDEZVOUS : lent ? TU_AM_LENT : TU_AM_COPIED,
+        .endpoint      = sender,
+        .length        = length,
+        .header_length = header_length,
+        .header        = behind,
+        .data          = copied > 0 ? behind + header_length : data,
+    };
     if (header_length > 0) {
-        memcpy(message->header, header, header_length);
+        memcpy(behind, header, header_length);
     }
     if (copied > 0) {
-        memcpy(message->data, data, copied);
+        memcpy(behind + header_length, data, copied);
     }
-    *queue->last = message;
-    queue->last  = &message->next;
+    tu_list_append(&queue->messages, &queued->link);
     queue->counts.messages++;
-    queue->counts.bytes += cost(message);
+    queue->counts.bytes += cost(&queued->message);
     announce(queue);
     return rendezvous || lent ? UCS_INPROGRESS : UCS_OK;
 }
@@ -146,7 +173,7 @@ ucs_status_t tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callb
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
                bool cut, tu_am_queue_t **out)
 {
-    tu_am_queue_t *queue = calloc(1, sizeof(*queue));
+    tu_am_queue_t *queue = tu_calloc(1, sizeof(*queue));
     ucs_status_t status;
 
     if (queue == NULL) {
@@ -159,7 +186,8 @@ int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_mess
     queue->max_bytes    = max_bytes;
     queue->refuse       = refuse;
     queue->cut          = cut;
-    queue->last         = &queue->first;
+    tu_list_init(&queue->messages);
+    tu_hook_init(&queue->retry, reserve_again);
     if (!tu_ring_reserve(worker)) {
         free(queue);
         return UCS_ERR_NO_MEMORY;
@@ -174,24 +202,33 @@ int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_mess
     return UCS_OK;
 }
 
+static tu_am_message_t *take(tu_am_queue_t *queue)
+{
+    queued_t *oldest = TU_LIST_FIRST(&queue->messages, queued_t, link);
+
+    if (oldest == NULL) {
+        return NULL;
+    }
+    tu_list_remove(&oldest->link);
+    queue->counts.messages--;
+    queue->counts.bytes -= cost(&oldest->message);
+    return &oldest->message;
+}
+
 /* Takes the oldest message; it then belongs to the caller. NULL when there is none: the next that comes is announced
  * by a record. */
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue)
 {
-    tu_am_message_t *message = queue->first;
+    tu_am_message_t *message = take(queue);
 
-    if (message == NULL) {
-        if (queue->announced && tu_ring_reserve(queue->worker)) {
+    if (message == NULL && queue->announced) {
+        if (tu_ring_reserve(queue->worker)) {
             queue->announced = false;
+            tu_hook_remove(&queue->retry);
+        } else {
+            tu_hook_add(queue->worker, &queue->retry);
         }
-        return NULL;
     }
-    queue->first = message->next;
-    if (queue->first == NULL) {
-        queue->last = &queue->first;
-    }
-    queue->counts.messages--;
-    queue->counts.bytes -= cost(message);
     return message;
 }
 
@@ -206,9 +243,10 @@ void tu_am_close(tu_am_queue_t *queue)
     tu_am_message_t *message;
 
     tu_am_handle(queue->worker, queue->am_id, nobody_is_here, NULL);
-    while ((message = tu_am_next(queue)) != NULL) {
+    while ((message = take(queue)) != NULL) {
         tu_am_release(queue->worker, message);
     }
+    tu_hook_remove(&queue->retry);
     if (!queue->announced) {
         tu_ring_unreserve(queue->worker);
     }
@@ -233,7 +271,7 @@ int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_bu
 /* Frees a message whose data UCX has taken back. */
 void tu_am_forget(tu_am_message_t *message)
 {
-    free(message);
+    free(TU_ITEM(message, queued_t, message));
 }
 
 void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
@@ -241,7 +279,7 @@ void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
     if (message->kind != TU_AM_COPIED) {
         ucp_am_data_release(worker->worker, message->data);
     }
-    free(message);
+    tu_am_forget(message);
 }
 
 /* The header must stay until the operation completes. */

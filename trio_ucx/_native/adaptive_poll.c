@@ -103,7 +103,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_worker_progress(worker) != 0) {
-                tu_worker_collect(worker);
+                tu_inbox_collect(worker);
             }
         }
         time = tu_now();

@@ -74,7 +74,6 @@ typedef struct tu_received {
 #define TU_AM_RENDEZVOUS 2     /* with the sender, until tu_am_receive */
 
 typedef struct tu_am_message {
-    struct tu_am_message *next;
     int kind;
     uint64_t endpoint;         /* id of the endpoint to reply to; 0: not asked for, or none of ours */
     uint64_t length;
@@ -156,6 +155,7 @@ int tu_probe_sysv(size_t one, size_t other);
 #define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);
+void tu_test_refuse_memory(int64_t allowed);
 
 /* log.c */
 typedef struct tu_log_line {

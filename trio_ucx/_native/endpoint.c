@@ -17,7 +17,7 @@ static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 static ucs_status_t endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
                            const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
-    tu_endpoint_t *endpoint = calloc(1, sizeof(*endpoint));
+    tu_endpoint_t *endpoint = tu_calloc(1, sizeof(*endpoint));
     ucs_status_t status;
 
     if (endpoint == NULL) {

@@ -16,6 +16,15 @@
 
 #define HUGE_PAGE ((uintptr_t)2 << 20) /* x86-64's, and that of AArch64 with pages of 4 KiB */
 
+int64_t tu_allocations_left = -1;
+
+/* For tests: after `allowed` more allocations there is no memory for this module; -1 ends that. Not UCX's allocations, and
+ * not those of the log. */
+void tu_test_refuse_memory(int64_t allowed)
+{
+    tu_allocations_left = allowed;
+}
+
 const char *tu_library_file(void)
 {
     Dl_info info;

@@ -19,7 +19,7 @@ int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char 
     ucp_listener_params_t params = {
         .field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER,
     };
-    tu_listener_t *listener = calloc(1, sizeof(*listener));
+    tu_listener_t *listener = tu_calloc(1, sizeof(*listener));
     ucs_status_t status;
 
     if (listener == NULL) {

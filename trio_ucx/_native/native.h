@@ -48,6 +48,41 @@ static inline uint64_t tu_now(void)
     return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
+/* ---- memory (library.c) ---- */
+
+extern int64_t tu_allocations_left; /* see tu_test_refuse_memory; -1: without limit */
+
+static inline bool tu_may_allocate(void)
+{
+    if (tu_allocations_left > 0) {
+        tu_allocations_left--;
+        return true;
+    }
+    return tu_allocations_left < 0;
+}
+
+static inline void *tu_malloc(size_t size)
+{
+    return tu_may_allocate() ? malloc(size) : NULL;
+}
+
+static inline void *tu_aligned_alloc(size_t alignment, size_t size)
+{
+    return tu_may_allocate() ? aligned_alloc(alignment, size) : NULL;
+}
+
+static inline void *tu_calloc(size_t count, size_t size)
+{
+    return tu_may_allocate() ? calloc(count, size) : NULL;
+}
+
+static inline void *tu_realloc(void *memory, size_t size)
+{
+    return tu_may_allocate() ? realloc(memory, size) : NULL;
+}
+
+/* ---- a worker and what hangs on it ---- */
+
 struct tu_context {
     ucp_context_h context;
     uint64_t features;
@@ -162,6 +197,7 @@ struct tu_worker {
     ucp_datatype_t strided;    /* 0 until it is needed */
 
     bool streams;              /* whether endpoints may have stream data */
+    bool unread;               /* some still have, because there was no room for a record */
     ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
 
     tu_poll_t poll;
@@ -182,6 +218,7 @@ struct tu_endpoint {
     ucp_ep_h ep;               /* NULL once closing began */
     uint64_t id;
     bool error_handling;
+    bool unread;               /* it has stream data for which there was no room */
     bool failed;               /* its record is in the ring, no longer reserved */
     unsigned atomics;          /* under way, of those whose number is limited */
     tu_transfers_t transfers;
@@ -194,19 +231,32 @@ struct tu_listener {
     uint64_t id;
 };
 
-/* The ring (ring.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
+/* ---- the ring of records (ring.c) ----
+ *
+ * Reserve takes room for one record, which a callback may append later, with slack to spare. Unreserve gives it back,
+ * right before the append or because there will be none. What appends without a reservation asks first: has_slack
+ * allocates nothing; find_room lets the ring grow to keep the slack, and uses the slack if there is no memory; make_room
+ * lets it grow for `count` records at once. While find_room fails the ring is not empty, so Python's next call takes
+ * records, and there is room again.
+ *
+ * An append that did none of that is a fault of ours. Development builds (TRIO_UCX_WERROR=1) abort. Others let the ring
+ * grow, and abort when there is no memory: a record that is lost or overwritten would leave a task waiting for ever, or
+ * free a buffer that UCX still uses. */
 bool tu_ring_create(tu_worker_t *worker);
 bool tu_ring_reserve(tu_worker_t *worker);
 void tu_ring_unreserve(tu_worker_t *worker);
-bool tu_ring_make_room(tu_worker_t *worker, size_t count);
-tu_record_t *tu_ring_last(tu_worker_t *worker); /* the newest one; NULL when the ring is empty */
 bool tu_ring_has_slack(const tu_worker_t *worker);
+bool tu_ring_find_room(tu_worker_t *worker);
+bool tu_ring_make_room(tu_worker_t *worker, size_t count);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
+tu_record_t *tu_ring_last(tu_worker_t *worker); /* the newest one; NULL when the ring is empty */
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* The Connections' messages (tag_inbox.c). */
-void tu_worker_collect(tu_worker_t *worker);
+void tu_inbox_collect(tu_worker_t *worker);
+/* Whether messages may have been left with UCX because there was no memory to receive them. */
+bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 /* Polling (adaptive_poll.c): something arrived, not by polling. */
 void tu_poll_ended(tu_worker_t *worker);
 /* A turn is about to arm. Whether not to, because sequences go on. */

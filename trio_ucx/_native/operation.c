@@ -15,7 +15,7 @@ static void forget_buffers(tu_operation_t *operation)
 
 static bool slots_grow(tu_worker_t *worker)
 {
-    tu_operation_t **blocks = realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
+    tu_operation_t **blocks = tu_realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
     tu_operation_t *block;
     size_t i;
 
@@ -23,7 +23,7 @@ static bool slots_grow(tu_worker_t *worker)
         return false;
     }
     worker->blocks = blocks;
-    block          = calloc(BLOCK_SLOTS, sizeof(*block));
+    block          = tu_calloc(BLOCK_SLOTS, sizeof(*block));
     if (block == NULL) {
         return false;
     }
@@ -191,7 +191,7 @@ static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
         post->count          = buffers->count == 1 ? buffers->lengths[0] : 0;
         return UCS_OK;
     }
-    iov = malloc(buffers->count * sizeof(*iov));
+    iov = tu_malloc(buffers->count * sizeof(*iov));
     if (iov == NULL) {
         return UCS_ERR_NO_MEMORY;
     }

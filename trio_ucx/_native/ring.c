@@ -1,20 +1,23 @@
 /* The ring of records: what UCX's callbacks tell Python, in the order in which it happened.
  *
  * Room for a record is reserved when something is posted or opened, so that a callback never has to allocate. */
+#include <assert.h>
+#include <stdio.h>
+
 #include "native.h"
 
 bool tu_ring_create(tu_worker_t *worker)
 {
     worker->capacity             = 2 * TU_RING_SLACK;
     worker->counts.ring_capacity = worker->capacity;
-    worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
+    worker->ring                 = tu_malloc(worker->capacity * sizeof(*worker->ring));
     return worker->ring != NULL;
 }
 
 static bool ring_grow(tu_worker_t *worker)
 {
     size_t capacity   = worker->capacity * 2;
-    tu_record_t *ring = malloc(capacity * sizeof(*ring));
+    tu_record_t *ring = tu_malloc(capacity * sizeof(*ring));
     size_t i;
 
     if (ring == NULL) {
@@ -31,7 +34,6 @@ static bool ring_grow(tu_worker_t *worker)
     return true;
 }
 
-/* Makes sure that every pending operation and open endpoint can append its record, with slack to spare. */
 bool tu_ring_reserve(tu_worker_t *worker)
 {
     while (worker->used + worker->reserved + 1 + TU_RING_SLACK > worker->capacity) {
@@ -45,10 +47,19 @@ bool tu_ring_reserve(tu_worker_t *worker)
 
 void tu_ring_unreserve(tu_worker_t *worker)
 {
+    assert(worker->reserved > 0);
     worker->reserved--;
 }
 
-/* Makes room for records that nothing is reserved for. */
+bool tu_ring_find_room(tu_worker_t *worker)
+{
+    if (tu_ring_reserve(worker)) {
+        tu_ring_unreserve(worker);
+        return true;
+    }
+    return tu_ring_has_slack(worker);
+}
+
 bool tu_ring_make_room(tu_worker_t *worker, size_t count)
 {
     while (worker->used + worker->reserved + count > worker->capacity) {
@@ -69,11 +80,26 @@ bool tu_ring_has_slack(const tu_worker_t *worker)
     return worker->used + worker->reserved < worker->capacity;
 }
 
+/* A record comes that nothing was reserved for. It is neither lost nor written over another one. */
+static void rescue_full_ring(tu_worker_t *worker)
+{
+    if (!ring_grow(worker)) {
+        fprintf(stderr, "trio_ucx: the ring of records is full (%zu records), and there is no memory to let it grow\n",
+                worker->capacity);
+        abort();
+    }
+}
+
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer)
 {
-    tu_record_t *record = &worker->ring[(worker->first + worker->used) & (worker->capacity - 1)];
+    tu_record_t *record;
 
+    assert(worker->used + worker->reserved < worker->capacity && "nothing was reserved for this record");
+    if (__builtin_expect(worker->used == worker->capacity, false)) {
+        rescue_full_ring(worker);
+    }
+    record          = &worker->ring[(worker->first + worker->used) & (worker->capacity - 1)];
     record->kind    = kind;
     record->id      = id;
     record->status  = (uint64_t)(-(int64_t)status);

@@ -2,24 +2,47 @@
  * is unread when the peer closes, and a receive that was posted could not be cancelled without loss. */
 #include "native.h"
 
-/* Takes what has arrived on any endpoint: a record for each piece. */
-void tu_stream_collect(tu_worker_t *worker)
+/* Takes what one endpoint has received: a record for each piece. What finds no room is taken later: UCX does not name the
+ * endpoint again before more arrives. */
+static void collect_from(tu_worker_t *worker, tu_endpoint_t *endpoint, ucp_ep_h ep)
 {
-    ucp_stream_poll_ep_t ready;
-    tu_endpoint_t *endpoint;
     ucs_status_ptr_t data;
     size_t length;
 
-    while (ucp_stream_worker_poll(worker->worker, &ready, 1, 0) == 1) {
-        endpoint = ready.user_data;
-        while (tu_ring_reserve(worker)) {
-            data = ucp_stream_recv_data_nb(ready.ep, &length);
-            tu_ring_unreserve(worker);
-            if (!UCS_PTR_IS_PTR(data)) {
-                break;
-            }
-            tu_ring_append(worker, TU_RECORD_STREAM, endpoint->id, UCS_OK, length, 0, (uint64_t)(uintptr_t)data);
+    while (tu_ring_find_room(worker)) {
+        data = ucp_stream_recv_data_nb(ep, &length);
+        if (!UCS_PTR_IS_PTR(data)) {
+            return;
         }
+        tu_ring_append(worker, TU_RECORD_STREAM, endpoint->id, UCS_OK, length, 0, (uint64_t)(uintptr_t)data);
+    }
+    endpoint->unread = true;
+    worker->unread   = true;
+}
+
+static void collect_unread(tu_worker_t *worker)
+{
+    tu_endpoint_t *endpoint;
+
+    worker->unread = false;
+    TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
+        if (endpoint->unread) {
+            endpoint->unread = false;
+            collect_from(worker, endpoint, endpoint->ep);
+        }
+    }
+}
+
+/* Takes what has arrived on any endpoint. */
+void tu_stream_collect(tu_worker_t *worker)
+{
+    ucp_stream_poll_ep_t ready;
+
+    if (worker->unread) {
+        collect_unread(worker);
+    }
+    while (ucp_stream_worker_poll(worker->worker, &ready, 1, 0) == 1) {
+        collect_from(worker, ready.user_data, ready.ep);
     }
 }
 

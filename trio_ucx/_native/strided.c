@@ -43,7 +43,7 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
     if (dimensions > TU_STRIDED_DIMENSIONS) {
         return UCS_ERR_EXCEEDS_LIMIT;
     }
-    strided = calloc(1, sizeof(*strided) + dimensions * sizeof(strided->dimension[0]));
+    strided = tu_calloc(1, sizeof(*strided) + dimensions * sizeof(strided->dimension[0]));
     if (strided == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
@@ -77,7 +77,7 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided)
 {
     size_t size        = sizeof(*strided) + strided->dimensions * sizeof(strided->dimension[0]);
-    tu_strided_t *copy = malloc(size);
+    tu_strided_t *copy = tu_malloc(size);
 
     return copy == NULL ? NULL : memcpy(copy, strided, size);
 }

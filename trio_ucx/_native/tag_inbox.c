@@ -104,7 +104,7 @@ static void collect_raw(tu_worker_t *worker)
 
 /* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. Those that find
  * no room stay there until Python has taken what is in the ring. */
-void tu_worker_collect(tu_worker_t *worker)
+void tu_inbox_collect(tu_worker_t *worker)
 {
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
@@ -115,7 +115,7 @@ void tu_worker_collect(tu_worker_t *worker)
         worker->arena_used = 0;
     }
     if (worker->scratch == NULL) {
-        worker->scratch = malloc(TU_LONGEST_BATCH);
+        worker->scratch = tu_malloc(TU_LONGEST_BATCH);
     }
     while (worker->claimed_bit != 0 && worker->scratch != NULL &&
            worker->used + worker->reserved < worker->capacity &&
@@ -147,4 +147,9 @@ void tu_worker_collect(tu_worker_t *worker)
             return; /* another with the next turn */
         }
     }
+}
+
+bool tu_inbox_lacks_memory(const tu_worker_t *worker)
+{
+    return worker->claimed_bit != 0 && worker->scratch == NULL;
 }

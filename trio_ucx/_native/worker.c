@@ -36,7 +36,7 @@ void tu_worker_destroy(tu_worker_t *worker)
 /* Everything but UCX's worker. */
 static tu_worker_t *worker_make(tu_context_t *context)
 {
-    tu_worker_t *worker = calloc(1, sizeof(*worker));
+    tu_worker_t *worker = tu_calloc(1, sizeof(*worker));
 
     if (worker == NULL) {
         return NULL;
@@ -237,13 +237,17 @@ int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, 
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
-            tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
+            tu_inbox_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
                  worker->background.copies == 0); /* one copy is enough for a turn */
         count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 ||
             worker->background.copies > 0 || tu_poll_sequences(worker, steps)) {
             return (int)count;
+        }
+        if (tu_inbox_lacks_memory(worker)) {
+            *armed = TU_BUSY; /* UCX would not tell again of the messages that it has */
+            return 0;
         }
         switch (ucp_worker_arm(worker->worker)) {
         case UCS_OK:
@@ -267,7 +271,7 @@ int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     worker->background.slice_end = 0;
     tu_worker_progress(worker);
-    tu_worker_collect(worker);
+    tu_inbox_collect(worker);
     return (int)take_records(worker, out, max);
 }
 

@@ -9,7 +9,7 @@
 
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
 {
-    tu_chain_t *chain = calloc(1, sizeof(*chain));
+    tu_chain_t *chain = tu_calloc(1, sizeof(*chain));
 
     if (chain == NULL) {
         return UCS_ERR_NO_MEMORY;
@@ -27,14 +27,14 @@ int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
 /* Where requests may go; what it is bound to is said before each run. Returns its index, or a ucs_status_t. */
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
 {
-    tu_target_t **targets = realloc(chain->targets, (chain->target_count + 1) * sizeof(*targets));
+    tu_target_t **targets = tu_realloc(chain->targets, (chain->target_count + 1) * sizeof(*targets));
     tu_target_t *target;
 
     if (targets == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
     chain->targets = targets;
-    target         = calloc(1, sizeof(*target));
+    target         = tu_calloc(1, sizeof(*target));
     if (target == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
@@ -69,17 +69,17 @@ static bool make_room(tu_chain_t *chain)
     if (chain->count < chain->room) {
         return true;
     }
-    nodes = realloc(chain->nodes, room * sizeof(*nodes));
+    nodes = tu_realloc(chain->nodes, room * sizeof(*nodes));
     if (nodes == NULL) {
         return false;
     }
     chain->nodes = nodes;
-    ready        = realloc(chain->ready, room / 8);
+    ready        = tu_realloc(chain->ready, room / 8);
     if (ready == NULL) {
         return false;
     }
     chain->ready = ready;
-    atomics      = realloc(chain->atomics, room / 8);
+    atomics      = tu_realloc(chain->atomics, room / 8);
     if (atomics == NULL) {
         return false;
     }
@@ -98,7 +98,7 @@ typedef struct builder {
 
 static void *allocate(builder_t *builder, size_t size)
 {
-    void *memory = malloc(size);
+    void *memory = tu_malloc(size);
 
     builder->failed |= memory == NULL;
     builder->memory += size;
@@ -121,7 +121,7 @@ static bool add_edge(tu_chain_t *chain, uint32_t from, uint32_t to, bool strict)
     tu_edge_t *edges;
 
     if (node->edge_count == node->edge_room) {
-        edges = realloc(node->edges, (node->edge_room * 2 + 2) * sizeof(*edges));
+        edges = tu_realloc(node->edges, (node->edge_room * 2 + 2) * sizeof(*edges));
         if (edges == NULL) {
             return false;
         }
@@ -244,7 +244,7 @@ static void copy_all(builder_t *builder, tu_node_t *node)
     COPY(builder, request->header, request->header_length);
     copy_parts(builder, node);
     if (request->into == NULL && (request->size > 0 || request->kind == TU_CHAIN_GET)) {
-        node->result     = aligned_alloc(16, (request->size / 16 + 1) * 16); /* an empty result is one, too */
+        node->result     = tu_aligned_alloc(16, (request->size / 16 + 1) * 16); /* an empty result is one, too */
         builder->failed |= node->result == NULL;
         builder->memory += request->size;
     }
@@ -288,7 +288,7 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
     if (!valid(chain, &copied)) {
         return UCS_ERR_INVALID_PARAM;
     }
-    node = calloc(1, sizeof(*node));
+    node = tu_calloc(1, sizeof(*node));
     if (node == NULL || !make_room(chain)) {
         free(node);
         return UCS_ERR_NO_MEMORY;

@@ -673,7 +673,7 @@ static void worker_destroyed(tu_worker_t *worker)
 
 ucs_status_t tu_chains_open(tu_worker_t *worker)
 {
-    tu_chains_t *chains = calloc(1, sizeof(*chains));
+    tu_chains_t *chains = tu_calloc(1, sizeof(*chains));
 
     if (chains == NULL) {
         return UCS_ERR_NO_MEMORY;

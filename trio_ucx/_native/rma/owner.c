@@ -65,7 +65,7 @@ static tu_list_t *bucket_of(const char *token)
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
                              uint64_t length, bool readable, bool writable)
 {
-    tu_served_t *served = calloc(1, sizeof(*served));
+    tu_served_t *served = tu_calloc(1, sizeof(*served));
 
     if (served == NULL) {
         return NULL;
@@ -190,7 +190,7 @@ static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
             return load;
         }
     }
-    load = calloc(1, sizeof(*load));
+    load = tu_calloc(1, sizeof(*load));
     if (load == NULL) {
         return NULL;
     }
@@ -210,7 +210,7 @@ static void end_load(load_t *load)
 
 static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
 {
-    service_t *service = calloc(1, sizeof(*service));
+    service_t *service = tu_calloc(1, sizeof(*service));
 
     if (service == NULL) {
         return NULL;

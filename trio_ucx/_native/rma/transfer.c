@@ -21,7 +21,7 @@ static tu_transfer_t *first_of(const tu_transfers_t *transfers)
 
 static tu_transfer_t *allocate(tu_worker_t *worker, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner)
 {
-    tu_transfer_t *transfer = calloc(1, sizeof(*transfer));
+    tu_transfer_t *transfer = tu_calloc(1, sizeof(*transfer));
 
     if (transfer == NULL) {
         return NULL;
@@ -58,6 +58,20 @@ static tu_transfer_t *enter(tu_endpoint_t *endpoint, tu_transfer_kind_t kind, tu
     return transfer;
 }
 
+/* A transfer with a fence before it leaves the list without having begun. What follows must still wait for what was
+ * before the fence. */
+static void pass_on_fence(tu_transfers_t *transfers, tu_transfer_t *transfer)
+{
+    do {
+        transfer = TU_LIST_NEXT(&transfers->list, transfer, link);
+    } while (transfer != NULL && transfer->kind == TU_TRANSFER_FLUSH);
+    if (transfer != NULL) {
+        transfer->fenced = true;
+    } else {
+        transfers->fence = true;
+    }
+}
+
 /* Takes a transfer out of its endpoint's list. */
 static void leave(tu_transfer_t *transfer)
 {
@@ -68,6 +82,9 @@ static void leave(tu_transfer_t *transfer)
         return;
     }
     transfers = &endpoint->transfers;
+    if (transfer->fenced && transfer->state == TU_TRANSFER_WAITING) {
+        pass_on_fence(transfers, transfer);
+    }
     if (transfers->waiting == transfer) {
         transfers->waiting = TU_LIST_NEXT(&transfers->list, transfer, link);
     }
@@ -456,7 +473,7 @@ static void worker_destroyed(tu_worker_t *worker)
 
 ucs_status_t tu_rma_open(tu_worker_t *worker)
 {
-    tu_rma_t *rma = calloc(1, sizeof(*rma));
+    tu_rma_t *rma = tu_calloc(1, sizeof(*rma));
     size_t i;
 
     if (rma == NULL) {
