@@ -217,7 +217,7 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
         hostile.connect(receiver)
         lib.tu_tag_send_one(hostile.endpoint, first, 8, lib.TU_MEMORY_HOST, CLAIMED | 1)
         with no_memory():
-            assert until(of_kind(receiver, lib.TU_RECORD_RUN), hostile)[0][2] != 0
+            assert until(of_kind(receiver, lib.TU_RECORD_PACKED), hostile)[0][2] != 0
         lib.tu_tag_send_one(sender.endpoint, second, 8, lib.TU_MEMORY_HOST, CLAIMED | 2)
         with no_memory():
             end = time.monotonic() + 0.3
@@ -226,7 +226,7 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
                     side.turn()
                 assert receiver.turn(arm=True) == []
                 assert receiver.armed[0] != lib.TU_ARMED
-        [record] = until(of_kind(receiver, lib.TU_RECORD_RUN), sender, hostile)
+        [record] = until(of_kind(receiver, lib.TU_RECORD_PACKED), sender, hostile)
         assert record[1:5] == (1, 0, 8, CLAIMED | 2)
         lib.tu_endpoint_free(hostile.endpoint)
 

@@ -34,17 +34,17 @@ class Lib(Protocol):
     TU_RECORD_AM: int
     TU_RECORD_STREAM: int
     TU_RECORD_CUT: int
-    TU_RECORD_RUN: int
+    TU_RECORD_PACKED: int
     TU_RECORD_UNUSED: int
     TU_TOKEN_SIZE: int
     TU_REMOTE_AM_ID: int
     TU_SMALL_MESSAGE: int
-    TU_BATCH_LANE: int
+    TU_BATCH_QUEUE: int
     TU_LONGEST_BATCH: int
-    TU_RUN_HEAD: int
+    TU_GROUP_HEAD: int
     TU_ARENA: int
     TU_AM_COPIED: int
-    TU_AM_LENT: int
+    TU_AM_BORROWED: int
     TU_AM_RENDEZVOUS: int
     TU_AM_SEND_AUTO: int
     TU_AM_SEND_EAGER: int
@@ -65,7 +65,7 @@ class Lib(Protocol):
     TU_DESCRIPTORS: int
     TU_TERM_CONSTANT: int
     TU_TERM_LOAD: int
-    TU_TERM_PLACE: int
+    TU_TERM_OFFSET: int
     TU_TERM_CRC32C: int
     TU_TERM_SAME: int
     TU_TERM_LOCAL: int
@@ -280,7 +280,7 @@ class Lib(Protocol):
         /,
     ) -> CData: ...
     def tu_memory_withdraw(self, served: CData, /) -> int: ...
-    def tu_worker_abandon(self, worker: WorkerHandle, /) -> None: ...
+    def tu_worker_stop_serving(self, worker: WorkerHandle, /) -> None: ...
     def tu_memory_unused(self, served: CData, /) -> bool: ...
     def tu_strided_create(
         self, address: CData, item: int, dimensions: int, shape: CData, strides: CData, out: CData, /

@@ -1,13 +1,13 @@
-/* Active messages: handlers that put what arrives into bounded queues, and what sends and receives them. */
+/* Active messages: bounded queues for those that arrive, and sending and receiving them. */
 #include <string.h>
 
 #include "native.h"
 
-/* What a queued message costs besides its bytes. */
+/* What a queued message is charged beside its bytes. */
 #define MESSAGE_OVERHEAD 128
 
-/* Smaller data is copied: over shared memory UCX lends 8 KiB for each message, however small. */
-#define LEND_FROM 4096
+/* Shorter data is copied rather than borrowed: over shared memory UCX keeps 8 KiB for each message, however short. */
+#define BORROW_FROM 4096
 
 struct tu_am_queue {
     tu_worker_t *worker;
@@ -15,10 +15,10 @@ struct tu_am_queue {
     unsigned am_id;
     size_t max_messages;
     size_t max_bytes;
-    bool refuse;               /* what happens to a rendezvous that finds the queue full: refused, or held */
-    bool cut;                  /* what happens to the sender of an eager message that does, if it is known */
+    bool refuse;               /* a rendezvous that finds the queue full is refused; else it is queued all the same */
+    bool cut;                  /* an eager message that finds it full ends the endpoint that it came from, if known */
     bool announced;            /* Python knows that there are messages; else room for the record is reserved */
-    tu_hook_t retry;           /* while Python knows of none, and there was no memory to reserve that */
+    tu_hook_t retry;           /* added while Python waits for a record and no room could be reserved for it */
     tu_list_t messages;
     tu_am_counts_t counts;
 };
@@ -34,7 +34,7 @@ static size_t cost(const tu_am_message_t *message)
     return MESSAGE_OVERHEAD + message->header_length + (message->kind == TU_AM_RENDEZVOUS ? 0 : message->length);
 }
 
-/* Which of the worker's endpoints this is: 0 for one that UCX made by itself. */
+/* The id of this endpoint; 0 if UCX made it by itself. */
 static uint64_t endpoint_id(tu_worker_t *worker, ucp_ep_h ep)
 {
     tu_endpoint_t *endpoint;
@@ -67,7 +67,7 @@ static void announce(tu_am_queue_t *queue)
     }
 }
 
-/* Makes up for a reservation that failed: a hook. */
+/* Tries again to reserve room for the record; without memory, the record of a message that arrived uses the slack. */
 static unsigned reserve_again(tu_hook_t *hook)
 {
     tu_am_queue_t *queue = TU_ITEM(hook, tu_am_queue_t, retry);
@@ -105,16 +105,18 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 {
     tu_am_queue_t *queue = arg;
     bool rendezvous      = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-    bool lent            = !rendezvous && length >= LEND_FROM && (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
-    size_t copied        = rendezvous || lent ? 0 : length;
+    bool borrowed        = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0 && !rendezvous && length >= BORROW_FROM;
+    size_t copied        = rendezvous || borrowed ? 0 : length;
     uint64_t sender      = tu_am_sender(queue->worker, param);
-    bool full            = !tu_list_is_empty(&queue->messages) && /* an empty one takes any message, or some could never be received */
-                           (queue->counts.messages >= queue->max_messages ||
-                            queue->counts.bytes + MESSAGE_OVERHEAD + header_length + (rendezvous ? 0 : length) >
-                                    queue->max_bytes);
+    size_t bytes         = MESSAGE_OVERHEAD + header_length + (rendezvous ? 0 : length);
+    bool full            = queue->counts.messages >= queue->max_messages ||
+                           queue->counts.bytes + bytes > queue->max_bytes;
     queued_t *queued;
     char *behind;
 
+    if (tu_list_is_empty(&queue->messages)) {
+        full = false; /* otherwise a message longer than the limit could never be received */
+    }
     if (full && !(rendezvous && !queue->refuse)) {
         return turn_away(queue, sender, rendezvous);
     }
@@ -124,7 +126,7 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
     }
     behind          = (char *)(queued + 1);
     queued->message = (tu_am_message_t){
-        .kind          = rendezvous ? TU_AM_RENDEZVOUS : lent ? TU_AM_LENT : TU_AM_COPIED,
+        .kind          = rendezvous ? TU_AM_RENDEZVOUS : borrowed ? TU_AM_BORROWED : TU_AM_COPIED,
         .endpoint      = sender,
         .length        = length,
         .header_length = header_length,
@@ -141,11 +143,12 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
     queue->counts.messages++;
     queue->counts.bytes += cost(&queued->message);
     announce(queue);
-    return rendezvous || lent ? UCS_INPROGRESS : UCS_OK;
+    return rendezvous || borrowed ? UCS_INPROGRESS : UCS_OK;
 }
 
-/* For ids whose queue was closed: UCX would print a warning for each message. The answer is UCX's own for such an id. */
-static ucs_status_t nobody_is_here(void *arg, const void *header, size_t header_length, void *data, size_t length,
+/* The handler of ids whose queue was closed. Without one UCX would log a warning for each message; the answer is UCX's
+ * for an id without a handler. */
+static ucs_status_t message_unwanted(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                    const ucp_am_recv_param_t *param)
 {
     (void)arg;
@@ -215,8 +218,8 @@ static tu_am_message_t *take(tu_am_queue_t *queue)
     return &oldest->message;
 }
 
-/* Takes the oldest message; it then belongs to the caller. NULL when there is none: the next that comes is announced
- * by a record. */
+/* Takes the oldest message, which belongs to the caller from then on. NULL when there is none: then a record announces
+ * the next one that arrives. */
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue)
 {
     tu_am_message_t *message = take(queue);
@@ -237,12 +240,13 @@ void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out)
     *out = queue->counts;
 }
 
-/* Ends the queue. The sender of a rendezvous that nobody has received is told that it was: UCX has no other answer. */
+/* Ends the queue. The senders of rendezvous messages in it are told that these were received: UCX has no other
+ * answer. */
 void tu_am_close(tu_am_queue_t *queue)
 {
     tu_am_message_t *message;
 
-    tu_am_handle(queue->worker, queue->am_id, nobody_is_here, NULL);
+    tu_am_handle(queue->worker, queue->am_id, message_unwanted, NULL);
     while ((message = take(queue)) != NULL) {
         tu_am_release(queue->worker, message);
     }
@@ -253,8 +257,8 @@ void tu_am_close(tu_am_queue_t *queue)
     free(queue);
 }
 
-/* Receives the message's data, whatever its kind. The caller keeps the message until the operation completed, then
- * frees it with tu_am_forget. */
+/* Receives the data of a message of any kind. The caller keeps the message until the operation is over, and then frees
+ * it by tu_am_forget. */
 int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_buffers_t *buffers)
 {
     tu_post_t post;
@@ -268,12 +272,13 @@ int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_bu
                                                    &post.param));
 }
 
-/* Frees a message whose data UCX has taken back. */
+/* Frees a message whose data tu_am_receive has given back to UCX. */
 void tu_am_forget(tu_am_message_t *message)
 {
     free(TU_ITEM(message, queued_t, message));
 }
 
+/* Frees a message, and gives its data back to UCX. */
 void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
 {
     if (message->kind != TU_AM_COPIED) {
@@ -282,7 +287,7 @@ void tu_am_release(tu_worker_t *worker, tu_am_message_t *message)
     tu_am_forget(message);
 }
 
-/* The header must stay until the operation completes. */
+/* The header must stay until the operation is over. */
 int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
                    const tu_buffers_t *buffers, bool reply, int protocol)
 {

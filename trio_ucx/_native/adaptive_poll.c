@@ -1,11 +1,12 @@
-/* Polling before parking: for how long a task that waits looks for itself, because waking it costs more.
+/* Decides for how long a waiting task polls before it parks, because waking it costs more than a short poll.
  *
  * The time adapts, as Linux's halt_poll_ns does for virtual processors, but to what polling has found, too: with no
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
  *   MISSES polls do not               no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
- *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
+ *   no poll, and the wait was         short, or could have been: polls again, up to the bound. Longer: the limit is
+ * halved
  */
 
 #include "native.h"
@@ -14,7 +15,7 @@
 #define MARGIN 8
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
-#define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
+#define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
 #define MOST_PENALTY 10
 #define ROUNDS 16              /* progress calls between two looks at the clock */
 
@@ -76,13 +77,13 @@ static void missed(tu_poll_t *poll)
 static void look_at_sequences(tu_worker_t *worker, uint64_t *steps, uint64_t time)
 {
     if (worker->background.steps != *steps) {
-        *steps            = worker->background.steps;
+        *steps               = worker->background.steps;
         worker->poll.last    = time;
         worker->poll.goes_on = true;
     }
 }
 
-/* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
+/* Polls. Call it after tu_poll_begin said so, and again while it finds other things. Takes up to `max` records and
  * returns their number; 0 when the time is over.
  *
  * A sequence that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
@@ -132,8 +133,8 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     return (int)count;
 }
 
-/* A turn is about to arm; sequences had posted so much when it began. Whether not to: one goes on, and its steps take no
- * longer than it pays to poll for. */
+/* A turn is about to arm; sequences had posted so much when it began. Whether not to: one goes on, and its steps take
+ * no longer than it pays to poll for. */
 bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
 {
     tu_poll_t *poll = &worker->poll;
@@ -163,13 +164,13 @@ bool tu_poll_goes_on(const tu_worker_t *worker)
     return worker->poll.goes_on && worker->background.sequences > 0;
 }
 
-/* Both, for a task that has nothing to do in between. */
+/* tu_poll_begin and tu_poll, for a task that has nothing to do between the two. */
 int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
 }
 
-/* Something arrived in a turn: what a wait that did not poll, or in vain, could have saved. */
+/* Something arrived in a turn: adapts the limit to what polling could have saved the wait. */
 void tu_poll_ended(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;

@@ -1,4 +1,4 @@
-/* Endpoints: to a socket address, to a worker address, from a connection request. */
+/* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
 #include "native.h"
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
@@ -6,7 +6,7 @@ static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
     tu_endpoint_t *endpoint = arg;
 
     (void)ep;
-    /* Closing here would free the endpoint twice: Python does it, later. */
+    /* Closing it in this callback would free it twice. Python closes it later. */
     if (!endpoint->failed) {
         endpoint->failed = true;
         tu_ring_unreserve(endpoint->worker);
@@ -115,8 +115,8 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
     tu_list_remove(&endpoint->link);
 }
 
-/* Closes by force; without error handling UCX can only flush. Whatever the verdict, the endpoint can carry nothing
- * more; tu_endpoint_free releases what is left of it once the closing operation has completed. */
+/* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
+ * tu_endpoint_free when the closing operation is over. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 {
     ucp_ep_h ep = endpoint->ep;
@@ -144,13 +144,13 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
     }
     if (endpoint->error_handling) {
         free(endpoint);
-    } else { /* UCX keeps its half while the peer has the other, and gives it as an active message's sender */
+    } else { /* UCX's endpoint lives as long as the peer's, and active messages may still name it as their sender */
         endpoint->id = 0;
         tu_list_prepend(&worker->closed, &endpoint->link);
     }
 }
 
-/* Records are about the new id from now on. */
+/* Records name the new id from now on. */
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
 {
     endpoint->id = id;

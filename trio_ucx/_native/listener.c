@@ -1,4 +1,4 @@
-/* Listeners and the connection requests that arrive at them. */
+/* Listeners, and the connection requests that they receive. */
 #include "native.h"
 
 static void connection_requested(ucp_conn_request_h request, void *arg)
@@ -65,7 +65,7 @@ int tu_request_client(uint64_t request, char *host, size_t size, unsigned *port)
     return status != UCS_OK ? (int)status : tu_sockaddr_text(&attr.client_address, host, size, port);
 }
 
-/* 0 when the client told none: UCX does not tell the two apart. */
+/* The id is 0, too, if the client sent none: UCX does not tell the two apart. */
 int tu_request_client_id(uint64_t request, uint64_t *client_id)
 {
     ucp_conn_request_attr_t attr = {.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ID};

@@ -1,7 +1,7 @@
-/* UCX's log: its lines are kept here until a thread of Python's takes them, so that no Python runs inside UCX.
+/* UCX's log: keeps its lines until a Python thread takes them, so that no Python runs inside UCX.
  *
- * UCX logs from whatever thread it runs in, its own included, and may hold locks of its own meanwhile. Without a reader
- * (before the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
+ * UCX logs in every thread in which it runs, its own included, and may hold locks meanwhile. Without a reader (before
+ * the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
 #define _GNU_SOURCE
 #include <alloca.h>
 #include <fnmatch.h>
@@ -30,7 +30,7 @@ typedef struct line {
 
 static struct {
     pthread_mutex_t mutex;
-    pthread_cond_t came;       /* a line has come, or the reader shall end */
+    pthread_cond_t came;       /* there is a line, or the reader is to end */
     pthread_cond_t logged;     /* all lines have been logged */
     line_t *first;
     line_t **last;
@@ -149,7 +149,7 @@ static void after_fork(void)
     self.reading = false;
 }
 
-/* From now on UCX's lines come here. */
+/* Installs the handler of UCX's log lines. */
 void tu_log_begin(void)
 {
     char name[32] = "";
@@ -185,7 +185,7 @@ unsigned tu_log_open(void)
     return reader;
 }
 
-/* Lets the reader take the remaining lines, and end. */
+/* Lets the reader end when it has taken the remaining lines. */
 void tu_log_close(void)
 {
     pthread_mutex_lock(&self.mutex);
@@ -195,14 +195,14 @@ void tu_log_close(void)
     pthread_mutex_unlock(&self.mutex);
 }
 
-/* Waits for a line, which belongs to the caller until the next call; *lost is the number of lines that were lost. NULL:
- * the reader shall end. */
+/* Waits for a line, which belongs to the caller until the next call; *lost is the number of lines that were lost.
+ * Returns NULL when the reader is to end. */
 const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost)
 {
     line_t *line;
 
     if (before != NULL) {
-        free((char *)(uintptr_t)before - offsetof(line_t, line));
+        free(TU_ITEM(before, line_t, line));
     }
     pthread_mutex_lock(&self.mutex);
     self.reading = false;

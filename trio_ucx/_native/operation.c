@@ -1,4 +1,4 @@
-/* Operations: their table, and the way from a call of Python's to a request of UCX's and back. */
+/* Operations: from a call that posts one to the record that says that it is over. */
 #include <string.h>
 
 #include "native.h"
@@ -159,7 +159,7 @@ static ucs_status_t describe_strided(tu_post_t *post, const tu_strided_t *stride
     if (post->operation->described == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    /* UCX would look up the address that it is given, which is the description's. */
+    /* Otherwise UCX would look up the kind of memory of the address, which is the description's. */
     post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
     post->param.memory_type   = UCS_MEMORY_TYPE_HOST;
     post->param.datatype      = worker->strided;
@@ -168,7 +168,7 @@ static ucs_status_t describe_strided(tu_post_t *post, const tu_strided_t *stride
     return UCS_OK;
 }
 
-/* Fills in the datatype, and gives the operation what UCX reads of it until it completes. */
+/* Describes the buffers to UCX. The operation owns what UCX reads of the description until it is over. */
 static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
 {
     ucp_dt_iov_t *iov;
@@ -234,7 +234,7 @@ int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer)
         operation_release(post->operation);
         return UCS_PTR_RAW_STATUS(answer);
     }
-    if (post->operation->id == post->id) { /* else it completed during the call: the record is in the ring already */
+    if (post->operation->id == post->id) { /* otherwise it is over: its record is in the ring already */
         post->operation->request = answer;
     }
     return (int64_t)post->id;

@@ -1,6 +1,4 @@
-/* The ring of records: what UCX's callbacks tell Python, in the order in which it happened.
- *
- * Room for a record is reserved when something is posted or opened, so that a callback never has to allocate. */
+/* The ring of records, by which UCX's callbacks tell Python what happened. native.h says who reserves room in it. */
 #include <assert.h>
 #include <stdio.h>
 
@@ -80,7 +78,7 @@ bool tu_ring_has_slack(const tu_worker_t *worker)
     return worker->used + worker->reserved < worker->capacity;
 }
 
-/* A record comes that nothing was reserved for. It is neither lost nor written over another one. */
+/* Makes room for a record that comes without a reservation, so that it is not lost, and overwrites no other one. */
 static void rescue_full_ring(tu_worker_t *worker)
 {
     if (!ring_grow(worker)) {

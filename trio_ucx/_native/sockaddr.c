@@ -1,4 +1,4 @@
-/* Socket addresses: from text and to text, and whether an interface has one. */
+/* Socket addresses: from text, to text, and whether a network interface has one. */
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <netinet/in.h>
@@ -28,7 +28,7 @@ bool tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int famil
     }
 }
 
-int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port)
+ucs_status_t tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port)
 {
     const void *ip;
 
@@ -48,8 +48,8 @@ int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t 
     return inet_ntop(address->ss_family, ip, host, (socklen_t)size) != NULL ? UCS_OK : UCS_ERR_INVALID_ADDR;
 }
 
-/* Whether a network interface has exactly this address: the kernel also binds to others, such as 127.0.0.2, but UCX
- * then finds no interface, and neither connects nor says so. -1: the system does not say. */
+/* Whether a network interface has exactly this address: 1, 0, or -1 if the system does not say. The kernel also binds
+ * to other addresses, such as 127.0.0.2, for which UCX finds no interface, and then neither connects nor fails. */
 int tu_is_interface_address(const tu_address_t *address)
 {
     struct ifaddrs *all, *each;

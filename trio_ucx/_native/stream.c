@@ -1,9 +1,11 @@
-/* UCP streams. What arrives is taken off UCX's hands at once, as pieces of memory that UCX lends: UCX would drop what
- * is unread when the peer closes, and a receive that was posted could not be cancelled without loss. */
+/* UCP streams: sends, and collects what arrives, as pieces of memory that are borrowed from UCX.
+ *
+ * Data is collected at once, because UCX drops unread data when the peer closes, and a posted receive cannot be
+ * cancelled without loss. */
 #include "native.h"
 
-/* Takes what one endpoint has received: a record for each piece. What finds no room is taken later: UCX does not name the
- * endpoint again before more arrives. */
+/* Collects what one endpoint has received: a record for each piece. If the ring has no room, the endpoint is marked, as
+ * UCX does not report it again before more data arrives. */
 static void collect_from(tu_worker_t *worker, tu_endpoint_t *endpoint, ucp_ep_h ep)
 {
     ucs_status_ptr_t data;
@@ -33,7 +35,7 @@ static void collect_unread(tu_worker_t *worker)
     }
 }
 
-/* Takes what has arrived on any endpoint. */
+/* Collects what has arrived on any endpoint. */
 void tu_stream_collect(tu_worker_t *worker)
 {
     ucp_stream_poll_ep_t ready;
@@ -46,7 +48,7 @@ void tu_stream_collect(tu_worker_t *worker)
     }
 }
 
-/* UCX asks for an endpoint, but any of the worker's will do; the one that the data came by may be gone. */
+/* UCX wants an endpoint to give data back, but accepts any of the worker's; the one that received it may have gone. */
 static ucp_ep_h some_endpoint(tu_worker_t *worker)
 {
     ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
@@ -65,7 +67,7 @@ static ucp_ep_h some_endpoint(tu_worker_t *worker)
     return worker->spare; /* ends with the worker */
 }
 
-/* Gives a piece back. */
+/* Gives a piece of a stream back to UCX. */
 void tu_stream_release(tu_worker_t *worker, uint64_t data)
 {
     ucp_ep_h ep = some_endpoint(worker);

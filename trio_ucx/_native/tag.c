@@ -1,4 +1,4 @@
-/* Tag messages: send, receive, probe; of any buffers. */
+/* Tag messages: sends, receives and probes, with buffers of any kind. */
 #include <string.h>
 
 #include "native.h"
@@ -28,7 +28,7 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     return tu_tag_send(endpoint, &one, tag, false);
 }
 
-/* Begins a receive. UCX writes `info` when it completes inside the call. */
+/* Begins a receive. UCX writes `info` if it completes inside the call. */
 static int64_t begin_receive(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers,
                              ucp_tag_recv_info_t *info)
 {
@@ -49,7 +49,7 @@ static int64_t end_receive(tu_post_t *post, ucs_status_ptr_t answer, const ucp_t
     return tu_post_end(post, answer);
 }
 
-/* The first kept message with a matching tag, or NULL. From now on UCX keeps the messages that arrive. */
+/* The first kept message with a matching tag, or NULL. From now on raw messages stay with UCX: see collect_raw. */
 static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
 {
     size_t i;
@@ -132,7 +132,7 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
     return tu_message_receive(worker, message, &one, received);
 }
 
-/* Returns the handle of a removed message, 1 for one that stays, 0 for none. */
+/* Returns the handle of a message that was removed, 1 for one that was not, 0 if there is none. */
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received)
 {
     ucp_tag_recv_info_t info;

@@ -1,5 +1,7 @@
-/* Collects the Connections' tag messages from UCX. Small ones are received at once and packed into the worker's arena;
- * batches are taken apart into packed messages. */
+/* Collects the Connections' tag messages: takes them off UCX's queue of unexpected messages, and appends their records.
+ *
+ * Small messages are received at once, and packed: neighbours with the same tag and length are one record, and lie one
+ * after the other in the worker's arena. A batch is taken apart into packed messages. */
 #include <string.h>
 
 #include "little_endian.h"
@@ -13,7 +15,7 @@ static void scratch_received(void *request, ucs_status_t status, const ucp_tag_r
     ucp_request_free(request);
 }
 
-/* Receives a small message that has arrived into the worker's scratch memory. Returns a ucs_status_t. */
+/* Receives a small message that has arrived into the worker's scratch memory. */
 static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h message, size_t length)
 {
     ucp_request_param_t param = {
@@ -27,60 +29,60 @@ static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h me
     ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
 
     if (UCS_PTR_IS_PTR(answer)) {
-        /* A peer that sends a small message by rendezvous, against what it said when it connected: UCX keeps the memory. */
+        /* The peer sends a small message by rendezvous, although it said otherwise when it connected. UCX keeps the
+         * memory until the message has arrived. */
         worker->scratch = NULL;
         return UCS_ERR_INVALID_PARAM;
     }
     return UCS_PTR_RAW_STATUS(answer);
 }
 
-/* Adds messages of one kind to the arena: to the run that the last record is about, or with a new one. */
-static void add_run(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
+/* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it. */
+static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
 {
-    size_t place      = worker->arena_used;
+    size_t offset     = worker->arena_used;
     tu_record_t *last = tu_ring_last(worker);
 
-    memcpy(worker->arena + place, data, count * length);
+    memcpy(worker->arena + offset, data, count * length);
     worker->arena_used += count * length;
-    if (last != NULL && last->kind == TU_RECORD_RUN && last->tag == tag && last->length == length && last->id > 0 &&
-        last->pointer + last->id * length == place) {
+    if (last != NULL && last->kind == TU_RECORD_PACKED && last->tag == tag && last->length == length && last->id > 0 &&
+        last->pointer + last->id * length == offset) {
         last->id += count;
     } else {
-        tu_ring_append(worker, TU_RECORD_RUN, count, UCS_OK, length, tag, place);
+        tu_ring_append(worker, TU_RECORD_PACKED, count, UCS_OK, length, tag, offset);
     }
 }
 
-/* Adds the runs of a batch that was received into the scratch memory. Returns a ucs_status_t; a batch that is malformed
- * is one up to there. */
-static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
+/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count. */
+static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
 {
     const char *next = worker->scratch;
     const char *end  = next + size;
     uint16_t length, count;
-    uint32_t lane;
+    uint32_t queue;
 
-    if (!tu_ring_make_room(worker, size / TU_RUN_HEAD + 1)) {
+    if (!tu_ring_make_room(worker, size / TU_GROUP_HEAD + 1)) {
         return UCS_ERR_NO_MEMORY;
     }
     while (next < end) {
-        if (end - next < TU_RUN_HEAD) {
+        if (end - next < TU_GROUP_HEAD) {
             return UCS_ERR_INVALID_PARAM;
         }
-        lane   = tu_le32_load(next);
+        queue  = tu_le32_load(next);
         length = tu_le16_load(next + 4);
         count  = tu_le16_load(next + 6);
-        next += TU_RUN_HEAD;
+        next += TU_GROUP_HEAD;
         if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
             return UCS_ERR_INVALID_PARAM;
         }
-        add_run(worker, (tag & ~(uint64_t)UINT32_MAX) | lane, length, count, next);
+        pack(worker, (tag & ~(uint64_t)UINT32_MAX) | queue, length, count, next);
         next += (size_t)count * length;
     }
     return UCS_OK;
 }
 
-/* Takes raw tag messages off UCX's unexpected queue, which has no limit, until the program first asks for such. The
- * first ones are kept; the others go to Python, which drops them. */
+/* Takes raw tag messages off UCX's queue of unexpected messages, which has no limit, until the program first asks for
+ * such messages. The first ones are kept; the others go to Python, which drops them. */
 static void collect_raw(tu_worker_t *worker)
 {
     ucp_tag_recv_info_t info;
@@ -102,8 +104,8 @@ static void collect_raw(tu_worker_t *worker)
     }
 }
 
-/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. Those that find
- * no room stay there until Python has taken what is in the ring. */
+/* Takes the messages of all tag queues, so that no receive has to probe for its own. Those that find no room stay with
+ * UCX until Python has taken what is in the ring. */
 void tu_inbox_collect(tu_worker_t *worker)
 {
     ucp_tag_recv_info_t info;
@@ -127,7 +129,7 @@ void tu_inbox_collect(tu_worker_t *worker)
             }
             return;
         }
-        batch = (uint32_t)info.sender_tag == TU_BATCH_LANE && info.length <= TU_LONGEST_BATCH;
+        batch = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
         if (!batch && info.length > worker->small) {
             tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                            (uint64_t)(uintptr_t)message);
@@ -136,15 +138,15 @@ void tu_inbox_collect(tu_worker_t *worker)
         }
         status = receive_to_scratch(worker, message, info.length);
         if (status == UCS_OK && batch) {
-            status = add_batch(worker, info.sender_tag, info.length);
+            status = unpack_batch(worker, info.sender_tag, info.length);
         } else if (status == UCS_OK) {
-            add_run(worker, info.sender_tag, info.length, 1, worker->scratch);
+            pack(worker, info.sender_tag, info.length, 1, worker->scratch);
         }
         if (status != UCS_OK) {
-            tu_ring_append(worker, TU_RECORD_RUN, 0, status, info.length, info.sender_tag, 0);
+            tu_ring_append(worker, TU_RECORD_PACKED, 0, status, info.length, info.sender_tag, 0);
         }
         if (worker->scratch == NULL) {
-            return; /* another with the next turn */
+            return; /* the next call allocates another one */
         }
     }
 }

@@ -1,13 +1,13 @@
-/* The worker: creating, destroying and querying it, and the calls that make it progress. */
+/* Creates, destroys and describes workers, and makes them progress. */
 #include <string.h>
 
 #include "chain/chain.h"
 #include "rma/rma.h"
 
 #define BUSY_RETRIES 4
-#define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
+#define PROGRESS_BUDGET 4096 /* progress calls of a turn, so that a peer that floods the worker does not stop Python */
 
-/* Frees what the worker has; UCX's worker is gone, or never was. */
+/* Frees everything but UCX's worker, which has gone, or was never created. */
 static void worker_free(tu_worker_t *worker)
 {
     tu_endpoint_t *endpoint;
@@ -33,8 +33,8 @@ void tu_worker_destroy(tu_worker_t *worker)
     worker_free(worker);
 }
 
-/* Everything but UCX's worker. */
-static tu_worker_t *worker_make(tu_context_t *context)
+/* Allocates everything but UCX's worker. */
+static tu_worker_t *worker_allocate(tu_context_t *context)
 {
     tu_worker_t *worker = tu_calloc(1, sizeof(*worker));
 
@@ -56,8 +56,8 @@ static tu_worker_t *worker_make(tu_context_t *context)
     return worker;
 }
 
-/* Makes UCX's worker, and finds out about it. */
-static ucs_status_t worker_begin(tu_worker_t *worker, const char *name, uint64_t client_id)
+/* Creates UCX's worker, and asks what the rest needs to know of it. */
+static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -89,16 +89,16 @@ static ucs_status_t worker_begin(tu_worker_t *worker, const char *name, uint64_t
     return status;
 }
 
-/* A client id of 0 is none. */
+/* A client id of 0 means none. */
 int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
 {
-    tu_worker_t *worker = worker_make(context);
+    tu_worker_t *worker = worker_allocate(context);
     ucs_status_t status;
 
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    status = worker_begin(worker, name, client_id);
+    status = worker_create_ucx(worker, name, client_id);
     if (status == UCS_OK) {
         status = tu_chains_open(worker);
     }
@@ -126,8 +126,8 @@ int tu_worker_efd(tu_worker_t *worker)
     return worker->efd;
 }
 
-/* Copies the worker's address to out when *size has room for it; *size becomes its length either way. With net_only it
- * names no shared memory. */
+/* Copies the worker's address to `out` if *size has room for it; *size becomes its length either way. With net_only the
+ * address names no shared memory. */
 int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size)
 {
     ucp_worker_attr_t attr = {
@@ -152,14 +152,15 @@ char *tu_worker_arena(tu_worker_t *worker)
     return worker->arena;
 }
 
-/* Those of up to `small` bytes, at most TU_SMALL_MESSAGE, are received at once. */
+/* Collects the tag messages with this bit from now on; those of up to `small` bytes (at most TU_SMALL_MESSAGE) are
+ * packed. */
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small)
 {
     worker->claimed_bit = tag_bit;
     worker->small       = small;
 }
 
-/* Takes up to `max` records; polling learns from it that something came. */
+/* Takes up to `max` records, from which adaptive polling learns that something arrived. */
 static size_t take_records(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     size_t count = tu_ring_take(worker, out, max);
@@ -193,7 +194,7 @@ void tu_hook_remove(tu_hook_t *hook)
 static unsigned call_hooks(tu_worker_t *worker)
 {
     unsigned moved = 0;
-    tu_list_t rest; /* hooks may come and go meanwhile */
+    tu_list_t rest; /* hooks that were not called yet; any of them may be removed meanwhile */
     tu_hook_t *hook;
 
     tu_list_move_all(&worker->hooks, &rest);
@@ -213,7 +214,7 @@ unsigned tu_worker_progress(tu_worker_t *worker)
 
     worker->counts.progress_calls++;
     if (worker->streams) {
-        tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
+        tu_stream_collect(worker); /* now: a later progress may find that a peer has gone, and drop its data */
     }
     if (!tu_list_is_empty(&worker->hooks)) {
         moved += call_hooks(worker);
@@ -221,13 +222,14 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
-/* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
- * it arm: *armed is then TU_ARMED (the efd will become readable) or TU_BUSY (UCX cannot say when it can go on: back
- * off). TU_MORE: there is more to do at once. Returns the number of records. */
+/* Makes UCX progress until nothing moves, collects messages, and takes up to `max` records. Arms only when there are
+ * none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be armed: call
+ * again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or -1 if arming
+ * failed. */
 int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
-    int budget  = PROGRESS_BUDGET;
-    int retries = BUSY_RETRIES;
+    int budget     = PROGRESS_BUDGET;
+    int retries    = BUSY_RETRIES;
     uint64_t steps = worker->background.steps;
     unsigned moved;
     size_t count;
@@ -237,16 +239,16 @@ int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, 
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
-            tu_inbox_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
+            tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->background.copies == 0); /* one copy is enough for a turn */
+                 worker->background.copies == 0); /* one piece of a copy is enough for a turn */
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 ||
-            worker->background.copies > 0 || tu_poll_sequences(worker, steps)) {
+        if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
+            tu_poll_sequences(worker, steps)) {
             return (int)count;
         }
         if (tu_inbox_lacks_memory(worker)) {
-            *armed = TU_BUSY; /* UCX would not tell again of the messages that it has */
+            *armed = TU_BUSY; /* UCX would not wake the worker for messages that it has already */
             return 0;
         }
         switch (ucp_worker_arm(worker->worker)) {
@@ -266,7 +268,8 @@ int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, 
     }
 }
 
-/* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
+/* Makes UCX progress once, and takes up to `max` records: for when something is known to have arrived, and time
+ * matters. Returns the number of records. */
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     worker->background.slice_end = 0;

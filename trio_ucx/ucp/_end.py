@@ -123,7 +123,7 @@ def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
 
 def _leave_alone(engine: Engine, handle: Any) -> None:
     abandoned.append((engine, handle))
-    lib.tu_worker_abandon(handle)
+    lib.tu_worker_stop_serving(handle)
 
 
 def fail_everything(engine: Engine, error: BaseException) -> None:

@@ -1,11 +1,11 @@
-/* Request chains: how they are made, and what is said of them. chain/run.c runs them. */
+/* Creates request chains, adds requests to them, and frees them. */
 #include <string.h>
 
 #include "chain/chain.h"
 
 #define FIRST_ROOM 64          /* a multiple of the bits of a word */
 
-/* ---- making ---- */
+/* ---- creating ---- */
 
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
 {
@@ -24,7 +24,7 @@ int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
     return UCS_OK;
 }
 
-/* Where requests may go; what it is bound to is said before each run. Returns its index, or a ucs_status_t. */
+/* Adds a target. tu_chain_bind says before each run what it stands for. Returns its index, or a ucs_status_t. */
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
 {
     tu_target_t **targets = tu_realloc(chain->targets, (chain->target_count + 1) * sizeof(*targets));
@@ -90,7 +90,7 @@ static bool make_room(tu_chain_t *chain)
     return true;
 }
 
-/* What it takes to copy a request. */
+/* The state of copying a request. */
 typedef struct builder {
     size_t memory;             /* bytes that were allocated */
     bool failed;               /* there was no memory for something */
@@ -155,10 +155,10 @@ static bool all_below(const uint32_t *numbers, size_t count, uint32_t limit)
     return true;
 }
 
-/* Python has checked it, and explained. This is the last look before memory is at stake. */
+/* Python has checked all this, with better errors. Here it is checked again because memory is at stake. */
 static bool valid(tu_chain_t *chain, tu_chain_request_t *request)
 {
-    uint32_t self = chain->count + (request->kind == TU_CHAIN_FOLLOW); /* which may refer to itself */
+    uint32_t self = chain->count + (request->kind == TU_CHAIN_FOLLOW); /* such a request may refer to itself */
     size_t i;
 
     for (i = 0; terms_of(request, i) != NULL; i++) {
@@ -226,8 +226,8 @@ static void copy_parts(builder_t *builder, tu_node_t *node)
     }
 }
 
-/* Gives the node copies of all that its request points to. Every pointer is a copy, or NULL, afterwards: none remains that
- * is Python's, even if there was no memory for some. */
+/* Gives the node copies of all that its request points to. Every pointer is a copy, or NULL, afterwards: none remains
+ * that is Python's, even if there was no memory for some. */
 static void copy_all(builder_t *builder, tu_node_t *node)
 {
     tu_chain_request_t *request = &node->request;
@@ -332,7 +332,7 @@ void tu_chain_destroy(tu_chain_t *chain)
     free(chain);
 }
 
-/* Whoever made it needs it no more. UCX may: then it goes when UCX is done with it. */
+/* Python needs the chain no more. If UCX has something of it, it is destroyed when UCX is done with that. */
 void tu_chain_free(tu_chain_t *chain)
 {
     chain->freed = true;
@@ -343,7 +343,7 @@ void tu_chain_free(tu_chain_t *chain)
     }
 }
 
-/* The timer that is to fire when a delayed request may begin: its descriptor. */
+/* Sets the descriptor of the timer that wakes the worker when a delayed request may begin. */
 void tu_chain_timer(tu_worker_t *worker, int fd)
 {
     worker->chains->timer = fd;

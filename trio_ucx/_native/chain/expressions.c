@@ -1,4 +1,4 @@
-/* Terms: conditions and arguments that are computed from results. */
+/* Evaluates expressions: conditions and arguments that are computed from results of requests. */
 #include <endian.h>
 #include <string.h>
 
@@ -112,7 +112,7 @@ const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t 
     return NULL;
 }
 
-/* One that is no combination of two others. Returns whether it could be evaluated; else there is a reason. */
+/* Evaluates a term that combines no others. Returns whether it could be evaluated; if not, there is a reason. */
 static bool evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_integer_t *out, tu_reason_t *reason)
 {
     const char *from;
@@ -124,9 +124,9 @@ static bool evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_inte
     case TU_TERM_LOCAL:
         *out = load((const char *)(uintptr_t)term->low, term->high, (int)term->extra);
         return true;
-    case TU_TERM_PLACE:
+    case TU_TERM_OFFSET:
         from = tu_chain_result(chain, term->request, 0, 0, reason);
-        *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->place : 0;
+        *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->offset : 0;
         return from != NULL;
     case TU_TERM_LOAD:
         from = tu_chain_result(chain, term->request, term->low, term->high, reason);

@@ -1,6 +1,6 @@
-/* Posting the requests of a chain: arguments are evaluated and checked, UCX is called, and what it says is noted.
+/* Begins requests of a chain: evaluates and checks their arguments, posts them to UCX, and notes their completion.
  *
- * UCX's callbacks note no more than that something has completed: they are no place to post from.
+ * UCX's callbacks only note that a request has completed, because a callback must not post.
  */
 #include <string.h>
 
@@ -8,7 +8,7 @@
 
 /* ---- from UCX and back ---- */
 
-/* Of a lost node nobody waits for the result any more. */
+/* UCX is done with a request. Nothing waits for one that is lost. */
 static void ended(tu_node_t *node, ucs_status_t status)
 {
     if (node->lost) {
@@ -26,7 +26,6 @@ static void request_ended(void *request, ucs_status_t status, void *user_data)
     ended(user_data, status);
 }
 
-/* What rma/transfer.c calls. */
 static void transfer_ended(void *owner, ucs_status_t status)
 {
     ended(owner, status);
@@ -42,7 +41,7 @@ static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
         param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
         param->memory_type   = (ucs_memory_type_t)(memory - 1);
     }
-    node->state = TU_CHAIN_POSTED; /* now: UCX may call back from inside the call */
+    node->state = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
     node->chain->worker->background.steps++;
 }
@@ -55,14 +54,14 @@ static void end_post(tu_node_t *node, ucs_status_ptr_t answer)
     }
 }
 
-/* Something that needs nothing of UCX. */
+/* A request for which UCX has nothing to do. */
 static void done_at_once(tu_node_t *node)
 {
     node->state = TU_CHAIN_POSTED;
     tu_node_completed(node, UCS_OK);
 }
 
-/* Whether there is a result when it is done. */
+/* Whether the request has a result when it is done. */
 bool tu_node_has_data(const tu_node_t *node)
 {
     return node->request.kind == TU_CHAIN_GET || node->request.kind == TU_CHAIN_ATOMIC ||
@@ -74,7 +73,7 @@ bool tu_node_is_written(const tu_node_t *node)
     return node->request.kind == TU_CHAIN_PUT && node->length > 0 && !node->stored;
 }
 
-/* A put for which others wait: they go out when it has happened. */
+/* Flushes after a put for which others wait: they begin when it has happened. */
 static void flush_put(tu_node_t *node, tu_target_t *target)
 {
     ucp_request_param_t param;
@@ -130,14 +129,14 @@ static tu_target_t *choose_target(tu_node_t *node)
     return target;
 }
 
-/* Where in the target; all of `length` bytes from there on must be in it. Returns false when the request is over
- * instead. */
-static bool choose_place(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
+/* Evaluates the offset in the target; all of `length` bytes from there on must be in it. Returns false when the request
+ * is over instead. */
+static bool choose_offset(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
 {
     tu_integer_t offset;
 
     if (node->continuing) {
-        offset = node->next_place;
+        offset = node->next_offset;
     } else if (!argument(node, &node->request.offset, 0, &offset)) {
         return false;
     }
@@ -146,7 +145,7 @@ static bool choose_place(tu_node_t *node, const tu_target_t *target, tu_integer_
         out_of_bounds(node, UCS_ERR_INVALID_ADDR);
         return false;
     }
-    node->place  = (uint64_t)offset;
+    node->offset  = (uint64_t)offset;
     node->length = (uint64_t)length;
     return true;
 }
@@ -163,7 +162,7 @@ static bool choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
     return true;
 }
 
-/* Where the payload is: in the user's memory, or put together in ours. Its length is `payload_size`. */
+/* The payload, of `payload_size` bytes: in the user's memory, or assembled in the node's. NULL: the request is over. */
 static const char *payload(tu_node_t *node)
 {
     const tu_part_t *part = node->request.parts;
@@ -203,7 +202,8 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Reads or writes without UCX's puts and gets, where possible. When it completes, it has happened at the owner. */
+/* Reads or writes without UCX's puts and gets, and returns true, if that is possible. When it completes, it has
+ * happened at the owner. */
 static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char *buffer, int memory)
 {
     tu_transfer_params_t params = {
@@ -213,7 +213,7 @@ static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char 
         .buffer = buffer,
         .length = node->length,
         .memory = memory,
-        .offset = node->place,
+        .offset = node->offset,
         .done   = transfer_ended,
         .owner  = node,
     };
@@ -235,7 +235,7 @@ static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char 
     return true;
 }
 
-/* Reads what was chosen to the node's result. */
+/* Gets what was chosen to the node's result. */
 static void read_remote(tu_node_t *node, tu_target_t *target)
 {
     int memory = node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST;
@@ -246,7 +246,7 @@ static void read_remote(tu_node_t *node, tu_target_t *target)
     }
     begin_post(node, &param, memory);
     node->chain->worker->unfenced = true;
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
+    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->offset,
                                target->rkey, &param));
 }
 
@@ -254,7 +254,7 @@ static void begin_get(tu_node_t *node, tu_target_t *target)
 {
     tu_integer_t length;
 
-    if (!choose_length(node, node->request.size, &length) || !choose_place(node, target, length)) {
+    if (!choose_length(node, node->request.size, &length) || !choose_offset(node, target, length)) {
         return;
     }
     if (length == 0) {
@@ -271,7 +271,7 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
     tu_integer_t length;
 
     node->stored = false;
-    if (data == NULL || !choose_length(node, node->payload_size, &length) || !choose_place(node, target, length)) {
+    if (data == NULL || !choose_length(node, node->payload_size, &length) || !choose_offset(node, target, length)) {
         return;
     }
     if (length == 0) {
@@ -284,7 +284,7 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
     target->written = true;
     begin_post(node, &param, node->request.memory);
     node->chain->worker->unfenced = true;
-    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->place,
+    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->offset,
                                target->rkey, &param));
 }
 
@@ -301,10 +301,10 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     tu_integer_t operand, swapped;
 
     if (!argument(node, &node->request.operand, 0, &operand) || !argument(node, &node->request.swapped, 0, &swapped) ||
-        !choose_place(node, target, (tu_integer_t)size)) {
+        !choose_offset(node, target, (tu_integer_t)size)) {
         return;
     }
-    if ((target->address + node->place) % size != 0) {
+    if ((target->address + node->offset) % size != 0) {
         out_of_bounds(node, UCS_ERR_INVALID_PARAM);
         return;
     }
@@ -317,7 +317,7 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     param.reply_buffer  = reply;
     node->chain->worker->unfenced = true;
     end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
-                                     target->address + node->place, target->rkey, &param));
+                                     target->address + node->offset, target->rkey, &param));
 }
 
 static void begin_send(tu_node_t *node, tu_target_t *target)
@@ -346,19 +346,19 @@ static void begin_send(tu_node_t *node, tu_target_t *target)
 
 static void begin_follow(tu_node_t *node, tu_target_t *target)
 {
-    if (!choose_place(node, target, (tu_integer_t)node->request.size)) {
+    if (!choose_offset(node, target, (tu_integer_t)node->request.size)) {
         return;
     }
-    if (!node->continuing && node->request.has_end && node->place == node->request.end) {
+    if (!node->continuing && node->request.has_end && node->offset == node->request.end) {
         tu_node_false(node); /* there is no first one */
         return;
     }
     node->continuing = false;
-    node->happened   = false; /* what it found then is overwritten */
+    node->happened   = false; /* what it found before is overwritten */
     read_remote(node, target);
 }
 
-/* A node of a list was read: it is the one, or the next is read, or there is none. */
+/* A node of a list was read: it is the one that was looked for, or the next one is read, or there is none. */
 static void follow_on(tu_node_t *node)
 {
     const tu_chain_request_t *request = &node->request;
@@ -384,13 +384,13 @@ static void follow_on(tu_node_t *node)
         }
         return;
     }
-    node->next_place = next;
+    node->next_offset = next;
     node->continuing = true;
     node->state      = TU_CHAIN_WAITING;
     tu_node_ready(node);
 }
 
-/* A node of a list was read. What it depends on may run again: then that is waited for. */
+/* A node of a list was read. If requests that it depends on run again, it waits for them. */
 static void follow_arrived(tu_node_t *node)
 {
     node->has_result = true;
@@ -403,13 +403,13 @@ static void follow_arrived(tu_node_t *node)
     }
 }
 
-/* Whether as many atomics are under way as its endpoint may have. */
+/* Whether as many atomics are under way on its endpoint as may be. */
 static bool is_full(const tu_target_t *target)
 {
     return target->endpoint != NULL && target->endpoint->atomics >= target->atomics;
 }
 
-/* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
+/* Whether it must wait for a place among the atomics of its endpoint. _atomics.py says why their number is limited. */
 bool tu_node_has_no_place(const tu_node_t *node)
 {
     const tu_chain_t *chain = node->chain;
@@ -418,7 +418,7 @@ bool tu_node_has_no_place(const tu_node_t *node)
     if (node->request.kind != TU_CHAIN_ATOMIC || node->dependency_failed) {
         return false;
     }
-    for (i = 0; i < node->request.target_count; i++) { /* whichever it will be */
+    for (i = 0; i < node->request.target_count; i++) { /* any of them may be chosen */
         if (is_full(chain->targets[node->request.targets[i]])) {
             return true;
         }
@@ -426,7 +426,7 @@ bool tu_node_has_no_place(const tu_node_t *node)
     return false;
 }
 
-/* Whether none of its atomics can have one. */
+/* Whether no atomic of the chain can have a place. */
 bool tu_chain_has_no_place(const tu_chain_t *chain)
 {
     uint32_t i;
@@ -491,7 +491,6 @@ void tu_node_begin(tu_node_t *node)
     }
 }
 
-/* UCX is done with a request, or with the flush after it. */
 void tu_node_go_on(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
@@ -506,7 +505,7 @@ void tu_node_go_on(tu_node_t *node)
     }
     if (node->status != UCS_OK) {
         if (node->flushing) {
-            target->status = node->status; /* it was for others' puts, too */
+            target->status = node->status; /* the flush was for other puts, too */
         }
         node->flushing = false;
         tu_node_conclude(node, TU_CHAIN_FAILED);
@@ -516,7 +515,7 @@ void tu_node_go_on(tu_node_t *node)
         if (target->endpoint != NULL) {
             flush_put(node, target);
         } else {
-            tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* nobody knows whether it has happened */
+            tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* whether it has happened is not known */
         }
     } else {
         node->flushed    = node->flushing;

@@ -9,7 +9,7 @@ bool tu_chain_busy(const tu_chain_t *chain)
     return chain->running || chain->lost > 0;
 }
 
-/* Lets all requests be in a state in which they have no results: what they did in the last run is forgotten. */
+/* Forgets the last run: all requests are in this state, without results. */
 void tu_chain_restart(tu_chain_t *chain, int state)
 {
     uint32_t i;
@@ -20,7 +20,7 @@ void tu_chain_restart(tu_chain_t *chain, int state)
     }
 }
 
-/* Bytes that it takes, without what the requests themselves take in UCX. */
+/* The bytes that a chain takes, without what UCX needs for its requests. */
 size_t tu_chain_memory(const tu_chain_t *chain)
 {
     return chain->memory;
@@ -39,15 +39,16 @@ void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_
     out->status  = node->status;
     out->culprit = node->culprit;
     out->length  = node->has_result ? node->length : 0;
-    out->place   = node->place;
+    out->offset   = node->offset;
     out->steps   = node->steps;
     out->retries = node->retries;
     out->target  = node->target;
     out->result  = node->has_result ? node->result : NULL;
 }
 
-/* The first `count` of these at once, with the results one behind the other in `results`, or, when that is NULL, where they are. Returns
- * how long they are; `failed` is how many requests UCX has failed. */
+/* Reports the first `count` requests at once, with their results one after the other in `results`; if that is NULL, the
+ * results stay where they are. Returns the length of the results; `failed` is the number of requests that UCX
+ * failed. */
 uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
                           uint32_t *failed)
 {
@@ -69,15 +70,15 @@ uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_repo
     return size;
 }
 
-/* The number of requests that failed in the last run, or were cancelled. */
+/* The number of requests that failed, or were cancelled, in the last run. */
 uint32_t tu_chain_errors(const tu_chain_t *chain)
 {
     return chain->errors;
 }
 
-/* The results of the first `count` requests, if all went well: how long each is, or TU_CHAIN_NO_VALUE for one that was
- * skipped, and unless `results` is NULL, the bytes, one behind the other; those that are in the user's memory are not
- * copied. Returns how long the bytes are, or -1 when something failed, or is not over. */
+/* The results of the first `count` requests, if all of these succeeded or were skipped: the length of each (of one that
+ * was skipped: TU_CHAIN_NO_VALUE), and, unless `results` is NULL, the bytes, one result after the other. Results in the
+ * user's memory are not copied. Returns the length of the bytes, or -1. */
 int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results)
 {
     int64_t size = 0;

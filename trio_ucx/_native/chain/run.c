@@ -1,13 +1,13 @@
-/* Running a request chain: what depends on results is decided here.
+/* Runs request chains: decides which requests may begin, and what the end of one means for others.
  *
- * A node is a request. It is ready when all that it waits for is over; then its condition and its arguments are
- * evaluated, and it is posted. UCX's callbacks only note that something has completed: what follows from it happens after
- * the progress call that brought it (the hook `progress`), because UCX's callbacks are no place to post from.
+ * A node is a request. It is ready when all that it waits for is over; then post.c evaluates its condition and its
+ * arguments, and posts it. UCX's callbacks only note that a request has completed; the rest happens after the call that
+ * made UCX progress, in the hook `progress`, because a callback must not post.
  *
- * Several nodes may be ready: they begin in turn, and are not waited for. A put for which others
- * wait is over when a flush after it is; all other puts are flushed at the end of the run.
+ * Several nodes may be in flight at once. Ready nodes begin in turn. A put for which others wait is over when a flush
+ * after it is; all other puts are flushed at the end of the run.
  *
- * A run is one operation for Python: its record comes when all nodes are over and UCX has nothing more of the chain.
+ * For Python a run is one operation: its record comes when all nodes are over and UCX has nothing more of the chain.
  */
 #include <string.h>
 
@@ -16,7 +16,7 @@
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
 #define LOOK 16                /* requests, or calls, between two looks at the clock */
 
-/* ---- what is to be looked at ---- */
+/* ---- the queues ---- */
 
 static void enqueue(tu_chain_t *chain)
 {
@@ -47,7 +47,7 @@ static void clear_ready(tu_node_t *node)
     node->chain->ready[node->index / 64] &= ~((uint64_t)1 << node->index % 64);
 }
 
-/* The first one from `index` on that is ready, perhaps of those that are no atomics; `count` when there is none. */
+/* The first node from `index` on that is ready, atomics left out if `no_atomics`; `count` when there is none. */
 static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, bool no_atomics)
 {
     uint64_t word;
@@ -81,7 +81,7 @@ static void waits_less(tu_node_t *node)
     }
 }
 
-/* Nothing that was added later runs; all of it has waited for this. */
+/* Stops the chain at this node: no request that was added later runs. All of these have waited for this one. */
 static void stop(tu_node_t *node)
 {
     tu_chain_t *chain = node->chain;
@@ -167,8 +167,8 @@ static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *reques
     return unfinished;
 }
 
-/* Lets a request wait for those that it waits for and that are not over: some may run again for the sake of others.
- * Returns how many there are. */
+/* Lets a request wait again for its predecessors that are not over: a retry of another request may run them again.
+ * Returns their number. */
 uint32_t tu_node_wait(tu_node_t *node)
 {
     const tu_chain_request_t *request = &node->request;
@@ -179,8 +179,8 @@ uint32_t tu_node_wait(tu_node_t *node)
     return node->waiting;
 }
 
-/* Of those that wait for a request that runs again, the ones that have not begun, and are not to run again themselves,
- * wait anew. */
+/* A request runs again: those that wait for it, have not begun and do not run again themselves wait for it once
+ * more. */
 static void let_wait(const tu_node_t *before, const tu_node_t *retried)
 {
     const tu_chain_request_t *request = &retried->request;
@@ -198,8 +198,8 @@ static void let_wait(const tu_node_t *before, const tu_node_t *retried)
     }
 }
 
-/* Runs a request again whose condition was false, and before it what it says, one after the other. All of that is
- * over. */
+/* Runs a request again whose condition was false, and before it the requests that it names, one after the other. All of
+ * these are over. */
 static void retry(tu_node_t *node)
 {
     tu_chain_t *chain                = node->chain;
@@ -224,7 +224,7 @@ static void retry(tu_node_t *node)
     tu_node_wait(node);
     first->not_before = request->delay > 0 ? tu_now() + request->delay : 0;
     if (first->waiting == 0) {
-        tu_node_ready(first); /* all others wait for it */
+        tu_node_ready(first); /* the others wait for it */
     }
 }
 
@@ -269,7 +269,8 @@ static void target_flushed(void *request, ucs_status_t status, void *user_data)
     }
 }
 
-/* What was put, and nobody has waited for, is to have happened when the run ends. Whether there was any. */
+/* Flushes the puts that no other request waited for, so that they have happened when the run ends. Returns whether
+ * there were any. */
 static bool flush_targets(tu_chain_t *chain)
 {
     ucp_request_param_t param = {
@@ -301,7 +302,7 @@ static bool flush_targets(tu_chain_t *chain)
     return any;
 }
 
-/* A put may not have happened when the flush after it failed. */
+/* Fails the puts whose flush failed: they may not have happened. */
 static void blame_flushes(tu_chain_t *chain)
 {
     bool failed = false;
@@ -343,7 +344,7 @@ static void end_run(tu_chain_t *chain)
     }
 }
 
-/* Whether it may begin now; else it is noted for what it waits. */
+/* Whether a node may begin now. If not, notes what it waits for. */
 static bool may_begin(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
@@ -365,7 +366,7 @@ static bool may_begin(tu_node_t *node)
     return true;
 }
 
-/* The next that is ready and may begin, in turn, so that one that is tried over and over lets others begin, too. */
+/* The next node that is ready and may begin, in turn, so that a request that is retried lets others begin, too. */
 static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
     uint32_t from  = chain->cursor;
@@ -383,7 +384,7 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
                 chain->cursor = index + 1;
                 return chain->nodes[index];
             }
-            if (chain->blocked && !looked) { /* thousands may be */
+            if (chain->blocked && !looked) { /* only once: thousands may be blocked */
                 looked     = true;
                 no_atomics = tu_chain_has_no_place(chain);
             }
@@ -394,8 +395,8 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
     return NULL;
 }
 
-/* Does what can be done now, until the slice is over: then it is queued anew. Returns false when the run has ended: the
- * chain may be gone. */
+/* Does what can be done now, until the slice is over; then the chain is queued again. Returns false when the run has
+ * ended: the chain may have been destroyed. */
 static bool advance(tu_chain_t *chain)
 {
     tu_chains_t *chains = chain->worker->chains;
@@ -453,13 +454,13 @@ static void queue_those(tu_chains_t *chains, bool blocked, uint64_t due)
     TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
             chain->blocked = false;
-            chain->wake_at = 0; /* it looks for itself */
+            chain->wake_at = 0; /* `advance` finds out what it waits for */
             enqueue(chain);
         }
     }
 }
 
-/* Whether the slice of this call of Python's is over. Begins it, if that has not happened. */
+/* Whether the slice of this call from Python is over. Begins the slice if there is none. */
 static bool slice_is_over(tu_chains_t *chains)
 {
     uint64_t *end = &chains->worker->background.slice_end;
@@ -475,7 +476,7 @@ static bool slice_is_over(tu_chains_t *chains)
     return chains->now > *end;
 }
 
-/* Lets chains go on with what has completed, until the slice is over: a hook. Returns how many did. */
+/* Lets chains go on with what has completed, until the slice is over. Returns the number of chains that did. */
 static unsigned progress(tu_hook_t *hook)
 {
     tu_chains_t *chains = TU_ITEM(hook, tu_chains_t, hook);
@@ -485,7 +486,7 @@ static unsigned progress(tu_hook_t *hook)
 
     if (chains->wake != 0 && chains->wake <= (chains->now = tu_now())) {
         queue_those(chains, false, chains->now);
-        set_timer(chains); /* for the others */
+        set_timer(chains); /* for the next delay */
     }
     if (chains->places == TU_PLACES_FREE) {
         chains->places = TU_PLACES_NOBODY_WAITS;
@@ -506,7 +507,7 @@ static unsigned progress(tu_hook_t *hook)
     return moved;
 }
 
-/* What can be done at once, of this chain alone: for what others bring, a turn must follow. */
+/* Does what can be done at once for this chain alone. What completes for others is left to the next progress. */
 static void begin_run(tu_chain_t *chain)
 {
     tu_chains_t *chains = chain->worker->chains;
@@ -527,7 +528,7 @@ static void cancel_operation(void *owner)
     tu_chain_cancel(owner);
 }
 
-/* Begins a run: a verdict. */
+/* Begins a run. Returns a verdict. */
 int64_t tu_chain_run(tu_chain_t *chain)
 {
     tu_worker_t *worker = chain->worker;
@@ -576,7 +577,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
             tu_node_ready(node);
         }
     }
-    enqueue(chain); /* also when it has nothing to do */
+    enqueue(chain); /* also if it has no requests */
     begin_run(chain);
     if (!chain->running) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
@@ -587,7 +588,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
     return (int64_t)post.id;
 }
 
-/* Posts nothing more. What UCX has goes on; when there is none, the run is over, and the chain perhaps gone. */
+/* Posts nothing more. If UCX has nothing of the chain, the run ends, and the chain may be destroyed. */
 void tu_chain_cancel(tu_chain_t *chain)
 {
     uint32_t i;
@@ -613,7 +614,7 @@ void tu_chain_cancel(tu_chain_t *chain)
     }
 }
 
-/* What UCX has of a target, and will not complete. */
+/* Gives up waiting for the requests of a target, which UCX will not complete. */
 static void lose(tu_chain_t *chain, uint32_t index)
 {
     tu_target_t *target = chain->targets[index];
@@ -667,6 +668,7 @@ static void worker_destroyed(tu_worker_t *worker)
     while (!tu_list_is_empty(&chains->all)) {
         tu_chain_destroy(TU_LIST_FIRST(&chains->all, tu_chain_t, link));
     }
+    tu_hook_remove(&chains->hook);
     free(chains);
     worker->chains = NULL;
 }

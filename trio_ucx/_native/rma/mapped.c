@@ -1,6 +1,7 @@
 /* Remote memory that this process has mapped: it is copied by load and store.
  *
- * Copies longer than TU_MAPPED_PIECE go on with the worker's progress, one piece at a time, so that other tasks can run.
+ * Copies longer than TU_MAPPED_PIECE go on with the worker's progress, one piece at a time, so that other tasks can
+ * run.
  */
 #include <string.h>
 
@@ -39,7 +40,7 @@ void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length)
 
     if (put) {
         tu_mapped_store(local, buffer, length);
-    } else if (length == 8 && (uintptr_t)local % 8 == 0) { /* a write by another process must not be seen half */
+    } else if (length == 8 && (uintptr_t)local % 8 == 0) { /* half of another process's write must not be seen */
         eight = __atomic_load_n((const uint64_t *)(const void *)local, __ATOMIC_ACQUIRE);
         memcpy(buffer, &eight, 8);
     } else if (length == 4 && (uintptr_t)local % 4 == 0) {
@@ -54,7 +55,7 @@ void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length)
 
 /* ---- copies that go on ---- */
 
-/* Copies one piece of the next transfer: a hook. */
+/* Copies one piece of the next transfer. */
 static unsigned copy_piece(tu_hook_t *hook)
 {
     tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
@@ -78,6 +79,11 @@ void tu_mapped_open(tu_rma_t *rma)
 {
     tu_list_init(&rma->copies);
     tu_hook_init(&rma->copy_hook, copy_piece);
+}
+
+void tu_mapped_close(tu_rma_t *rma)
+{
+    tu_hook_remove(&rma->copy_hook);
 }
 
 void tu_mapped_begin(tu_transfer_t *transfer)

@@ -1,4 +1,4 @@
-/* Remote memory: registration, remote keys, put and get, atomics. */
+/* Registered memory and remote keys; UCX's own puts, gets and atomics. */
 #include <string.h>
 
 #include "native.h"
@@ -40,7 +40,7 @@ int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory)
     return ucp_mem_unmap(context->context, memory);
 }
 
-/* Copies the packed remote key to out when *size has room for it; *size becomes its length either way. */
+/* Copies the packed remote key to `out` if *size has room for it; *size becomes its length either way. */
 int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *size)
 {
     void *packed;
@@ -69,7 +69,7 @@ void tu_rkey_destroy(ucp_rkey_h rkey)
     ucp_rkey_destroy(rkey);
 }
 
-/* Where this process reaches the remote address by load and store, if it does. */
+/* The address at which this process has mapped the remote address, if it has. */
 int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local)
 {
     void *pointer;
@@ -105,8 +105,8 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
                                           &post.param));
 }
 
-/* `operand` (and, fetching, `reply`) is `size` bytes, 4 or 8, that must stay until the operation completes. A compare
- * and swap compares with the operand, and swaps in what is in `reply`. */
+/* `operand`, and `reply` of an atomic that fetches, are `size` bytes (4 or 8) that must stay until the operation is
+ * over. A compare-and-swap compares with the operand, and stores what is in `reply`. */
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
                   ucp_rkey_h rkey)
 {

@@ -1,4 +1,4 @@
-/* The owner's side of memory that peers get and put by messages.
+/* The owner's side of remote memory: answers the requests by which peers get and put it.
  *
  * Everything in a request is checked: the kind, the token of the memory, the access rights, the range. Answers in
  * flight hold the memory, so that it is not unmapped meanwhile, and are counted for each peer. When a peer goes away,
@@ -40,7 +40,7 @@ typedef struct service {
     tu_served_t *served;       /* the memory; NULL: none is needed */
     load_t *load;
     ucp_ep_h ep;
-    uint64_t endpoint;         /* the id of our endpoint; 0: it is UCX's own */
+    uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
     tu_remote_answer_t answer; /* UCX sends it from here */
 } service_t;
 
@@ -61,7 +61,7 @@ static tu_list_t *bucket_of(const char *token)
     return bucket;
 }
 
-/* Lets peers that know the token (random bytes) get and put memory. NULL: out of memory. */
+/* Lets peers that know the token (random bytes) get and put memory. NULL: there is no memory for this. */
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
                              uint64_t length, bool readable, bool writable)
 {
@@ -148,7 +148,7 @@ static ucs_status_t hold(const tu_remote_request_t *request, bool put, uint64_t 
     return status;
 }
 
-static void let_go(tu_rma_t *rma, tu_served_t *served)
+static void release(tu_rma_t *rma, tu_served_t *served)
 {
     bool unused;
 
@@ -161,7 +161,7 @@ static void let_go(tu_rma_t *rma, tu_served_t *served)
     }
 }
 
-/* Tells Python that withdrawn memory is no longer in use, as soon as the ring has room: a hook. */
+/* Tells Python that withdrawn memory is no longer in use, as soon as the ring has room. */
 static unsigned tell_unused(tu_hook_t *hook)
 {
     tu_rma_t *rma = TU_ITEM(hook, tu_rma_t, unused_hook);
@@ -175,7 +175,7 @@ static unsigned tell_unused(tu_hook_t *hook)
 
 /* ---- answers ---- */
 
-/* Counts one more answer to a peer. NULL: the peer has its limit in flight, or out of memory. */
+/* Counts one more answer to a peer. NULL: as many as are allowed are in flight to it, or there is no memory. */
 static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
 {
     tu_list_t *bucket = &rma->loads[(uintptr_t)ep / 64 % TU_LOAD_BUCKETS];
@@ -232,15 +232,16 @@ static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const
 static void end(service_t *service)
 {
     if (service->served != NULL) {
-        let_go(service->worker->rma, service->served);
+        release(service->worker->rma, service->served);
     }
     end_load(service->load);
     tu_list_remove(&service->link);
     free(service);
 }
 
-/* Makes UCX use the owner's registration. With a registration of its own, a request that ends with its endpoint would
- * wait until ours ends (ucp_request_memh_invalidate), and would crash then if the worker is gone. */
+/* Makes UCX use the owner's registration of the memory. With a registration of UCX's own, an answer that ends with its
+ * endpoint would wait until the memory is unmapped (ucp_request_memh_invalidate), and crash then if the worker has
+ * gone. */
 static void use_registration(const service_t *service, ucp_request_param_t *param)
 {
 #if UCP_API_VERSION >= UCP_VERSION(1, 14)
@@ -256,7 +257,7 @@ static void use_registration(const service_t *service, ucp_request_param_t *para
 
 static void answer_sent(void *request, ucs_status_t status, void *user_data)
 {
-    (void)status; /* on failure the peer is gone */
+    (void)status; /* if it failed, the peer has gone */
     ucp_request_free(request);
     end(user_data);
 }
@@ -277,13 +278,14 @@ static void answer(service_t *service, ucs_status_t status, const void *data, ui
     if (length > 0) {
         use_registration(service, &param);
     }
-    sent = ucp_am_send_nbx(service->ep, TU_REMOTE_AM_ID, &service->answer, sizeof(service->answer), data, length, &param);
+    sent = ucp_am_send_nbx(service->ep, TU_REMOTE_AM_ID, &service->answer, sizeof(service->answer), data, length,
+                           &param);
     if (!UCS_PTR_IS_PTR(sent)) {
         end(service);
     }
 }
 
-/* UCX's endpoint for the answer; NULL if ours was closed. */
+/* UCX's endpoint for the answer; NULL if this side has closed its endpoint. */
 static ucp_ep_h endpoint_of(const service_t *service)
 {
     tu_endpoint_t *endpoint;
@@ -365,7 +367,7 @@ static ucs_status_t put(service_t *service, const tu_remote_request_t *request, 
     return UCS_OK;
 }
 
-/* A message from any peer: a request, or an answer to one of ours. */
+/* A message from any peer: a request, or an answer to a request of this worker. */
 static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                     const ucp_am_recv_param_t *param)
 {
@@ -413,14 +415,14 @@ ucs_status_t tu_owner_open(tu_rma_t *rma)
     return tu_am_handle(rma->worker, TU_REMOTE_AM_ID, message_arrived, rma);
 }
 
-/* The worker will not be progressed any more: its answers do not use memory from now on. */
-void tu_worker_abandon(tu_worker_t *worker)
+/* For a worker that will not progress any more: its answers do not use memory from now on. */
+void tu_worker_stop_serving(tu_worker_t *worker)
 {
     service_t *service;
 
     TU_LIST_FOR_EACH(service, &worker->rma->services, link) {
         if (service->served != NULL) {
-            let_go(worker->rma, service->served);
+            release(worker->rma, service->served);
             service->served = NULL;
         }
     }
@@ -431,4 +433,5 @@ void tu_owner_close(tu_rma_t *rma)
     while (!tu_list_is_empty(&rma->services)) {
         end(TU_LIST_FIRST(&rma->services, service_t, link));
     }
+    tu_hook_remove(&rma->unused_hook); /* which that may have added */
 }

@@ -2,8 +2,8 @@
  * memory (mapped.c), else by messages to its owner (requester.c).
  *
  * An endpoint's transfers are in a list until they have happened at the owner. They begin in the order of the list, up
- * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry in
- * the list. It has happened when it becomes the first one, and UCX has flushed what UCX itself had to do.
+ * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry
+ * in the list. It has happened when it becomes the first one, and UCX has flushed what UCX itself had to do.
  *
  * A transfer by messages that is longer than the way's `part` is a WHOLE: it is not in the list itself, but its parts
  * are, as transfers like others.
@@ -47,7 +47,7 @@ static tu_transfer_t *enter(tu_endpoint_t *endpoint, tu_transfer_kind_t kind, tu
         return NULL;
     }
     transfer->endpoint = endpoint;
-    if (kind != TU_TRANSFER_FLUSH) { /* a flush waits for all before it anyway */
+    if (kind != TU_TRANSFER_FLUSH) { /* a flush waits for all before it in any case */
         transfer->fenced = transfers->fence && !tu_list_is_empty(&transfers->list);
         transfers->fence = false;
     }
@@ -72,7 +72,7 @@ static void pass_on_fence(tu_transfers_t *transfers, tu_transfer_t *transfer)
     }
 }
 
-/* Takes a transfer out of its endpoint's list. */
+/* Takes a transfer out of the list of its endpoint. */
 static void leave(tu_transfer_t *transfer)
 {
     tu_endpoint_t *endpoint = transfer->endpoint;
@@ -204,7 +204,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     return UCS_OK;
 }
 
-/* A part is over, or whoever else held the WHOLE. */
+/* A part is over, or the caller that held the WHOLE no longer does. */
 static void part_done(void *owner, ucs_status_t status)
 {
     tu_transfer_t *whole = owner;
@@ -240,7 +240,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
         whole->parts += status == UCS_OK;
     }
     if (status != UCS_OK) {
-        whole->parts++; /* it must not end in this call */
+        whole->parts++; /* so that it does not end in this call */
         tu_transfer_cancel(whole);
         dispose(whole);
         return status;
@@ -304,8 +304,9 @@ static int64_t pending(tu_post_t *post, tu_transfer_t *transfer)
     return (int64_t)post->id;
 }
 
-/* Gets or puts one buffer; returns a verdict. Python has checked that the range is in the memory. */
-int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers, uint64_t offset)
+/* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. */
+int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
+                    uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
     tu_transfer_params_t params;
@@ -373,7 +374,7 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_ERR_NO_MEMORY));
     }
     param.user_data = transfer;
-    answer          = ucp_ep_flush_nbx(endpoint->ep, &param); /* meanwhile the answers come: not one after the other */
+    answer          = ucp_ep_flush_nbx(endpoint->ep, &param); /* at the same time as the answers come */
     if (UCS_PTR_IS_ERR(answer)) {
         leave(transfer);
         dispose(transfer);
@@ -394,8 +395,8 @@ int tu_transfers_status(tu_endpoint_t *endpoint)
     return status;
 }
 
-/* Inside the call, UCX's fence may wait until everything is flushed (ucp_worker_fence_strong). So it is called only if
- * UCX's own puts and gets have been used. */
+/* UCX's fence is called only if UCX's own puts and gets have been used: inside the call it may wait until everything is
+ * flushed (ucp_worker_fence_strong). */
 int tu_worker_fence(tu_worker_t *worker)
 {
     tu_endpoint_t *endpoint;
@@ -418,14 +419,14 @@ static void cancel_parts(tu_transfer_t *whole)
     tu_endpoint_t *endpoint = NULL;
     tu_transfer_t *transfer, *after;
 
-    whole->parts++; /* it must not end inside the loop */
+    whole->parts++; /* so that it does not end inside the loop */
     TU_LIST_FOR_EACH_SAFE(transfer, after, &whole->worker->rma->transfers, all_link) {
         if (transfer->owner != whole || transfer->done != part_done) {
             continue;
         }
         if (transfer->endpoint != NULL && endpoint == NULL) {
             endpoint                      = transfer->endpoint;
-            endpoint->transfers.advancing = true; /* which could end `after` */
+            endpoint->transfers.advancing = true; /* otherwise this could end `after` */
         }
         tu_transfer_cancel(transfer);
     }
@@ -466,6 +467,7 @@ static void worker_destroyed(tu_worker_t *worker)
     while (!tu_list_is_empty(&rma->transfers)) {
         dispose(TU_LIST_FIRST(&rma->transfers, tu_transfer_t, all_link));
     }
+    tu_mapped_close(rma);
     tu_owner_close(rma);
     free(rma);
     worker->rma = NULL;

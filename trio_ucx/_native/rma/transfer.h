@@ -1,4 +1,4 @@
-/* What the files of the requester's side share: transfer.c, mapped.c and requester.c, and the state of a worker. */
+/* What the files of remote memory share: the messages, a transfer, and the state of a worker. */
 #ifndef TRIO_UCX_TRANSFER_H
 #define TRIO_UCX_TRANSFER_H
 
@@ -97,14 +97,15 @@ struct tu_rma {
     tu_hook_t unused_hook;     /* withdrawn memory is no longer in use: a record is due */
 };
 
-/* transfer.c. Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it, too.
- * Tell calls `done` now. */
+/* transfer.c. Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it,
+ * too. Tell calls `done` now. */
 void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status);
 void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status);
 
 /* mapped.c */
 #define TU_MAPPED_PIECE (1024 * 1024)
 void tu_mapped_open(tu_rma_t *rma);
+void tu_mapped_close(tu_rma_t *rma);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
 void tu_mapped_begin(tu_transfer_t *transfer);
