@@ -29,7 +29,7 @@ static ucs_status_t finish(ucp_worker_h worker, ucs_status_ptr_t request)
 
 /* Walks a list of nodes that begin with the offset of the next one and with a key. Returns how many were read, the last
  * of which is at `*place`, or a ucs_status_t. */
-int64_t loop_follow(tu_worker_t *worker, tu_endpoint_t *endpoint, tu_rkey_t *rkey, uint64_t base, size_t size,
+int64_t loop_follow(tu_worker_t *worker, tu_endpoint_t *endpoint, ucp_rkey_h rkey, uint64_t base, size_t size,
                     uint64_t start, uint64_t key, int64_t limit, uint64_t *place)
 {
     uint64_t node[8] = {start};
@@ -39,7 +39,7 @@ int64_t loop_follow(tu_worker_t *worker, tu_endpoint_t *endpoint, tu_rkey_t *rke
     do {
         *place = node[0];
         status = finish(worker->worker,
-                        ucp_get_nbx(endpoint->ep, node, size, base + *place, (ucp_rkey_h)rkey, &host));
+                        ucp_get_nbx(endpoint->ep, node, size, base + *place, rkey, &host));
         if (status != UCS_OK) {
             return status;
         }
@@ -50,7 +50,7 @@ int64_t loop_follow(tu_worker_t *worker, tu_endpoint_t *endpoint, tu_rkey_t *rke
 
 /* Reads `count` integers, 16 bytes apart, and puts `data` behind each that is `value`. Flushes after each put, or once at
  * the end. Returns how many were put, or a ucs_status_t. */
-int64_t loop_pairs(tu_worker_t *worker, tu_endpoint_t *endpoint, tu_rkey_t *rkey, uint64_t base, uint64_t count,
+int64_t loop_pairs(tu_worker_t *worker, tu_endpoint_t *endpoint, ucp_rkey_h rkey, uint64_t base, uint64_t count,
                    uint64_t value, const char *data, int flush_each, uint64_t *found)
 {
     int64_t puts = 0;
@@ -59,10 +59,10 @@ int64_t loop_pairs(tu_worker_t *worker, tu_endpoint_t *endpoint, tu_rkey_t *rkey
 
     for (i = 0; i < count; i++) {
         status = finish(worker->worker, ucp_get_nbx(endpoint->ep, &found[i], sizeof(*found), base + 16 * i,
-                                                    (ucp_rkey_h)rkey, &host));
+                                                    rkey, &host));
         if (status == UCS_OK && found[i] == value) {
             status = finish(worker->worker,
-                            ucp_put_nbx(endpoint->ep, data, 8, base + 16 * i + 8, (ucp_rkey_h)rkey, &host));
+                            ucp_put_nbx(endpoint->ep, data, 8, base + 16 * i + 8, rkey, &host));
             puts++;
             if (status == UCS_OK && flush_each) {
                 status = finish(worker->worker, ucp_ep_flush_nbx(endpoint->ep, &nothing));

@@ -160,7 +160,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         into = bytearray(8)
         address = ffi.from_buffer("char[]", into)
         received, armed = ffi.new("tu_received_t *"), ffi.new("int *")
-        records = ffi.new("uint64_t[]", RECORDS * FIELDS)
+        records = ffi.new("tu_record_t[]", RECORDS)
         view = memoryview(ffi.buffer(records)).cast("Q")
         look = partial(lib.tu_worker_turn, engines[0].handle, records, RECORDS)
         found = {
@@ -194,7 +194,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             count = 0
             while not count:  # over tcp the first look may find nothing yet
                 begin = clock()
-                count = lib.tu_worker_turn(engine.handle, records, RECORDS, 0, armed)
+                count = lib.tu_worker_turn(engine.handle, records, RECORDS, False, armed)
             recorded = clock()
             deliver(engine, view[: count * FIELDS].tolist())
             delivered = clock()

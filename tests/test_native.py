@@ -128,7 +128,9 @@ def test_types_describe_every_function() -> None:
 
 def test_sources_are_in_the_package() -> None:
     folder = Path(_native.__file__).parent
-    assert {"cdef.h", "native.h", "worker.c"} <= {path.name for path in folder.iterdir()}
+    assert {"cdef.h", "native.h", "worker.c", "chain/run.c"} <= {
+        str(path.relative_to(folder)) for path in folder.rglob("*.[ch]")
+    }
 
 
 def test_buffers_in_a_garbage_cycle() -> None:

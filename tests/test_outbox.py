@@ -52,9 +52,9 @@ def test_very_many_empty_messages() -> None:
 
 
 def test_c_knows_the_same_numbers() -> None:
-    assert lib.TU_BATCH_LANE == wire.BATCH
+    assert lib.TU_BATCH_QUEUE == wire.BATCH
     assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
-    assert wire.RUN_HEAD.size == lib.TU_RUN_HEAD
+    assert wire.RUN_HEAD.size == lib.TU_GROUP_HEAD
     assert LONGEST_MESSAGE <= lib.TU_SMALL_MESSAGE
 
 

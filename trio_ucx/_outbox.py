@@ -2,7 +2,7 @@
 
 Handing a message to UCX costs several times as much as making it ready, a system call over TCP. So when small messages
 follow each other closely, only the first goes at once; the others are put together to a *batch*, a message that the
-receiver's C code takes apart (``worker.c``). ``ucp/_loop_hooks.py`` says when it goes at the latest.
+receiver's C code takes apart (``tag_inbox.c``). ``ucp/_loop_hooks.py`` says when it goes at the latest.
 
 A batch consists of runs: a head (lane, length of each message, their number), then the messages, one after the other.
 """

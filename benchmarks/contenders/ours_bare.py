@@ -39,7 +39,7 @@ class BareEnd(ours_raw.RawEnd):
             ffi.from_buffer("char[]", outgoing),
             len(outgoing),
         )
-        records, received = ffi.new("uint64_t[]", RECORDS * lib.TU_RECORD_FIELDS), ffi.new("tu_received_t *")
+        records, received = ffi.new("tu_record_t[]", RECORDS), ffi.new("tu_received_t *")
         host, mine, theirs = lib.TU_MEMORY_HOST, self.mine, self.theirs
 
         def finish(verdict: int) -> None:

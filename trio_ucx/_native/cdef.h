@@ -1,7 +1,8 @@
-/* What Python may call: read by build_ffi.py, and by native.h where the C compiler checks it.
+/* What Python may call. build_ffi.py reads it, and so does native.h, so that the C compiler checks it.
  *
- * Conventions. A "verdict" (int64_t) is what posting an operation answers: 0 it completed at once, > 0 the id of the
- * pending operation whose completion record will come, < 0 a ucs_status_t. An "int status" is a ucs_status_t.
+ * A function that posts an operation returns a verdict (int64_t): 0 if the operation completed at once; the id of the
+ * pending operation, whose record will come, if it is positive; a ucs_status_t if it is negative. An `int` that a
+ * function returns is a ucs_status_t, unless a comment says otherwise.
  */
 
 typedef struct tu_context tu_context_t;
@@ -9,31 +10,30 @@ typedef struct tu_worker tu_worker_t;
 typedef struct tu_endpoint tu_endpoint_t;
 typedef struct tu_listener tu_listener_t;
 typedef struct tu_am_queue tu_am_queue_t;
-typedef struct tu_memory tu_memory_t;  /* UCX's ucp_mem_h */
-typedef struct tu_rkey tu_rkey_t;      /* UCX's ucp_rkey_h */
-typedef struct tu_served tu_served_t;  /* memory that peers get and put by messages: serve.c */
+typedef struct ucp_mem *ucp_mem_h;     /* UCX's */
+typedef struct ucp_rkey *ucp_rkey_h;   /* UCX's */
+typedef struct tu_served tu_served_t;  /* memory that peers may get and put by messages: rma/owner.c */
 
-/* What happened, in the order in which UCX said it. Python reads the fields as unsigned 64-bit numbers. */
+/* The kinds of records, with the fields that they use. Records come in the order in which UCX told of things. Python
+ * reads the fields as unsigned 64-bit integers. */
 #define TU_RECORD_FIELDS 6
-#define TU_RECORD_OPERATION 0  /* id, status, length, tag: a posted operation completed */
-#define TU_RECORD_MESSAGE 1    /* length, tag, pointer: a Connection's message arrived; pointer is its UCX handle */
+#define TU_RECORD_OPERATION 0  /* id, status, length, tag: an operation is over */
+#define TU_RECORD_MESSAGE 1    /* length, tag, pointer: a Connection's message arrived; `pointer` is UCX's handle */
 #define TU_RECORD_FAILURE 2    /* id, status: an endpoint failed */
-#define TU_RECORD_REQUEST 3    /* id, pointer: a client asks a listener for a connection */
-#define TU_RECORD_AM 4         /* id: the queue of active messages is no longer empty */
+#define TU_RECORD_REQUEST 3    /* id, pointer: a listener got a connection request */
+#define TU_RECORD_AM 4         /* id: a queue of active messages is no longer empty */
 #define TU_RECORD_STREAM 5     /* id, length, pointer: an endpoint received a piece of its stream */
-#define TU_RECORD_UNUSED 8     /* no request uses closed memory any more */
-#define TU_RECORD_CUT 6        /* id, status: an endpoint is to be closed for what it sent */
-#define TU_RECORD_RUN 7        /* id, status, length, tag, pointer: a Connection's small messages arrived, `id` of them,
-                                  each of `length` bytes, one after the other, at the offset `pointer` of the arena, until
-                                  the next turn; or one that could not be received (status) */
+#define TU_RECORD_CUT 6        /* id, status: an endpoint must be closed because of what its peer sent */
+#define TU_RECORD_PACKED 7     /* id, status, length, tag, pointer: packed messages of a Connection arrived, or one
+                                  that could not be received (status). They are `id` messages of `length` bytes each,
+                                  one after the other, from the offset `pointer` of the arena on, until the next turn */
+#define TU_RECORD_UNUSED 8     /* peers' requests no longer use some memory that was withdrawn */
 
-/* The longest message that may come so; the lane on which several come as one, how long that may be, and the head of
- * each run in it: the lane (4 bytes), the length of its messages (2) and their number (2); and how much memory there is. */
-#define TU_SMALL_MESSAGE 1024
-#define TU_BATCH_LANE 0x80000002
+#define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
+#define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
+#define TU_BATCH_QUEUE 0x80000002 /* the tag queue of batches: several small messages sent as one (docs/wire.md) */
 #define TU_LONGEST_BATCH 4096
-#define TU_RUN_HEAD 8
-#define TU_ARENA 65536
+#define TU_GROUP_HEAD 8        /* bytes before each group of a batch: queue (4), length of a message (2), number (2) */
 
 typedef struct tu_record {
     uint64_t kind;
@@ -44,17 +44,17 @@ typedef struct tu_record {
     uint64_t pointer;
 } tu_record_t;
 
-/* An array in host memory whose elements do not lie one after the other. */
+/* An array in host memory whose elements are not contiguous. */
 typedef struct tu_strided tu_strided_t;
 
-#define TU_STRIDED_DIMENSIONS 64   /* as many as Python's buffer protocol has */
+#define TU_STRIDED_DIMENSIONS 64 /* the most that Python's buffer protocol allows */
 
-/* The kind of memory: 1 + ucs_memory_type_t, so that what is left out means that UCX finds out. */
+/* The kind of memory: 1 + ucs_memory_type_t. With 0, which is also a field that was left out, UCX finds out. */
 #define TU_MEMORY_UNKNOWN 0
 #define TU_MEMORY_HOST 1
 
-/* One contiguous buffer, or (count > 1) a gather/scatter list of them, all of one kind of memory; or a strided array,
- * and the rest does not matter. */
+/* One contiguous buffer, or (count > 1) a gather/scatter list of them, all of one kind of memory; or, if `strided` is
+ * set, that array. */
 typedef struct tu_buffers {
     size_t count;
     void **addresses;
@@ -70,13 +70,12 @@ typedef struct tu_received {
 
 /* Where the data of an active message is. */
 #define TU_AM_COPIED 0         /* in the message itself */
-#define TU_AM_LENT 1           /* in UCX's memory, until tu_am_release */
+#define TU_AM_BORROWED 1           /* in UCX's memory, until tu_am_release */
 #define TU_AM_RENDEZVOUS 2     /* with the sender, until tu_am_receive */
 
 typedef struct tu_am_message {
-    struct tu_am_message *next;
     int kind;
-    uint64_t endpoint;         /* id of the endpoint to reply to; 0: not asked for, or none of ours */
+    uint64_t endpoint;         /* id of the endpoint to reply to; 0: none was asked for, or it is UCX's own */
     uint64_t length;
     size_t header_length;
     char *header;
@@ -100,10 +99,10 @@ typedef struct tu_counts {
     uint64_t records;
     uint64_t ring_capacity;
     uint64_t operations;
-    uint64_t polls;            /* times that a waiting task polled */
-    uint64_t polls_paid;       /* those that found something */
-    uint64_t poll_nanoseconds; /* spent in them */
-    uint64_t poll_limit;       /* how long the next one would be, in nanoseconds */
+    uint64_t polls;            /* waits that polled */
+    uint64_t polls_paid;       /* polls that found something */
+    uint64_t poll_nanoseconds; /* spent polling */
+    uint64_t poll_limit;       /* how long the next poll may take, in nanoseconds */
     uint64_t chain_requests;   /* posted by request chains */
 } tu_counts_t;
 
@@ -116,10 +115,10 @@ typedef struct tu_address {
 
 #define TU_NAME_SIZE 32        /* UCX's UCP_ENTITY_NAME_MAX, the null character included */
 
-/* How an endpoint is to be, whatever it leads to. */
+/* Options of an endpoint, whatever it connects to. */
 typedef struct tu_endpoint_options {
     int error_mode;            /* UCX's ucp_err_handling_mode_t */
-    int send_client_id;        /* tell a listener the worker's client id */
+    bool send_client_id;       /* tell a listener the worker's client id */
     char name[TU_NAME_SIZE];   /* "": UCX makes one up */
 } tu_endpoint_options_t;
 
@@ -137,7 +136,7 @@ typedef struct tu_worker_attributes {
     char name[TU_NAME_SIZE];
 } tu_worker_attributes_t;
 
-/* What tu_worker_turn leaves the worker in. */
+/* The state in which tu_worker_turn leaves the worker. */
 #define TU_MORE 0
 #define TU_ARMED 1
 #define TU_BUSY 2
@@ -149,13 +148,14 @@ void tu_compiled_version(unsigned *major, unsigned *minor);
 const char *tu_status_text(int status);
 void tu_prefer_huge_pages(void *address, size_t length);
 int tu_timer_create(void);
-int tu_timer_set(int fd, uint64_t nanoseconds, int repeat);
-int tu_timer_ended(int fd);
+int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
+bool tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 int tu_probe_sysv(size_t one, size_t other);
 #define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);
-int tu_readable(int fd);
+bool tu_readable(int fd);
+void tu_test_refuse_memory(int64_t allowed);
 
 /* log.c */
 typedef struct tu_log_line {
@@ -185,29 +185,31 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
-int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size);
+int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed);
-int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max);
+int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
+int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
 
-/* poll.c */
+/* adaptive_poll.c */
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
-int tu_poll_begin(tu_worker_t *worker);
-int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max);
-int tu_poll_goes_on(const tu_worker_t *worker);
-int tu_poll_continues(const tu_worker_t *worker);
-int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max);
+bool tu_poll_begin(tu_worker_t *worker);
+int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max);
+bool tu_poll_goes_on(const tu_worker_t *worker);
+bool tu_poll_continues(const tu_worker_t *worker);
+int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* operation.c */
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id);
+bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
+
+/* sockaddr.c */
+int tu_is_interface_address(const tu_address_t *address);
 
 /* endpoint.c */
-int tu_is_interface_address(const tu_address_t *address);
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,
                         const tu_endpoint_options_t *options, tu_endpoint_t **out);
 int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
@@ -217,7 +219,6 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
-int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 
 /* listener.c */
 int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
@@ -233,14 +234,14 @@ int tu_library_thread_mode(int *mode);
 int tu_context_attributes(tu_context_t *context, tu_context_attributes_t *out);
 int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out);
 int tu_address_uid(const char *address, uint64_t *uid);
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port);
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_t size, unsigned *port);
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
 int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size);
 int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds);
 int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t size);
 
 /* tag.c */
-int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync);
+int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, bool sync);
 int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t length, int memory, uint64_t tag);
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received);
@@ -250,11 +251,11 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
                            tu_received_t *received);
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received);
-uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received);
+uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
 
-/* am.c */
-int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, int refuse,
-               int cut, tu_am_queue_t **out);
+/* active_messages.c */
+int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
+               bool cut, tu_am_queue_t **out);
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
 void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out);
 void tu_am_close(tu_am_queue_t *queue);
@@ -262,13 +263,13 @@ int64_t tu_am_receive(tu_worker_t *worker, tu_am_message_t *message, const tu_bu
 void tu_am_forget(tu_am_message_t *message);
 void tu_am_release(tu_worker_t *worker, tu_am_message_t *message);
 int64_t tu_am_send(tu_endpoint_t *endpoint, unsigned am_id, const char *header, size_t header_length,
-                   const tu_buffers_t *buffers, int reply, int protocol);
+                   const tu_buffers_t *buffers, bool reply, int protocol);
 
 /* stream.c */
 int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
 void tu_stream_release(tu_worker_t *worker, uint64_t data);
 
-/* memory.c */
+/* rma/memory.c */
 #define TU_ATOMIC_ADD 0
 #define TU_ATOMIC_SWAP 1
 #define TU_ATOMIC_COMPARE_SWAP 2
@@ -276,55 +277,57 @@ void tu_stream_release(tu_worker_t *worker, uint64_t data);
 #define TU_ATOMIC_OR 4
 #define TU_ATOMIC_XOR 5
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
-                  tu_memory_t **out);
-int tu_memory_query(tu_memory_t *memory, uint64_t *address, size_t *length, int *memory_type);
-int tu_memory_unmap(tu_context_t *context, tu_memory_t *memory);
-int tu_memory_pack(tu_context_t *context, tu_memory_t *memory, char *out, size_t *size);
-int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, tu_rkey_t **out);
-void tu_rkey_destroy(tu_rkey_t *rkey);
-int tu_rkey_pointer(tu_rkey_t *rkey, uint64_t remote, uint64_t *local);
-int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
-int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey);
+                  ucp_mem_h *out);
+int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *memory_type);
+int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory);
+int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *size);
+int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, ucp_rkey_h *out);
+void tu_rkey_destroy(ucp_rkey_h rkey);
+int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
+int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
+int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
-                  tu_rkey_t *rkey);
-int tu_worker_fence(tu_worker_t *worker);
+                  ucp_rkey_h rkey);
 
-/* transfer.c and serve.c: remote memory without UCX's emulation. The id of the active messages, bytes of a token, and
- * from what length on what is got stays with its owner until it is fetched. */
-#define TU_REMOTE_AM_ID 4095
+/* rma/transfer.c: puts and gets without UCX's own; fences and flushes, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
-#define TU_EAGER_GET 98304
+#define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
+#define TU_EAGER_GET 98304     /* the data of longer gets stays with the owner until it is fetched */
 
-/* The way to remote memory. */
+/* How to reach remote memory. */
 typedef struct tu_way {
-    char *local;               /* its address in this process; NULL: not mapped */
-    int messages;              /* whether messages to its owner reach it, with the token */
+    char *local;               /* its address in this process; NULL: it is not mapped */
+    bool messages;             /* whether messages to its owner, with the token, reach it */
     char token[16];
     uint64_t length;
     uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
 } tu_way_t;
 
-int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, int put, const tu_buffers_t *buffers,
+int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
                     uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
-tu_served_t *tu_memory_serve(tu_context_t *context, tu_memory_t *memory, const char *token, uint64_t address,
-                             uint64_t length, int readable, int writable);
-unsigned tu_memory_withdraw(tu_served_t *served);
-void tu_worker_abandon(tu_worker_t *worker);
-int tu_memory_unused(tu_served_t *served);
+int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
+int tu_worker_fence(tu_worker_t *worker);
 
-/* strided.c: strides in bytes, outermost dimension first. Pack and unpack answer how much they copied. */
+/* rma/owner.c */
+tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
+                             uint64_t length, bool readable, bool writable);
+unsigned tu_memory_withdraw(tu_served_t *served);
+bool tu_memory_unused(tu_served_t *served);
+void tu_worker_stop_serving(tu_worker_t *worker);
+
+/* strided.c: strides in bytes, outermost dimension first. Pack and unpack return how many bytes they copied. */
 int tu_strided_create(void *address, size_t item, size_t dimensions, const size_t *shape, const ptrdiff_t *strides,
                       tu_strided_t **out);
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length);
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length);
 
-/* terms.c: what a request of a chain depends on, in postfix notation over integers of 128 bits. Loads and what follows
- * name a request by its index. A comparison answers 0 or 1. "Unsigned" are those in which an unsigned integer of 128
- * bits takes part; all others are signed, which holds every narrower integer. */
+/* chain/expressions.c: expressions over results, in postfix notation, of integers of 128 bits. Terms name a request by
+ * its index. A comparison gives 0 or 1. The operations called "unsigned" are for unsigned integers of 128 bits; the
+ * others are signed, which holds every narrower integer. */
 #define TU_TERM_CONSTANT 0     /* low, high: its halves */
 #define TU_TERM_LOAD 1         /* request, low: offset in its result, high: width in bytes, extra: TU_LOAD_... */
-#define TU_TERM_PLACE 2        /* request: offset in its region that was read last */
+#define TU_TERM_OFFSET 2        /* request: the offset in its region that it read last */
 #define TU_TERM_CRC32C 3       /* request, low: offset, high: length */
 #define TU_TERM_SAME 4         /* request, low: offset, high: address of a local buffer, extra: length */
 #define TU_TERM_LOCAL 5        /* low: address, high and extra: as of a load */
@@ -344,7 +347,7 @@ size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void 
 #define TU_TERM_LESS_UNSIGNED 19
 #define TU_TERM_LESS_EQUAL_UNSIGNED 20
 #define TU_TERM_NOT 21         /* of a condition */
-#define TU_TERM_DEPTH 32       /* values at once */
+#define TU_TERM_DEPTH 32       /* values on the stack at once */
 #define TU_LOAD_SIGNED 1
 #define TU_LOAD_BIG 2          /* most significant byte first */
 
@@ -358,10 +361,10 @@ typedef struct tu_term {
 
 typedef struct tu_terms {
     const tu_term_t *terms;
-    size_t count;              /* 0: nothing was said */
+    size_t count;              /* 0: it was not given */
 } tu_terms_t;
 
-/* chain.c */
+/* chain/build.c */
 typedef struct tu_chain tu_chain_t;
 
 #define TU_CHAIN_CHECK 0       /* evaluates its condition, and does nothing else */
@@ -378,20 +381,20 @@ typedef struct tu_chain tu_chain_t;
 #define TU_FALSE_STOP 2
 
 /* What became of a request. */
-#define TU_CHAIN_WAITING 0     /* not begun */
+#define TU_CHAIN_WAITING 0     /* it has not begun */
 #define TU_CHAIN_POSTED 1      /* UCX has it, or a flush after it */
 #define TU_CHAIN_DONE 2
 #define TU_CHAIN_SKIPPED 3     /* the states after this one are errors */
 #define TU_CHAIN_FALSE 4
 #define TU_CHAIN_NOT_EVALUATED 5
 #define TU_CHAIN_OUT_OF_BOUNDS 6
-#define TU_CHAIN_NO_RESULT 7   /* it refers to more than a result has */
+#define TU_CHAIN_NO_RESULT 7   /* it refers to bytes that a result does not have */
 #define TU_CHAIN_FAILED 8      /* status says why */
 #define TU_CHAIN_CANCELLED 9   /* before it was begun */
 /* The length of the result of a request that was skipped: see tu_chain_values. */
 #define TU_CHAIN_NO_VALUE 0xFFFFFFFFFFFFFFFF
 
-/* A part of a payload: memory of the user's; of a result; or an integer. */
+/* A part of a payload: the user's memory, a piece of a result, or an integer. */
 #define TU_PART_MEMORY 0
 #define TU_PART_RESULT 1
 #define TU_PART_INTEGER 2
@@ -402,66 +405,71 @@ typedef struct tu_part {
     void *address;
     uint64_t offset;
     uint64_t length;           /* of an integer: its width, up to 16 */
-    int big;
+    bool big;
     tu_terms_t value;
 } tu_part_t;
 
-/* A request, as Python describes it; tu_chain_add copies all but the memory of the user's. */
+/* A request, as Python describes it; tu_chain_add copies all but the user's memory. */
 typedef struct tu_chain_request {
     int kind;
     int atomic;                /* TU_ATOMIC_... */
-    size_t size;               /* of a result: a get's or a node's longest; an atomic's width */
-    void *into;                /* where a get's result goes; NULL: to memory of the chain's */
+    size_t size;               /* of the result: the most that a get or a node has; the width of an atomic */
+    void *into;                /* where the result of a get goes; NULL: to memory of the chain */
     int memory;                /* the kind of memory of `into`, or of the payload */
     int on_false;
-    uint64_t retries;          /* before that */
-    uint64_t delay;            /* nanoseconds before each */
+    uint64_t retries;          /* how often a false condition is tried again first */
+    uint64_t delay;            /* nanoseconds before each retry */
     uint64_t tag;              /* or the id of an active message */
-    int reply;
+    bool reply;
     const char *header;
     size_t header_length;
     const uint32_t *targets;   /* one of them is chosen by `choice` */
     size_t target_count;
-    const uint32_t *after;     /* what it waits for: those whose failure is its own, ... */
+    const uint32_t *after;     /* the requests that it depends on: if one fails, it fails, ... */
     size_t after_count;
-    const uint32_t *behind;    /* ... and those of which only the end matters */
+    const uint32_t *behind;    /* ... and those that it only waits for */
     size_t behind_count;
-    const uint32_t *again;     /* what a retry runs again before it */
+    const uint32_t *again;     /* the requests that a retry runs again first */
     size_t again_count;
     const tu_part_t *parts;
     size_t part_count;
     tu_terms_t condition;
     tu_terms_t choice;
     tu_terms_t offset;         /* in the target */
-    tu_terms_t length;         /* of what is got, or of how much of the payload is put */
+    tu_terms_t length;         /* how much is got, or how much of the payload is put or sent */
     tu_terms_t operand;        /* of an atomic */
     tu_terms_t swapped;        /* what a compare-and-swap stores */
-    tu_terms_t next;           /* of a node: the next one's offset ... */
-    tu_terms_t until;          /* ... if this is not true */
-    int has_end;
-    uint64_t end;              /* the offset that says that there is no next one */
+    tu_terms_t next;           /* of a node: the offset of the next node ... */
+    tu_terms_t until;          /* ... unless this is true */
+    bool has_end;
+    uint64_t end;              /* the offset that means that there is no next node */
     uint64_t limit;            /* of nodes */
 } tu_chain_request_t;
 
 typedef struct tu_chain_report {
     int state;
     int status;
-    uint32_t culprit;          /* which request's failure is its own, or whose result was too short */
+    uint32_t culprit;          /* the request that failed before it, or whose result was too short */
     uint64_t length;           /* of the result */
-    uint64_t place;            /* where it was read from */
+    uint64_t offset;           /* that was read or written last */
     uint64_t steps;            /* nodes of a list that were read */
     uint64_t retries;
-    uint32_t target;           /* that was chosen */
+    uint32_t target;           /* the one that was chosen */
     const char *result;        /* NULL: none */
 } tu_chain_report_t;
 
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, tu_rkey_t *rkey, unsigned atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned atomics,
                    const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
-int tu_chain_busy(const tu_chain_t *chain);
+void tu_chain_timer(tu_worker_t *worker, int fd);
+/* chain/run.c */
+int64_t tu_chain_run(tu_chain_t *chain);
+void tu_chain_cancel(tu_chain_t *chain);
+/* chain/report.c */
+bool tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);
 uint64_t tu_chain_reports(const tu_chain_t *chain, uint32_t count, tu_chain_report_t *out, char *results,
                           uint32_t *failed);
@@ -469,9 +477,5 @@ uint32_t tu_chain_errors(const tu_chain_t *chain);
 int64_t tu_chain_values(const tu_chain_t *chain, uint32_t count, uint64_t *lengths, char *results);
 void tu_chain_restart(tu_chain_t *chain, int state);
 size_t tu_chain_memory(const tu_chain_t *chain);
-void tu_chain_timer(tu_worker_t *worker, int fd);
-/* chain_run.c */
-int64_t tu_chain_run(tu_chain_t *chain);
-void tu_chain_cancel(tu_chain_t *chain);
 
 void free(void *memory);

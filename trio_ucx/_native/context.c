@@ -1,11 +1,11 @@
-/* Contexts: UCX's configuration and its resources. */
+/* Contexts: UCX's configuration and resources. */
 #define _GNU_SOURCE
 #include <stdio.h>
 
 #include "native.h"
 
-/* Reads the UCX_* environment, then applies the options over it, without touching the environment. On an option that
- * UCX refuses, *rejected is its index; otherwise it is count. */
+/* Reads UCX's options from the environment, and applies the given ones over them; the environment is not changed.
+ * *rejected is the index of an option that UCX refused, or `count`. */
 int tu_context_create(const char **names, const char **values, size_t count, uint64_t features, const char *name,
                       tu_context_t **out, size_t *rejected)
 {

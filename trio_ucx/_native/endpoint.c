@@ -1,103 +1,29 @@
-/* Endpoints: to a socket address, to a worker address, from a connection request. */
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <netinet/in.h>
-#include <string.h>
-
-#include "remote.h"
-
-int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
-                     unsigned scope)
-{
-    memset(out, 0, sizeof(*out));
-    if (family == AF_INET) {
-        struct sockaddr_in *v4 = (struct sockaddr_in *)out;
-
-        v4->sin_family = AF_INET;
-        v4->sin_port   = htons((uint16_t)port);
-        *length        = sizeof(*v4);
-        return inet_pton(AF_INET, ip, &v4->sin_addr) == 1 ? 0 : -1;
-    } else {
-        struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)out;
-
-        v6->sin6_family   = AF_INET6;
-        v6->sin6_port     = htons((uint16_t)port);
-        v6->sin6_scope_id = scope;
-        *length           = sizeof(*v6);
-        return inet_pton(AF_INET6, ip, &v6->sin6_addr) == 1 ? 0 : -1;
-    }
-}
-
-int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port)
-{
-    const void *ip;
-
-    if (address->ss_family == AF_INET) {
-        const struct sockaddr_in *v4 = (const struct sockaddr_in *)address;
-
-        ip    = &v4->sin_addr;
-        *port = ntohs(v4->sin_port);
-    } else if (address->ss_family == AF_INET6) {
-        const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)address;
-
-        ip    = &v6->sin6_addr;
-        *port = ntohs(v6->sin6_port);
-    } else {
-        return UCS_ERR_INVALID_ADDR;
-    }
-    return inet_ntop(address->ss_family, ip, host, (socklen_t)size) != NULL ? UCS_OK : UCS_ERR_INVALID_ADDR;
-}
-
-/* Whether a network interface has exactly this address: the kernel also binds to others, such as 127.0.0.2, but UCX
- * then finds no interface, and neither connects nor says so. -1: the system does not say. */
-int tu_is_interface_address(const tu_address_t *address)
-{
-    struct ifaddrs *all, *each;
-    char host[64];
-    unsigned port;
-    int found = 0;
-
-    if (getifaddrs(&all) < 0) {
-        return -1;
-    }
-    for (each = all; each != NULL && !found; each = each->ifa_next) {
-        struct sockaddr_storage storage;
-
-        if (each->ifa_addr == NULL || each->ifa_addr->sa_family != address->family) {
-            continue;
-        }
-        memset(&storage, 0, sizeof(storage));
-        memcpy(&storage, each->ifa_addr,
-               address->family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
-        found = tu_sockaddr_text(&storage, host, sizeof(host), &port) == UCS_OK && strcmp(host, address->ip) == 0;
-    }
-    freeifaddrs(all);
-    return found;
-}
+/* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
+#include "native.h"
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
     tu_endpoint_t *endpoint = arg;
 
     (void)ep;
-    /* Closing here would free the endpoint twice: Python does it, later. */
+    /* Closing it in this callback would free it twice. Python closes it later. */
     if (!endpoint->failed) {
-        endpoint->failed = 1;
+        endpoint->failed = true;
         tu_ring_unreserve(endpoint->worker);
         tu_ring_append(endpoint->worker, TU_RECORD_FAILURE, endpoint->id, status, 0, 0, 0);
     }
 }
 
-static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
+static ucs_status_t endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
                            const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
-    tu_endpoint_t *endpoint = calloc(1, sizeof(*endpoint));
+    tu_endpoint_t *endpoint = tu_calloc(1, sizeof(*endpoint));
     ucs_status_t status;
 
     if (endpoint == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    if (tu_ring_reserve(worker) < 0) {
+    if (!tu_ring_reserve(worker)) {
         free(endpoint);
         return UCS_ERR_NO_MEMORY;
     }
@@ -122,13 +48,9 @@ static int endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *pa
         free(endpoint);
         return status;
     }
-    endpoint->next = worker->endpoints;
-    endpoint->link = &worker->endpoints;
-    if (endpoint->next != NULL) {
-        endpoint->next->link = &endpoint->next;
-    }
-    worker->endpoints = endpoint;
-    *out              = endpoint;
+    tu_list_init(&endpoint->transfers.list);
+    tu_list_prepend(&worker->endpoints, &endpoint->link);
+    *out = endpoint;
     return UCS_OK;
 }
 
@@ -141,14 +63,14 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
         .flags      = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
     };
 
-    if (tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
-                         remote->scope) < 0) {
+    if (!tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
+                          remote->scope)) {
         return UCS_ERR_INVALID_ADDR;
     }
     params.sockaddr.addr = (struct sockaddr *)&remote_address;
     if (local != NULL) {
-        if (tu_sockaddr_make(&local_address, &params.local_sockaddr.addrlen, local->family, local->ip, local->port,
-                             local->scope) < 0) {
+        if (!tu_sockaddr_make(&local_address, &params.local_sockaddr.addrlen, local->family, local->ip, local->port,
+                              local->scope)) {
             return UCS_ERR_INVALID_ADDR;
         }
         params.field_mask          |= UCP_EP_PARAM_FIELD_LOCAL_SOCK_ADDR;
@@ -184,17 +106,17 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
-    tu_chains_forget(endpoint);
-    tu_transfers_forget(endpoint);
-    endpoint->ep    = NULL;
-    *endpoint->link = endpoint->next;
-    if (endpoint->next != NULL) {
-        endpoint->next->link = endpoint->link;
+    tu_extension_t *extension;
+
+    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
+        extension->endpoint_closing(endpoint);
     }
+    endpoint->ep = NULL;
+    tu_list_remove(&endpoint->link);
 }
 
-/* Closes by force; without error handling UCX can only flush. Whatever the verdict, the endpoint can carry nothing
- * more; tu_endpoint_free releases what is left of it once the closing operation has completed. */
+/* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
+ * tu_endpoint_free when the closing operation is over. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 {
     ucp_ep_h ep = endpoint->ep;
@@ -222,20 +144,14 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
     }
     if (endpoint->error_handling) {
         free(endpoint);
-    } else { /* UCX keeps its half while the peer has the other, and gives it as an active message's sender */
-        endpoint->id   = 0;
-        endpoint->next = worker->closed;
-        worker->closed = endpoint;
+    } else { /* UCX's endpoint lives as long as the peer's, and active messages may still name it as their sender */
+        endpoint->id = 0;
+        tu_list_prepend(&worker->closed, &endpoint->link);
     }
 }
 
-/* Records are about the new id from now on. */
+/* Records name the new id from now on. */
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
 {
     endpoint->id = id;
-}
-
-int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
-{
-    return tu_transfers_flush(endpoint);
 }

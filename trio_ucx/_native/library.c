@@ -1,4 +1,4 @@
-/* Facts about the UCX library in use, and a few of Linux's system calls that Python 3.11 lacks. */
+/* The UCX library in use, a few Linux system calls that Python 3.11 lacks, and the allocations that tests make fail. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -15,6 +15,15 @@
 #include "native.h"
 
 #define HUGE_PAGE ((uintptr_t)2 << 20) /* x86-64's, and that of AArch64 with pages of 4 KiB */
+
+int64_t tu_allocations_left = -1;
+
+/* For tests only: after `allowed` more allocations by this module, all fail; -1 ends that. UCX's allocations, and those
+ * of the log, are not affected. */
+void tu_test_refuse_memory(int64_t allowed)
+{
+    tu_allocations_left = allowed;
+}
 
 const char *tu_library_file(void)
 {
@@ -42,8 +51,8 @@ const char *tu_status_text(int status)
     return ucs_status_string((ucs_status_t)status);
 }
 
-/* Asks for huge pages where nobody has written yet: then the kernel gives (and clears) 2 MiB at a time rather than a page
- * at a time. A wish: a kernel that cannot does nothing. */
+/* Asks for huge pages for memory that nobody has written to yet, so that the kernel clears 2 MiB at a time instead of
+ * one page. A kernel that has none ignores this. */
 void tu_prefer_huge_pages(void *address, size_t length)
 {
     uintptr_t begin = ((uintptr_t)address + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1);
@@ -59,8 +68,8 @@ int tu_timer_create(void)
     return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
 }
 
-/* Starts (or, with 0, stops) the timer; either way it stops being readable. */
-int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
+/* Starts the timer, or stops it (0). Either way it is not readable until it expires. */
+int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat)
 {
     struct itimerspec spec;
 
@@ -75,14 +84,14 @@ int tu_timer_set(int fd, uint64_t nanoseconds, int repeat)
 
 /* Whether the timer has expired since it was last started, or since the last call of this function; then it stops being
  * readable. A timer that was started again meanwhile goes on. */
-int tu_timer_ended(int fd)
+bool tu_timer_ended(int fd)
 {
     uint64_t times;
 
     return read(fd, &times, sizeof(times)) == sizeof(times);
 }
 
-/* A descriptor that is readable when either of two is; -1, and errno, when there is none. */
+/* Creates a descriptor that is readable when either of two is. Returns -1, and sets errno, if that fails. */
 int tu_wait_create(int efd, int timer)
 {
     struct epoll_event event = {.events = EPOLLIN, .data = {.fd = 0}};
@@ -101,8 +110,8 @@ int tu_wait_create(int efd, int timer)
     return fd;
 }
 
-/* Whether segments of System V's shared memory of these sizes can be had at once: 0, or errno. Their pages are not
- * touched. */
+/* Whether two segments of System V's shared memory of these sizes can be allocated at the same time: 0, or errno. Their
+ * pages are not touched. */
 int tu_probe_sysv(size_t one, size_t other)
 {
     int first  = shmget(IPC_PRIVATE, one, IPC_CREAT | 0600);
@@ -143,7 +152,7 @@ int tu_descriptors_left(int wanted)
     return count;
 }
 
-int tu_readable(int fd)
+bool tu_readable(int fd)
 {
     struct pollfd entry = {.fd = fd, .events = POLLIN, .revents = 0};
 

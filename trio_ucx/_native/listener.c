@@ -1,4 +1,4 @@
-/* Listeners and the connection requests that arrive at them. */
+/* Listeners, and the connection requests that they receive. */
 #include "native.h"
 
 static void connection_requested(ucp_conn_request_h request, void *arg)
@@ -19,13 +19,13 @@ int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char 
     ucp_listener_params_t params = {
         .field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER,
     };
-    tu_listener_t *listener = calloc(1, sizeof(*listener));
+    tu_listener_t *listener = tu_calloc(1, sizeof(*listener));
     ucs_status_t status;
 
     if (listener == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    if (tu_sockaddr_make(&address, &params.sockaddr.addrlen, family, ip, port, scope) < 0) {
+    if (!tu_sockaddr_make(&address, &params.sockaddr.addrlen, family, ip, port, scope)) {
         free(listener);
         return UCS_ERR_INVALID_ADDR;
     }
@@ -65,7 +65,7 @@ int tu_request_client(uint64_t request, char *host, size_t size, unsigned *port)
     return status != UCS_OK ? (int)status : tu_sockaddr_text(&attr.client_address, host, size, port);
 }
 
-/* 0 when the client told none: UCX does not tell the two apart. */
+/* The id is 0, too, if the client sent none: UCX does not tell the two apart. */
 int tu_request_client_id(uint64_t request, uint64_t *client_id)
 {
     ucp_conn_request_attr_t attr = {.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ID};

@@ -1,7 +1,7 @@
-/* UCX's log: its lines are kept here until a thread of Python's takes them, so that no Python runs inside UCX.
+/* UCX's log: keeps its lines until a Python thread takes them, so that no Python runs inside UCX.
  *
- * UCX logs from whatever thread it runs in, its own included, and may hold locks of its own meanwhile. Without a reader
- * (before the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
+ * UCX logs in every thread in which it runs, its own included, and may hold locks meanwhile. Without a reader (before
+ * the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
 #define _GNU_SOURCE
 #include <alloca.h>
 #include <fnmatch.h>
@@ -30,7 +30,7 @@ typedef struct line {
 
 static struct {
     pthread_mutex_t mutex;
-    pthread_cond_t came;       /* a line has come, or the reader shall end */
+    pthread_cond_t came;       /* there is a line, or the reader is to end */
     pthread_cond_t logged;     /* all lines have been logged */
     line_t *first;
     line_t **last;
@@ -38,8 +38,8 @@ static struct {
     uint64_t lost;
     unsigned reader;           /* the number of the thread that takes lines; 0: none */
     unsigned readers;
-    int reading;               /* the reader is logging the line that it took */
-    int patient;               /* whether the reader keeps up, so that errors may wait for it */
+    bool reading;              /* the reader is logging the line that it took */
+    bool patient;              /* whether the reader keeps up, so that errors may wait for it */
     int trigger;               /* UCX ends the process at a line of this level */
     char files[256];           /* UCX_LOG_FILE_FILTER */
 } self = {
@@ -83,18 +83,18 @@ static void wait_until_logged(void)
 }
 
 /* Returns whether the line was kept. */
-static int keep(const tu_log_line_t *line)
+static bool keep(const tu_log_line_t *line)
 {
     size_t length = strlen(line->text) + 1;
     line_t *copy;
 
     if (self.reader == 0) {
-        return 0;
+        return false;
     }
     copy = self.bytes < LOG_BYTES ? malloc(sizeof(*copy) + length) : NULL;
     if (copy == NULL) {
         self.lost++;
-        return 1;
+        return true;
     }
     copy->next = NULL;
     copy->size = sizeof(*copy) + length;
@@ -104,7 +104,7 @@ static int keep(const tu_log_line_t *line)
     self.last    = &copy->next;
     self.bytes  += copy->size;
     pthread_cond_signal(&self.came);
-    return 1;
+    return true;
 }
 
 static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char *function, ucs_log_level_t level,
@@ -113,7 +113,7 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     size_t size        = ucs_log_get_buffer_size();
     char *text         = alloca(size);
     tu_log_line_t line = {.level = (int)level, .number = number, .file = file, .function = function, .text = text};
-    int kept;
+    bool kept;
 
     if ((int)level <= self.trigger) {
         return UCS_LOG_FUNC_RC_CONTINUE; /* UCX writes it to stderr, and aborts */
@@ -146,10 +146,10 @@ static void after_fork(void)
     self.bytes   = 0;
     self.lost    = 0;
     self.reader  = 0;
-    self.reading = 0;
+    self.reading = false;
 }
 
-/* From now on UCX's lines come here. */
+/* Installs the handler of UCX's log lines. */
 void tu_log_begin(void)
 {
     char name[32] = "";
@@ -180,12 +180,12 @@ unsigned tu_log_open(void)
         self.readers = 1;
     }
     reader       = self.reader = self.readers;
-    self.patient = 1;
+    self.patient = true;
     pthread_mutex_unlock(&self.mutex);
     return reader;
 }
 
-/* Lets the reader take the remaining lines, and end. */
+/* Lets the reader end when it has taken the remaining lines. */
 void tu_log_close(void)
 {
     pthread_mutex_lock(&self.mutex);
@@ -195,19 +195,19 @@ void tu_log_close(void)
     pthread_mutex_unlock(&self.mutex);
 }
 
-/* Waits for a line, which belongs to the caller until the next call; *lost is the number of lines that were lost. NULL:
- * the reader shall end. */
+/* Waits for a line, which belongs to the caller until the next call; *lost is the number of lines that were lost.
+ * Returns NULL when the reader is to end. */
 const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost)
 {
     line_t *line;
 
     if (before != NULL) {
-        free((char *)(uintptr_t)before - offsetof(line_t, line));
+        free(TU_ITEM(before, line_t, line));
     }
     pthread_mutex_lock(&self.mutex);
-    self.reading = 0;
+    self.reading = false;
     if (self.first == NULL) {
-        self.patient = 1;
+        self.patient = true;
         pthread_cond_broadcast(&self.logged);
     }
     while (self.first == NULL && self.reader == reader) {
@@ -220,7 +220,7 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
             self.last = &self.first;
         }
         self.bytes  -= line->size;
-        self.reading = 1;
+        self.reading = true;
     }
     *lost     = self.lost;
     self.lost = 0;

@@ -1,18 +1,64 @@
-/* The C half of the UCX-Trio joint.
+/* What the files of the C half share: the structures behind a worker, and the functions that they offer each other.
  *
- * Every callback that UCX makes is one of ours, in C; it appends a record to its worker's ring and returns. No Python
- * runs inside UCX. Python asks for the records with tu_worker_turn(), which progresses, collects, drains and arms in
- * one call.
+ * Every callback that UCX makes is a C function. It appends a record to its worker's ring and returns, so no Python
+ * runs inside UCX. Python asks for the records with tu_worker_turn(), which makes UCX progress, collects what arrived,
+ * takes the records and arms the worker, in one call.
  *
- * Room in the ring is reserved when something is posted or opened (one record for each pending operation and each
- * endpoint), so that a callback never has to allocate. Callbacks for which nothing can be reserved (a stranger's
- * connection request) use the slack, and turn the stranger away when there is none.
+ * Room in the ring is reserved when something is posted or opened: one record for each pending operation, each endpoint
+ * and each queue of active messages. So a callback never has to allocate. A callback for which nothing can be reserved,
+ * such as a stranger's connection request, uses the ring's slack, and refuses the request when there is none.
  *
- * A worker and all that hangs on it is used by one thread. Nothing here checks that, Python does.
+ * One thread uses a worker and everything that belongs to it. Python checks that; the C code does not. Only log.c and
+ * the table of served memory in rma/owner.c are shared by threads, and they have locks.
+ *
+ * Who owns what
+ *
+ *   memory                      allocated by            freed by                       UCX may use it
+ *   --------------------------  ----------------------  -----------------------------  --------------------------------
+ *   tu_context_t                tu_context_create       tu_context_destroy             no
+ *   tu_worker_t, its ring       tu_worker_create;       tu_worker_destroy; growing     no
+ *                               the ring also grows     frees the smaller ring
+ *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy, or, if UCX  while it receives a small
+ * message
+ *                                                       kept it, scratch_received
+ *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
+ *   operation->described        tu_post_begin           when the operation is over     until the operation is over
+ *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
+ *                                                       is over
+ *   tu_endpoint_t               tu_endpoint_connect,    tu_endpoint_free; without      as the argument of callbacks;
+ *                               _to_worker,             error handling it goes to      without error handling until the
+ *                               _from_request           worker->closed and is freed    worker is destroyed
+ *                                                       by tu_worker_destroy
+ *   tu_listener_t               tu_listener_create      tu_listener_destroy            as the argument of callbacks
+ *   tu_am_queue_t               tu_am_open              tu_am_close                    as the argument of callbacks
+ *   tu_am_message_t             the callback of its     tu_am_close while it is        no; its data, unless copied,
+ *                               queue                   queued; then Python, by        belongs to UCX until
+ * tu_am_release
+ *                                                       tu_am_release, _forget         or the end of tu_am_receive
+ *   pieces of a stream          UCX                     UCX, by tu_stream_release      they are UCX's
+ *   tu_strided_t                tu_strided_create       Python, by free()              no: operations have copies
+ *   tu_rma_t, tu_chains_t       tu_worker_create        tu_worker_destroy              as the argument of callbacks
+ *   tu_transfer_t (rma/)        tu_transfer_begin,      when the owner and UCX are     its request, and itself as the
+ *                               tu_endpoint_flush       done with it; the rest by      argument of callbacks
+ *                                                       tu_worker_destroy
+ *   service_t, load_t           the callback that got   when the answer was sent; the  its answer, and itself as the
+ *     (rma/owner.c)             the request             rest by tu_worker_destroy      argument of callbacks
+ *   tu_served_t (rma/owner.c)   tu_memory_serve         tu_memory_withdraw, or, while  no; answers hold it by `uses`
+ *                                                       answers use it, the
+ *                                                       tu_memory_unused after them
+ *   ucp_mem_h, ucp_rkey_h       UCX                     tu_memory_unmap,               they are UCX's
+ *                                                       tu_rkey_destroy
+ *   tu_chain_t, its nodes and   tu_chain_create, _add,  tu_chain_free, or later: when  nodes and targets as the
+ * argument
+ *   targets, copies of what     _target                 UCX is done with it; the rest  of callbacks; results, payloads
+ *   their requests describe                             by tu_worker_destroy           and operands while one is posted
+ *   lines of UCX's log          log.c                   tu_log_take, with the next     no
+ *                                                       call
  */
 #ifndef TRIO_UCX_NATIVE_H
 #define TRIO_UCX_NATIVE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -22,20 +68,21 @@
 #include <ucp/api/ucp.h>
 
 #include "cdef.h"
+#include "list.h"
 #include "newer.h"
 
-/* Records that may arrive without a reservation, between two turns. */
+/* Records for which the ring keeps room beside the reserved ones. */
 #define TU_RING_SLACK 256
-/* A turn ends when it has delivered so many bytes that stay in UCX's buffers until Python takes them. */
+/* A turn ends when it has found so many bytes of messages that stay in UCX's buffers until Python takes them. */
 #define TU_BATCH_BYTES (512 * 1024)
-/* A message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they are
- * used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
+/* Such a message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they
+ * are used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
-/* Raw tag messages that a worker with Connections keeps, until the program first asks for such messages. */
+/* Raw tag messages that a worker with Connections keeps until the program first asks for such messages. */
 #define TU_RAW_KEPT 64
 #define TU_RAW_BYTES (16 * 1024 * 1024)
-/* For so many nanoseconds request chains may go on in one call of Python's. */
-#define TU_CHAIN_SLICE 500000
+/* Nanoseconds for which sequences may go on in one call from Python. */
+#define TU_SLICE 500000
 
 /* Nanoseconds, of a clock that never goes back. */
 static inline uint64_t tu_now(void)
@@ -46,26 +93,102 @@ static inline uint64_t tu_now(void)
     return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
+/* ---- allocating (library.c) ----
+ *
+ * Everything but the log, the context and the sockets' addresses is allocated by these functions, so that tests can
+ * make them fail: tu_test_refuse_memory(). free() frees it. */
+
+extern int64_t tu_allocations_left; /* that succeed; -1: no limit */
+
+static inline bool tu_may_allocate(void)
+{
+    if (tu_allocations_left > 0) {
+        tu_allocations_left--;
+        return true;
+    }
+    return tu_allocations_left < 0;
+}
+
+static inline void *tu_malloc(size_t size)
+{
+    return tu_may_allocate() ? malloc(size) : NULL;
+}
+
+static inline void *tu_calloc(size_t count, size_t size)
+{
+    return tu_may_allocate() ? calloc(count, size) : NULL;
+}
+
+static inline void *tu_aligned_alloc(size_t alignment, size_t size)
+{
+    return tu_may_allocate() ? aligned_alloc(alignment, size) : NULL;
+}
+
+static inline void *tu_realloc(void *memory, size_t size)
+{
+    return tu_may_allocate() ? realloc(memory, size) : NULL;
+}
+
+/* ---- extensions: remote memory (rma/) and request chains (chain/) ----
+ *
+ * The files in this folder, worker.c's creation of a worker apart, know of them only what this section says. */
+
+typedef struct tu_rma tu_rma_t;
+typedef struct tu_chains tu_chains_t;
+typedef struct tu_transfer tu_transfer_t;
+
+/* A function that the worker calls after each progress of UCX while the hook is in its list. Whoever owns a hook adds
+ * it when there is something to do, and removes it when there is not. The function returns how much it did; it may add
+ * and remove hooks, its own included. */
+typedef struct tu_hook {
+    tu_list_t link;
+    unsigned (*function)(struct tu_hook *hook);
+} tu_hook_t;
+
+/* What an extension is told of its worker. */
+typedef struct tu_extension {
+    tu_list_t link;
+    void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX still has the endpoint; nothing more is posted to it */
+    void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker has gone, and no callback will come any more */
+} tu_extension_t;
+
+/* Work that goes on as the worker progresses, without Python. A sequence is a series of operations; C code posts each
+ * when it has seen the one before complete. So each step is a wait of its own, which polling may shorten. A copy needs
+ * nothing but time. */
+typedef struct tu_background {
+    unsigned sequences;        /* sequences that have begun and not ended */
+    unsigned ready;            /* sequences of these that can go on at once */
+    uint64_t steps;            /* operations that sequences have posted since the worker was created */
+    uint64_t slice_end;        /* when sequences give the thread back to Python; 0: not set in this call yet */
+    unsigned copies;           /* copies that have begun and not ended; each progress does a piece of one */
+} tu_background_t;
+
+/* An endpoint's puts and gets that do not use UCX's own, in the order of their posting: rma/transfer.c. */
+typedef struct tu_transfers {
+    tu_list_t list;
+    tu_transfer_t *waiting;    /* the first one that has not begun */
+    unsigned begun;            /* requests that the owner has not answered */
+    bool fence;                /* the next transfer waits for all before it */
+    bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
+    ucs_status_t put_status;   /* of a put that had returned before the owner refused it */
+    uint64_t nonce;            /* in this endpoint's requests; 0: none yet */
+} tu_transfers_t;
+
+/* ---- the structures ---- */
+
 struct tu_context {
     ucp_context_h context;
     uint64_t features;
     ucp_config_t *config;      /* kept for `python -m trio_ucx info` */
 };
 
-typedef struct tu_transfer tu_transfer_t;
-typedef struct tu_service tu_service_t;
-typedef struct tu_load tu_load_t;
-
-/* Hash buckets for peers to which answers are in flight: serve.c. */
-#define TU_LOADS 64
-
 typedef struct tu_operation {
     tu_worker_t *worker;
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
-    void *described;           /* the list or strided array that UCX reads until the operation completes */
-    tu_chain_t *chain;         /* whose run it is */
-    tu_transfer_t *transfer;   /* to which it belongs */
+    void *described;           /* the list or strided array that UCX reads until the operation is over */
+    void (*cancel)(void *owner); /* cancels an operation that an extension carries out; NULL: UCX carries it out */
+    void *owner;               /* the argument of `cancel` */
     uint32_t slot;
     uint32_t generation;
     struct tu_operation *next_free;
@@ -78,63 +201,38 @@ typedef struct tu_kept {
     size_t length;
 } tu_kept_t;
 
-/* How long a task that waits polls before it parks: poll.c. Times are in nanoseconds. */
+/* How long a waiting task polls before it parks: adaptive_poll.c. Times are in nanoseconds. */
 typedef struct tu_poll {
-    uint64_t bound;            /* the user's: never longer; 0: never */
-    uint64_t limit;            /* what has been paying lately */
-    uint64_t began;            /* when the wait began whose end is to be learnt from; 0: none */
-    unsigned misses;           /* polls that found nothing, and were not made up for */
+    uint64_t bound;            /* the user's limit; 0: never poll */
+    uint64_t limit;            /* how long polling has been worth while lately */
+    uint64_t began;            /* when the wait began that the limit is to be adapted to; 0: none */
+    unsigned misses;           /* polls that found nothing, less those that hits have made up for */
     unsigned skip;             /* waits that do not poll before the next try */
-    int goes_on;               /* a request chain did, in the last one */
-    int continues;             /* the last one ended for a moment, before its time */
-    uint64_t last;             /* when it began, or a request chain posted something in it */
-    uint64_t requests;         /* of chains, when the wait began */
-    unsigned penalty;          /* log2 of how many that will be after the next failure */
+    bool goes_on;              /* a sequence went on in the last poll or turn, and may go on */
+    bool continues;            /* the last poll ended before its time, for a schedule point */
+    uint64_t last;             /* when the poll began, or a sequence last posted something in it */
+    uint64_t steps;            /* background.steps when the wait began */
+    unsigned penalty;          /* log2 of `skip` after the next series of misses */
 } tu_poll_t;
-
-/* A worker's request chains: chain_run.c. */
-typedef struct tu_chains {
-    tu_chain_t *all;
-    tu_chain_t *active;        /* those that run */
-    tu_chain_t *queue;         /* those that may go on, first come, first served */
-    tu_chain_t **last;
-    uint64_t until;            /* when they must have done enough for this call of Python's; 0: begins with the first */
-    uint64_t now;              /* lately */
-    unsigned calls;
-    uint64_t wake;             /* when a delayed request may begin; 0: none waits */
-    int timer;                 /* fires then */
-    int blocked;               /* 1: some wait for a place among an endpoint's atomics; 2: there is one */
-} tu_chains_t;
-
-/* An endpoint's puts and gets that do not use UCX's own, in the order of posting: transfer.c. */
-typedef struct tu_transfers {
-    tu_transfer_t *first, **last;
-    tu_transfer_t *waiting;    /* the first that has not begun */
-    unsigned begun;            /* requests that the owner has not answered */
-    int fence;                 /* the next transfer waits for all before it */
-    int advancing;
-    ucs_status_t put_status;   /* of a put that had returned before the owner refused it */
-    uint64_t nonce;            /* in our requests; 0: none yet */
-} tu_transfers_t;
 
 struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
     int efd;
-    int knows_user_data;       /* UCX 1.18 can be asked for an endpoint's */
-    int loses_info;            /* UCX 1.13 does not say what was received when a receive completes at once */
-    uint64_t memory_types;     /* bits by ucs_memory_type_t: what its transports reach */
-    uint64_t claimed_bit;      /* tags with this bit are Connections'; 0: none, leave all messages to UCX */
+    bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's user data */
+    bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
+    uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
+    uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
 
-    int raw_used;              /* the program has asked for raw messages: then UCX keeps them, however many */
+    bool raw_used;             /* the program has asked for raw messages: from then on UCX keeps them */
     tu_kept_t kept[TU_RAW_KEPT];
     size_t kept_count;
     size_t kept_bytes;
 
-    size_t collected;          /* bytes of the messages in the ring, which UCX still has */
-    size_t small;              /* claimed messages of up to so many bytes are received as they come, to the arena */
-    char *scratch;             /* TU_LONGEST_BATCH bytes */
-    size_t arena_used;         /* begins anew when the ring is empty */
+    size_t collected;          /* bytes of the messages in the ring that UCX still has */
+    size_t small;              /* claimed messages of up to so many bytes are packed into the arena */
+    char *scratch;             /* TU_LONGEST_BATCH bytes; NULL: to be allocated */
+    size_t arena_used;         /* starts at 0 again when the ring is empty */
     char arena[TU_ARENA];
 
     tu_record_t *ring;
@@ -143,30 +241,25 @@ struct tu_worker {
     size_t used;
     size_t reserved;
 
-    tu_operation_t **blocks;   /* slots, in blocks that never move: UCX holds pointers to them */
+    tu_operation_t **blocks;   /* slots, in blocks that never move because UCX holds pointers to them */
     size_t block_count;
     tu_operation_t *free_slots;
     ucp_datatype_t strided;    /* 0 until it is needed */
 
-    int streams;               /* whether endpoints may have stream data */
-    ucp_ep_h spare;            /* to give stream data back when there is no endpoint: stream.c */
+    bool streams;              /* whether endpoints may have stream data */
+    bool unread;               /* some have stream data for which the ring had no room */
+    ucp_ep_h spare;            /* gives stream data back when there is no other endpoint: stream.c */
 
     tu_poll_t poll;
-    tu_chains_t chains;
+    tu_background_t background;
+    tu_list_t hooks;
+    tu_list_t extensions;
+    tu_rma_t *rma;
+    tu_chains_t *chains;
+    bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
 
-    tu_transfer_t *transfers;  /* of all endpoints, and of those that were closed: transfer.c */
-    tu_transfer_t **awaiting;  /* hash buckets of those that wait for an answer */
-    uint64_t transfer_ids;
-    struct {
-        tu_transfer_t *first, **last;
-    } copies;                  /* copies that go on with the worker's progress */
-    tu_service_t *services;    /* requests of peers that are being answered: serve.c */
-    tu_load_t *loads[TU_LOADS];
-    int unfenced;              /* UCX has had puts, gets or atomics since the last fence */
-    int unused;                /* closed memory is no longer in use: a record is due */
-
-    tu_endpoint_t *endpoints;
-    tu_endpoint_t *closed;     /* those that UCX may still name: endpoint.c */
+    tu_list_t endpoints;
+    tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
     tu_counts_t counts;
 };
 
@@ -174,12 +267,12 @@ struct tu_endpoint {
     tu_worker_t *worker;
     ucp_ep_h ep;               /* NULL once closing began */
     uint64_t id;
-    int error_handling;
-    int failed;                /* its record is in the ring, no longer reserved */
-    unsigned chain_atomics;    /* of request chains, under way */
+    bool error_handling;
+    bool failed;               /* its record is in the ring, or was; no room is reserved for one any more */
+    bool unread;               /* it has stream data for which the ring had no room */
+    unsigned atomics;          /* atomics of request chains that are under way; their number is limited */
     tu_transfers_t transfers;
-    tu_endpoint_t *next;
-    tu_endpoint_t **link;
+    tu_list_t link;            /* in the worker's endpoints, or in its closed ones */
 };
 
 struct tu_listener {
@@ -188,58 +281,99 @@ struct tu_listener {
     uint64_t id;
 };
 
-/* The ring (worker.c). tu_ring_reserve and tu_ring_slack are for Python's calls, tu_ring_append for callbacks. */
-int tu_ring_reserve(tu_worker_t *worker);
+/* ---- the ring of records (ring.c) ----
+ *
+ * tu_ring_reserve keeps room for one record, with slack to spare; tu_ring_unreserve gives it up, right before the
+ * record is appended, or when there will be none. Code without a reservation asks before it appends:
+ *
+ *   tu_ring_has_slack   whether there is room for one more record; allocates nothing
+ *   tu_ring_find_room   lets the ring grow to keep the slack, and uses the slack only if there is no memory
+ *   tu_ring_make_room   lets the ring grow for `count` records
+ *
+ * While there is no room, the ring has records. So Python's next call takes some, and then there is room.
+ *
+ * To append a record without any of this is a fault in the caller. A development build (TRIO_UCX_WERROR=1) aborts. Any
+ * other build lets the ring grow, and aborts if there is no memory for that: with a record lost or overwritten, a task
+ * would wait for ever, or Python would free a buffer that UCX still uses. */
+bool tu_ring_create(tu_worker_t *worker);
+bool tu_ring_reserve(tu_worker_t *worker);
 void tu_ring_unreserve(tu_worker_t *worker);
-int tu_ring_has_slack(const tu_worker_t *worker);
+bool tu_ring_has_slack(const tu_worker_t *worker);
+bool tu_ring_find_room(tu_worker_t *worker);
+bool tu_ring_make_room(tu_worker_t *worker, size_t count);
 void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
                     uint64_t tag, uint64_t pointer);
+/* The newest record, or NULL when the ring is empty. */
+tu_record_t *tu_ring_last(tu_worker_t *worker);
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
-/* Moving (worker.c): one progress, and what UCX does not tell by itself. */
-void tu_worker_collect(tu_worker_t *worker);
-/* Polling (poll.c): something arrived, not by polling. */
-void tu_poll_ended(tu_worker_t *worker);
-int tu_poll_chains(tu_worker_t *worker, uint64_t requests);
+/* ---- the Connections' messages (tag_inbox.c) ---- */
 
-/* Operations (operation.c). A post is an operation on its way to UCX: begin takes a slot, reserves its record and fills
- * in `param` for a send of `buffers` (NULL: none), end turns UCX's answer into a verdict. Begin answers 0, or the verdict
- * of what could not begin. Done is what a completion callback calls. */
+void tu_inbox_collect(tu_worker_t *worker);
+/* Whether UCX may have messages that were not collected because there was no memory. */
+bool tu_inbox_lacks_memory(const tu_worker_t *worker);
+
+/* ---- hooks (worker.c) ---- */
+
+void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook));
+/* Does nothing if the hook was added already. */
+void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook);
+void tu_hook_remove(tu_hook_t *hook);
+
+/* ---- polling (adaptive_poll.c) ---- */
+
+/* Something arrived in a turn, and so was not found by polling. */
+void tu_poll_ended(tu_worker_t *worker);
+/* Whether the worker should go on polling rather than be armed, because sequences go on; `steps` is the number of their
+ * steps when the turn began. */
+bool tu_poll_sequences(tu_worker_t *worker, uint64_t steps);
+
+/* ---- operations (operation.c) ---- */
+
+/* An operation on its way to UCX. */
 typedef struct tu_post {
     tu_operation_t *operation;
     uint64_t id;
     ucp_request_param_t param;
-    void *address;             /* what UCX's calls name "buffer" */
+    void *address;             /* the argument that UCX's functions call "buffer" */
     size_t count;
 } tu_post_t;
 
+/* Takes a slot, reserves room for its record and fills in `param` for a send of `buffers` (NULL: none). Returns 0, or
+ * the verdict of an operation that could not begin. */
 int64_t tu_post_begin(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers);
+/* Turns UCX's answer into a verdict. */
 int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer);
-tu_operation_t *tu_operation_find(tu_worker_t *worker, uint64_t id); /* NULL when it is over */
+/* Returns NULL when the operation is over. */
+tu_operation_t *tu_operation_find(tu_worker_t *worker, uint64_t id);
+/* Ends an operation, and appends its record. */
 void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t status, uint64_t length, uint64_t tag);
+/* UCX's callbacks that do so. */
 void tu_operation_sent(void *request, ucs_status_t status, void *user_data);
 void tu_operation_received(void *request, ucs_status_t status, size_t length, void *user_data);
 void tu_operations_free(tu_worker_t *worker);
 
-/* Active messages (am.c): a handler for an id, and which of our endpoints a message came from (0: none, or unknown). */
-int tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
+/* ---- active messages (active_messages.c) ---- */
+
+ucs_status_t tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callback_t callback, void *arg);
+/* The id of the worker's endpoint that a message came from; 0: it is unknown, or UCX's own. */
 uint64_t tu_am_sender(tu_worker_t *worker, const ucp_am_recv_param_t *param);
 
-/* Request chains (chain.c, chain_run.c): what has come for them, an endpoint that goes, and the end of a chain.
- * Progress returns how many chains went on. */
-unsigned tu_chains_progress(tu_worker_t *worker);
-void tu_chains_forget(tu_endpoint_t *endpoint);
-void tu_chain_destroy(tu_chain_t *chain);
+/* ---- streams (stream.c) ---- */
 
-/* Streams (stream.c). */
 void tu_stream_collect(tu_worker_t *worker);
-/* Strided arrays (strided.c): to be posted as one element of the datatype, at the address of its description. */
+
+/* ---- strided arrays (strided.c) ---- */
+
+/* The datatype of which a strided array is posted as one element, at the address of its description. */
 ucs_status_t tu_strided_datatype(ucp_datatype_t *out);
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided);
 
-/* Socket addresses (endpoint.c). */
-int tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
-                     unsigned scope);
-int tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);
+/* ---- socket addresses (sockaddr.c) ---- */
+
+/* Returns false if `ip` is no address of this family. */
+bool tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
+                      unsigned scope);
+ucs_status_t tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);
 
 #endif

@@ -7,6 +7,7 @@
 #ifndef TRIO_UCX_NEWER_H
 #define TRIO_UCX_NEWER_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/socket.h>
@@ -58,7 +59,7 @@ static inline ucs_status_t tu_ep_query(ucp_ep_h ep, tu_ep_attr_t *attr)
 }
 
 /* Whether the running UCX is of this release or a later one. */
-static inline int tu_ucx_has(unsigned major, unsigned minor)
+static inline bool tu_ucx_has(unsigned major, unsigned minor)
 {
     unsigned have_major, have_minor, release;
 

@@ -1,7 +1,7 @@
-/* Operations: their table, and the way from a call of Python's to a request of UCX's and back. */
+/* Operations: from a call that posts one to the record that says that it is over. */
 #include <string.h>
 
-#include "remote.h"
+#include "native.h"
 
 #define BLOCK_SLOTS 256
 
@@ -13,19 +13,19 @@ static void forget_buffers(tu_operation_t *operation)
     operation->described = NULL;
 }
 
-static int slots_grow(tu_worker_t *worker)
+static bool slots_grow(tu_worker_t *worker)
 {
-    tu_operation_t **blocks = realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
+    tu_operation_t **blocks = tu_realloc(worker->blocks, (worker->block_count + 1) * sizeof(*blocks));
     tu_operation_t *block;
     size_t i;
 
     if (blocks == NULL) {
-        return -1;
+        return false;
     }
     worker->blocks = blocks;
-    block          = calloc(BLOCK_SLOTS, sizeof(*block));
+    block          = tu_calloc(BLOCK_SLOTS, sizeof(*block));
     if (block == NULL) {
-        return -1;
+        return false;
     }
     blocks[worker->block_count] = block;
     for (i = BLOCK_SLOTS; i-- > 0;) {
@@ -35,7 +35,7 @@ static int slots_grow(tu_worker_t *worker)
         worker->free_slots = &block[i];
     }
     worker->block_count++;
-    return 0;
+    return true;
 }
 
 static void operation_release(tu_operation_t *operation)
@@ -45,8 +45,7 @@ static void operation_release(tu_operation_t *operation)
     forget_buffers(operation);
     operation->id        = 0;
     operation->request   = NULL;
-    operation->chain     = NULL;
-    operation->transfer  = NULL;
+    operation->cancel    = NULL;
     operation->next_free = worker->free_slots;
     worker->free_slots   = operation;
     worker->counts.operations--;
@@ -57,10 +56,10 @@ static tu_operation_t *operation_begin(tu_worker_t *worker)
 {
     tu_operation_t *operation;
 
-    if (worker->free_slots == NULL && slots_grow(worker) < 0) {
+    if (worker->free_slots == NULL && !slots_grow(worker)) {
         return NULL;
     }
-    if (tu_ring_reserve(worker) < 0) {
+    if (!tu_ring_reserve(worker)) {
         return NULL;
     }
     operation             = worker->free_slots;
@@ -109,19 +108,17 @@ tu_operation_t *tu_operation_find(tu_worker_t *worker, uint64_t id)
     return operation->id == id ? operation : NULL;
 }
 
-/* Asks UCX to cancel. Returns 1 when the operation is over (its record, cancelled or not, is in the ring), 0 when UCX
- * still works on it. */
-int tu_operation_cancel(tu_worker_t *worker, uint64_t id)
+/* Cancels an operation. Returns whether it is over (its record, cancelled or not, is in the ring); if not, UCX still
+ * works on it, and the record comes later. */
+bool tu_operation_cancel(tu_worker_t *worker, uint64_t id)
 {
     tu_operation_t *operation = tu_operation_find(worker, id);
 
     if (operation == NULL) {
-        return 1;
+        return true;
     }
-    if (operation->chain != NULL) {
-        tu_chain_cancel(operation->chain);
-    } else if (operation->transfer != NULL) {
-        return tu_transfer_cancel(operation->transfer);
+    if (operation->cancel != NULL) {
+        operation->cancel(operation->owner);
     } else if (operation->request != NULL) {
         ucp_request_cancel(worker->worker, operation->request);
     }
@@ -162,7 +159,7 @@ static ucs_status_t describe_strided(tu_post_t *post, const tu_strided_t *stride
     if (post->operation->described == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    /* UCX would look up the address that it is given, which is the description's. */
+    /* Otherwise UCX would look up the kind of memory of the address, which is the description's. */
     post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
     post->param.memory_type   = UCS_MEMORY_TYPE_HOST;
     post->param.datatype      = worker->strided;
@@ -171,7 +168,7 @@ static ucs_status_t describe_strided(tu_post_t *post, const tu_strided_t *stride
     return UCS_OK;
 }
 
-/* Fills in the datatype, and gives the operation what UCX reads of it until it completes. */
+/* Describes the buffers to UCX. The operation owns what UCX reads of the description until it is over. */
 static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
 {
     ucp_dt_iov_t *iov;
@@ -194,7 +191,7 @@ static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
         post->count          = buffers->count == 1 ? buffers->lengths[0] : 0;
         return UCS_OK;
     }
-    iov = malloc(buffers->count * sizeof(*iov));
+    iov = tu_malloc(buffers->count * sizeof(*iov));
     if (iov == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
@@ -237,7 +234,7 @@ int64_t tu_post_end(tu_post_t *post, ucs_status_ptr_t answer)
         operation_release(post->operation);
         return UCS_PTR_RAW_STATUS(answer);
     }
-    if (post->operation->id == post->id) { /* else it completed during the call: the record is in the ring already */
+    if (post->operation->id == post->id) { /* otherwise it is over: its record is in the ring already */
         post->operation->request = answer;
     }
     return (int64_t)post->id;

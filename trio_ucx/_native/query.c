@@ -1,4 +1,4 @@
-/* Questions that change nothing: about the library, contexts, workers, endpoints, addresses and operations. */
+/* Queries about the library, contexts, workers, endpoints, addresses and operations. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -59,7 +59,7 @@ int tu_address_uid(const char *address, uint64_t *uid)
     return status;
 }
 
-int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, int remote, char *host, size_t size, unsigned *port)
+int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_t size, unsigned *port)
 {
     ucp_ep_attr_t attr = {
         .field_mask = remote ? UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR : UCP_EP_ATTR_FIELD_LOCAL_SOCKADDR,
@@ -111,7 +111,7 @@ int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size)
     return status;
 }
 
-/* How long UCX thinks that a message of so many bytes takes. */
+/* UCX's estimate of the time that a message of so many bytes takes. */
 int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds)
 {
     ucp_ep_evaluate_perf_param_t param = {
@@ -122,7 +122,7 @@ int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds)
     ucs_status_t status;
 
     if (endpoint->failed) {
-        return UCS_ERR_NOT_CONNECTED; /* its lanes are gone, and UCX would look at them */
+        return UCS_ERR_NOT_CONNECTED; /* UCX would use its lanes, which have gone */
     }
     status = ucp_ep_evaluate_perf(endpoint->ep, &param, &attr);
     if (status == UCS_OK && !isfinite(attr.estimated_time)) {
@@ -132,7 +132,7 @@ int tu_endpoint_evaluate(tu_endpoint_t *endpoint, size_t bytes, double *seconds)
     return status;
 }
 
-/* UCX's own description of a pending operation; NO_ELEM when it is over, or completed at once. */
+/* UCX's description of a pending operation. Returns UCS_ERR_NO_ELEM when it is over. */
 int tu_operation_describe(tu_worker_t *worker, uint64_t id, char *out, size_t size)
 {
     tu_operation_t *operation = tu_operation_find(worker, id);

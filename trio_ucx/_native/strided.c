@@ -1,15 +1,15 @@
 /* Strided arrays: a column, a block, every other element, a transposed or reversed array.
  *
- * UCX calls this a generic datatype: it asks us to pack `length` bytes from position `offset` of the message, or to
- * unpack them there, fragment by fragment, into and out of its own buffers. So there is no copy but the one that UCX's
- * protocols make anyway.
+ * To UCX this is a generic datatype: it calls functions that pack `length` bytes from position `offset` of the message
+ * on, or unpack them there, fragment by fragment, into and out of its own buffers. So there is no copy but the one that
+ * UCX's protocols make anyway.
  *
  * An array is kept as blocks of contiguous bytes, and the dimensions along which the blocks lie, innermost first.
- * Neighbouring dimensions that amount to one are one, so a transfer is a short loop over equal steps, whatever the shape.
- * Nothing is remembered between two calls: UCX may ask for any part of the message in any order.
+ * Neighbouring dimensions that amount to one are one, so a transfer is a short loop over equal steps, whatever the
+ * shape. Nothing is remembered between two calls: UCX may ask for any part of the message in any order.
  *
- * UCX hands the address that was posted to start_pack and start_unpack; we post the address of the description. So one
- * datatype serves all operations of a worker, and lives as long as it. */
+ * UCX passes the address that was posted to start_pack and start_unpack, and the address of the description is posted.
+ * So one datatype serves all operations of a worker, and lives as long as it. */
 #include <string.h>
 
 #include "native.h"
@@ -28,10 +28,10 @@ struct tu_strided {
 };
 
 /* Where in the array a position of the message is. */
-typedef struct place {
+typedef struct cursor {
     char *address;
     size_t index[TU_STRIDED_DIMENSIONS];
-} place_t;
+} cursor_t;
 
 int tu_strided_create(void *address, size_t item, size_t dimensions, const size_t *shape, const ptrdiff_t *strides,
                       tu_strided_t **out)
@@ -43,7 +43,7 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
     if (dimensions > TU_STRIDED_DIMENSIONS) {
         return UCS_ERR_EXCEEDS_LIMIT;
     }
-    strided = calloc(1, sizeof(*strided) + dimensions * sizeof(strided->dimension[0]));
+    strided = tu_calloc(1, sizeof(*strided) + dimensions * sizeof(strided->dimension[0]));
     if (strided == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
@@ -77,42 +77,42 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided)
 {
     size_t size        = sizeof(*strided) + strided->dimensions * sizeof(strided->dimension[0]);
-    tu_strided_t *copy = malloc(size);
+    tu_strided_t *copy = tu_malloc(size);
 
     return copy == NULL ? NULL : memcpy(copy, strided, size);
 }
 
 /* ---- between the array and packed bytes ---- */
 
-static void seek(const tu_strided_t *strided, size_t block, place_t *place)
+static void seek(const tu_strided_t *strided, size_t block, cursor_t *cursor)
 {
     size_t i;
 
-    place->address = strided->base;
+    cursor->address = strided->base;
     for (i = 0; i < strided->dimensions; i++) {
-        place->index[i]  = block % strided->dimension[i].count;
+        cursor->index[i]  = block % strided->dimension[i].count;
         block           /= strided->dimension[i].count;
-        place->address  += (ptrdiff_t)place->index[i] * strided->dimension[i].stride;
+        cursor->address  += (ptrdiff_t)cursor->index[i] * strided->dimension[i].stride;
     }
 }
 
-/* Goes on by some blocks, at most to the end of the innermost dimension. */
-static void advance(const tu_strided_t *strided, size_t blocks, place_t *place)
+/* Moves on by some blocks, at most to the end of the innermost dimension. */
+static void advance(const tu_strided_t *strided, size_t blocks, cursor_t *cursor)
 {
     const dimension_t *dimension = strided->dimension;
     size_t i;
 
-    place->index[0] += blocks;
-    place->address  += (ptrdiff_t)blocks * dimension[0].stride;
-    for (i = 0; i + 1 < strided->dimensions && place->index[i] == dimension[i].count; i++) {
-        place->address  += dimension[i + 1].stride - (ptrdiff_t)dimension[i].count * dimension[i].stride;
-        place->index[i]  = 0;
-        place->index[i + 1]++;
+    cursor->index[0] += blocks;
+    cursor->address  += (ptrdiff_t)blocks * dimension[0].stride;
+    for (i = 0; i + 1 < strided->dimensions && cursor->index[i] == dimension[i].count; i++) {
+        cursor->address  += dimension[i + 1].stride - (ptrdiff_t)dimension[i].count * dimension[i].stride;
+        cursor->index[i]  = 0;
+        cursor->index[i + 1]++;
     }
 }
 
-/* Copies `count` blocks; the strides are the distances between them. With a size that the compiler knows, a block is one
- * load and one store. */
+/* Copies `count` blocks; the strides are the distances between them. With a size that the compiler knows, a block is
+ * one load and one store. */
 static inline void copy_equal(char *to, ptrdiff_t to_stride, const char *from, ptrdiff_t from_stride, size_t size,
                               size_t count)
 {
@@ -148,38 +148,38 @@ static void copy_blocks(char *to, ptrdiff_t to_stride, const char *from, ptrdiff
 }
 
 /* Copies `length` bytes from position `offset` on, out of the array (pack) or into it. */
-static void transfer(const tu_strided_t *strided, size_t offset, char *packed, size_t length, int pack)
+static void transfer(const tu_strided_t *strided, size_t offset, char *packed, size_t length, bool pack)
 {
     size_t block = strided->block;
     size_t start, size, count;
     ptrdiff_t stride;
-    place_t place;
+    cursor_t cursor;
 
     if (length == 0) {
         return;
     }
     stride = strided->dimensions == 0 ? 0 : strided->dimension[0].stride;
     start = offset % block;
-    seek(strided, offset / block, &place);
+    seek(strided, offset / block, &cursor);
     while (length > 0) {
         if (start > 0 || length < block || strided->dimensions == 0) { /* a part of one block */
             size  = block - start < length ? block - start : length;
             count = 1;
         } else {
             size  = block;
-            count = strided->dimension[0].count - place.index[0];
+            count = strided->dimension[0].count - cursor.index[0];
             count = length / block < count ? length / block : count;
         }
         if (pack) {
-            copy_blocks(packed, (ptrdiff_t)size, place.address + start, stride, size, count);
+            copy_blocks(packed, (ptrdiff_t)size, cursor.address + start, stride, size, count);
         } else {
-            copy_blocks(place.address + start, stride, packed, (ptrdiff_t)size, size, count);
+            copy_blocks(cursor.address + start, stride, packed, (ptrdiff_t)size, size, count);
         }
         packed += size * count;
         length -= size * count;
         start   = 0;
         if (length > 0) {
-            advance(strided, count, &place);
+            advance(strided, count, &cursor);
         }
     }
 }
@@ -194,14 +194,14 @@ static size_t within(const tu_strided_t *strided, size_t offset, size_t length)
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, out, length, 1);
+    transfer(strided, offset, out, length, true);
     return length;
 }
 
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, (char *)(uintptr_t)data, length, 0);
+    transfer(strided, offset, (char *)(uintptr_t)data, length, false);
     return length;
 }
 

@@ -1,4 +1,4 @@
-/* Tag messages: send, receive, probe; of any buffers. */
+/* Tag messages: sends, receives and probes, with buffers of any kind. */
 #include <string.h>
 
 #include "native.h"
@@ -8,7 +8,7 @@ static void message_received(void *request, ucs_status_t status, const ucp_tag_r
     tu_operation_done(user_data, request, status, info->length, info->sender_tag);
 }
 
-int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, int sync)
+int64_t tu_tag_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t tag, bool sync)
 {
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
@@ -25,10 +25,10 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     void *addresses[1] = {(void *)(uintptr_t)address};
     tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length, .memory = memory};
 
-    return tu_tag_send(endpoint, &one, tag, 0);
+    return tu_tag_send(endpoint, &one, tag, false);
 }
 
-/* Begins a receive. UCX writes `info` when it completes inside the call. */
+/* Begins a receive. UCX writes `info` if it completes inside the call. */
 static int64_t begin_receive(tu_post_t *post, tu_worker_t *worker, const tu_buffers_t *buffers,
                              ucp_tag_recv_info_t *info)
 {
@@ -49,12 +49,12 @@ static int64_t end_receive(tu_post_t *post, ucs_status_ptr_t answer, const ucp_t
     return tu_post_end(post, answer);
 }
 
-/* The first kept message with a matching tag, or NULL. From now on UCX keeps the messages that arrive. */
+/* The first kept message with a matching tag, or NULL. From now on raw messages stay with UCX: see collect_raw. */
 static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
 {
     size_t i;
 
-    worker->raw_used = 1;
+    worker->raw_used = true;
     for (i = 0; i < worker->kept_count; i++) {
         if (((worker->kept[i].tag ^ tag) & mask) == 0) {
             return &worker->kept[i];
@@ -132,8 +132,8 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
     return tu_message_receive(worker, message, &one, received);
 }
 
-/* Returns the handle of a removed message, 1 for one that stays, 0 for none. */
-uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, int remove, tu_received_t *received)
+/* Returns the handle of a message that was removed, 1 for one that was not, 0 if there is none. */
+uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received)
 {
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;

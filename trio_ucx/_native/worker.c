@@ -1,100 +1,71 @@
-/* The worker: its ring of records, and the turn that moves everything. */
+/* Creates, destroys and describes workers, and makes them progress. */
 #include <string.h>
 
-#include "remote.h"
+#include "chain/chain.h"
+#include "rma/rma.h"
 
 #define BUSY_RETRIES 4
-#define PROGRESS_BUDGET 4096 /* a peer that floods us must not keep us in C for ever */
+#define PROGRESS_BUDGET 4096 /* progress calls of a turn, so that a peer that floods the worker does not stop Python */
 
-/* ---- the ring ---- */
-
-static int ring_grow(tu_worker_t *worker)
+/* Frees everything but UCX's worker, which has gone, or was never created. */
+static void worker_free(tu_worker_t *worker)
 {
-    size_t capacity   = worker->capacity * 2;
-    tu_record_t *ring = malloc(capacity * sizeof(*ring));
-    size_t i;
+    tu_endpoint_t *endpoint;
+    tu_extension_t *extension;
 
-    if (ring == NULL) {
-        return -1;
+    tu_operations_free(worker);
+    while ((extension = TU_LIST_FIRST(&worker->extensions, tu_extension_t, link)) != NULL) {
+        tu_list_remove(&extension->link);
+        extension->worker_destroyed(worker);
     }
-    for (i = 0; i < worker->used; i++) {
-        ring[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    while ((endpoint = TU_LIST_FIRST(&worker->closed, tu_endpoint_t, link)) != NULL) {
+        tu_list_remove(&endpoint->link);
+        free(endpoint);
     }
     free(worker->ring);
-    worker->ring                 = ring;
-    worker->capacity             = capacity;
-    worker->first                = 0;
-    worker->counts.ring_capacity = capacity;
-    return 0;
+    free(worker->scratch);
+    free(worker);
 }
 
-/* Makes sure that every pending operation and open endpoint can append its record, with slack to spare. */
-int tu_ring_reserve(tu_worker_t *worker)
+void tu_worker_destroy(tu_worker_t *worker)
 {
-    while (worker->used + worker->reserved + 1 + TU_RING_SLACK > worker->capacity) {
-        if (ring_grow(worker) < 0) {
-            return -1;
-        }
+    ucp_worker_destroy(worker->worker);
+    worker_free(worker);
+}
+
+/* Allocates everything but UCX's worker. */
+static tu_worker_t *worker_allocate(tu_context_t *context)
+{
+    tu_worker_t *worker = tu_calloc(1, sizeof(*worker));
+
+    if (worker == NULL) {
+        return NULL;
     }
-    worker->reserved++;
-    return 0;
-}
-
-void tu_ring_unreserve(tu_worker_t *worker)
-{
-    worker->reserved--;
-}
-
-int tu_ring_has_slack(const tu_worker_t *worker)
-{
-    return worker->used + worker->reserved < worker->capacity;
-}
-
-void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_t status, uint64_t length,
-                    uint64_t tag, uint64_t pointer)
-{
-    tu_record_t *record = &worker->ring[(worker->first + worker->used) & (worker->capacity - 1)];
-
-    record->kind    = kind;
-    record->id      = id;
-    record->status  = (uint64_t)(-(int64_t)status);
-    record->length  = length;
-    record->tag     = tag;
-    record->pointer = pointer;
-    worker->used++;
-    worker->counts.records++;
-}
-
-size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
-{
-    size_t count = worker->used < max ? worker->used : max;
-    size_t i;
-
-    for (i = 0; i < count; i++) {
-        out[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    worker->context         = context;
+    worker->streams         = (context->features & UCP_FEATURE_STREAM) != 0;
+    worker->knows_user_data = tu_ucx_has(1, 18);
+    worker->loses_info      = !tu_ucx_has(1, 17);
+    tu_list_init(&worker->hooks);
+    tu_list_init(&worker->extensions);
+    tu_list_init(&worker->endpoints);
+    tu_list_init(&worker->closed);
+    if (!tu_ring_create(worker)) {
+        worker_free(worker);
+        return NULL;
     }
-    worker->first = (worker->first + count) & (worker->capacity - 1);
-    worker->used     -= count;
-    worker->collected = 0;
-    return count;
+    return worker;
 }
 
-/* ---- the worker ---- */
-
-/* A client id of 0 is none. */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
+/* Creates UCX's worker, and asks what the rest needs to know of it. */
+static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
         .thread_mode = UCS_THREAD_MODE_SINGLE,
     };
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    tu_worker_t *worker     = calloc(1, sizeof(*worker));
     ucs_status_t status;
 
-    if (worker == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
     if (name != NULL) {
         params.field_mask |= UCP_WORKER_PARAM_FIELD_NAME;
         params.name        = name;
@@ -103,62 +74,46 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
         params.field_mask |= UCP_WORKER_PARAM_FIELD_CLIENT_ID;
         params.client_id   = client_id;
     }
-    worker->context              = context;
-    worker->streams              = (context->features & UCP_FEATURE_STREAM) != 0;
-    worker->knows_user_data      = tu_ucx_has(1, 18);
-    worker->loses_info           = !tu_ucx_has(1, 17);
-    worker->chains.last          = &worker->chains.queue;
-    worker->copies.last          = &worker->copies.first;
-    worker->capacity             = 2 * TU_RING_SLACK;
-    worker->counts.ring_capacity = worker->capacity;
-    worker->ring                 = malloc(worker->capacity * sizeof(*worker->ring));
-    if (worker->ring == NULL) {
-        free(worker);
-        return UCS_ERR_NO_MEMORY;
-    }
-    if (ucp_context_query(context->context, &attr) == UCS_OK) {
+    if (ucp_context_query(worker->context->context, &attr) == UCS_OK) {
         worker->memory_types = attr.memory_types;
     }
-    status = ucp_worker_create(context->context, &params, &worker->worker);
+    status = ucp_worker_create(worker->context->context, &params, &worker->worker);
+    if (status != UCS_OK) {
+        worker->worker = NULL;
+        return status;
+    }
+    status = ucp_worker_get_efd(worker->worker, &worker->efd);
+    if (status == UCS_OK && worker->efd < 0) {
+        status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
+    }
+    return status;
+}
+
+/* A client id of 0 means none. */
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
+{
+    tu_worker_t *worker = worker_allocate(context);
+    ucs_status_t status;
+
+    if (worker == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    status = worker_create_ucx(worker, name, client_id);
     if (status == UCS_OK) {
-        status = ucp_worker_get_efd(worker->worker, &worker->efd);
-        if (status == UCS_OK && worker->efd < 0) {
-            status = UCS_ERR_UNSUPPORTED; /* UCX 1.22 says OK without the WAKEUP feature, and gives no descriptor */
-        }
-        if (status == UCS_OK && (context->features & UCP_FEATURE_RMA) && (context->features & UCP_FEATURE_AM)) {
-            status = tu_remote_handle(worker);
-        }
-        if (status != UCS_OK) {
-            ucp_worker_destroy(worker->worker);
-        }
+        status = tu_chains_open(worker);
+    }
+    if (status == UCS_OK) {
+        status = tu_rma_open(worker);
     }
     if (status != UCS_OK) {
-        free(worker->ring);
-        free(worker);
+        if (worker->worker != NULL) {
+            ucp_worker_destroy(worker->worker);
+        }
+        worker_free(worker);
         return status;
     }
     *out = worker;
     return UCS_OK;
-}
-
-void tu_worker_destroy(tu_worker_t *worker)
-{
-    tu_endpoint_t *endpoint;
-
-    ucp_worker_destroy(worker->worker);
-    tu_operations_free(worker);
-    tu_transfers_free(worker);
-    tu_services_free(worker);
-    while (worker->chains.all != NULL) {
-        tu_chain_destroy(worker->chains.all);
-    }
-    while ((endpoint = worker->closed) != NULL) {
-        worker->closed = endpoint->next;
-        free(endpoint);
-    }
-    free(worker->ring);
-    free(worker->scratch);
-    free(worker);
 }
 
 uint64_t tu_worker_memory_types(tu_worker_t *worker)
@@ -171,9 +126,9 @@ int tu_worker_efd(tu_worker_t *worker)
     return worker->efd;
 }
 
-/* Copies the worker's address to out when *size has room for it; *size becomes its length either way. With net_only it
- * names no shared memory. */
-int tu_worker_address(tu_worker_t *worker, int net_only, char *out, size_t *size)
+/* Copies the worker's address to `out` if *size has room for it; *size becomes its length either way. With net_only the
+ * address names no shared memory. */
+int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size)
 {
     ucp_worker_attr_t attr = {
         .field_mask    = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS,
@@ -197,168 +152,18 @@ char *tu_worker_arena(tu_worker_t *worker)
     return worker->arena;
 }
 
-/* Those of up to `small` bytes, at most TU_SMALL_MESSAGE, are received at once. */
+/* Collects the tag messages with this bit from now on; those of up to `small` bytes (at most TU_SMALL_MESSAGE) are
+ * packed. */
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small)
 {
     worker->claimed_bit = tag_bit;
     worker->small       = small;
 }
 
-/* ---- the Connections' messages ---- */
-
-static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
+/* Takes up to `max` records, from which adaptive polling learns that something arrived. */
+static size_t take_records(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
-    (void)status;
-    (void)info;
-    free(scratch);
-    ucp_request_free(request);
-}
-
-/* Receives a small message that has arrived into the worker's scratch memory. Returns a ucs_status_t. */
-static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h message, size_t length)
-{
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
-                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-        .cb.recv     = scratch_received,
-        .datatype    = ucp_dt_make_contig(1),
-        .memory_type = UCS_MEMORY_TYPE_HOST,
-        .user_data   = worker->scratch,
-    };
-    ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
-
-    if (UCS_PTR_IS_PTR(answer)) {
-        /* A peer that sends a small message by rendezvous, against what it said when it connected: UCX keeps the memory. */
-        worker->scratch = NULL;
-        return UCS_ERR_INVALID_PARAM;
-    }
-    return UCS_PTR_RAW_STATUS(answer);
-}
-
-/* Adds messages of one kind to the arena: to the run that the last record is about, or with a new one. */
-static void add_run(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
-{
-    size_t place      = worker->arena_used;
-    tu_record_t *last = NULL;
-
-    memcpy(worker->arena + place, data, count * length);
-    worker->arena_used += count * length;
-    if (worker->used > 0) {
-        last = &worker->ring[(worker->first + worker->used - 1) & (worker->capacity - 1)];
-    }
-    if (last != NULL && last->kind == TU_RECORD_RUN && last->tag == tag && last->length == length && last->id > 0 &&
-        last->pointer + last->id * length == place) {
-        last->id += count;
-    } else {
-        tu_ring_append(worker, TU_RECORD_RUN, count, UCS_OK, length, tag, place);
-    }
-}
-
-/* Adds the runs of a batch that was received into the scratch memory. Returns a ucs_status_t; a batch that is malformed
- * is one up to there. */
-static ucs_status_t add_batch(tu_worker_t *worker, uint64_t tag, size_t size)
-{
-    const char *next = worker->scratch;
-    const char *end  = next + size;
-    uint16_t length, count;
-    uint32_t lane;
-
-    while (worker->used + worker->reserved + size / TU_RUN_HEAD >= worker->capacity) {
-        if (ring_grow(worker) < 0) {
-            return UCS_ERR_NO_MEMORY;
-        }
-    }
-    while (next < end) {
-        if (end - next < TU_RUN_HEAD) {
-            return UCS_ERR_INVALID_PARAM;
-        }
-        memcpy(&lane, next, 4);
-        memcpy(&length, next + 4, 2);
-        memcpy(&count, next + 6, 2);
-        next += TU_RUN_HEAD;
-        if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
-            return UCS_ERR_INVALID_PARAM;
-        }
-        add_run(worker, (tag & ~(uint64_t)UINT32_MAX) | lane, length, count, next);
-        next += (size_t)count * length;
-    }
-    return UCS_OK;
-}
-
-/* Takes raw tag messages off UCX's unexpected queue, which has no limit, until the program first asks for such. The
- * first ones are kept; the others go to Python, which drops them. */
-static void collect_raw(tu_worker_t *worker)
-{
-    ucp_tag_recv_info_t info;
-    ucp_tag_message_h message;
-
-    while (worker->used + worker->reserved < worker->capacity && worker->collected < TU_BATCH_BYTES) {
-        message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
-        if (message == NULL) {
-            return;
-        }
-        if (worker->kept_count < TU_RAW_KEPT && info.length <= TU_RAW_BYTES - worker->kept_bytes) {
-            worker->kept[worker->kept_count++] = (tu_kept_t){message, info.sender_tag, info.length};
-            worker->kept_bytes += info.length;
-        } else {
-            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
-                           (uint64_t)(uintptr_t)message);
-            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
-        }
-    }
-}
-
-/* Takes the Connections' messages off UCX's unexpected queue, so that nobody has to ask for each lane. Those that find
- * no room stay there until Python has taken what is in the ring. */
-void tu_worker_collect(tu_worker_t *worker)
-{
-    ucp_tag_recv_info_t info;
-    ucp_tag_message_h message;
-    ucs_status_t status;
-    int batch;
-
-    if (worker->used == 0) {
-        worker->arena_used = 0;
-    }
-    if (worker->scratch == NULL) {
-        worker->scratch = malloc(TU_LONGEST_BATCH);
-    }
-    while (worker->claimed_bit != 0 && worker->scratch != NULL &&
-           worker->used + worker->reserved < worker->capacity &&
-           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {
-        message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
-        if (message == NULL) {
-            if (!worker->raw_used) {
-                collect_raw(worker);
-            }
-            return;
-        }
-        batch = (uint32_t)info.sender_tag == TU_BATCH_LANE && info.length <= TU_LONGEST_BATCH;
-        if (!batch && info.length > worker->small) {
-            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
-                           (uint64_t)(uintptr_t)message);
-            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
-            continue;
-        }
-        status = receive_to_scratch(worker, message, info.length);
-        if (status == UCS_OK && batch) {
-            status = add_batch(worker, info.sender_tag, info.length);
-        } else if (status == UCS_OK) {
-            add_run(worker, info.sender_tag, info.length, 1, worker->scratch);
-        }
-        if (status != UCS_OK) {
-            tu_ring_append(worker, TU_RECORD_RUN, 0, status, info.length, info.sender_tag, 0);
-        }
-        if (worker->scratch == NULL) {
-            return; /* another with the next turn */
-        }
-    }
-}
-
-/* Takes up to `max` records; polling learns from it that something came. */
-static size_t take_records(tu_worker_t *worker, uint64_t *out, size_t max)
-{
-    size_t count = tu_ring_take(worker, (tu_record_t *)out, max);
+    size_t count = tu_ring_take(worker, out, max);
 
     if (count > 0) {
         tu_poll_ended(worker);
@@ -366,50 +171,85 @@ static size_t take_records(tu_worker_t *worker, uint64_t *out, size_t max)
     return count;
 }
 
+/* ---- hooks ---- */
+
+void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook))
+{
+    tu_list_init(&hook->link);
+    hook->function = function;
+}
+
+void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook)
+{
+    if (!tu_list_is_linked(&hook->link)) {
+        tu_list_append(&worker->hooks, &hook->link);
+    }
+}
+
+void tu_hook_remove(tu_hook_t *hook)
+{
+    tu_list_remove(&hook->link);
+}
+
+static unsigned call_hooks(tu_worker_t *worker)
+{
+    unsigned moved = 0;
+    tu_list_t rest; /* hooks that were not called yet; any of them may be removed meanwhile */
+    tu_hook_t *hook;
+
+    tu_list_move_all(&worker->hooks, &rest);
+    while ((hook = TU_LIST_FIRST(&rest, tu_hook_t, link)) != NULL) {
+        tu_list_remove(&hook->link);
+        tu_list_append(&worker->hooks, &hook->link);
+        moved += hook->function(hook);
+    }
+    return moved;
+}
+
+/* ---- progress ---- */
+
 unsigned tu_worker_progress(tu_worker_t *worker)
 {
     unsigned moved = ucp_worker_progress(worker->worker);
 
     worker->counts.progress_calls++;
     if (worker->streams) {
-        tu_stream_collect(worker); /* before the next progress can find that a peer has gone */
+        tu_stream_collect(worker); /* now: a later progress may find that a peer has gone, and drop its data */
     }
-    if (worker->copies.first != NULL) {
-        moved += tu_transfers_copy(worker);
-    }
-    if (worker->chains.active != NULL) {
-        moved += tu_chains_progress(worker);
-    }
-    if (worker->unused && tu_ring_has_slack(worker)) {
-        worker->unused = 0;
-        tu_ring_append(worker, TU_RECORD_UNUSED, 0, UCS_OK, 0, 0, 0);
+    if (!tu_list_is_empty(&worker->hooks)) {
+        moved += call_hooks(worker);
     }
     return moved;
 }
 
-/* Progresses until nothing moves, collects messages, and takes up to `max` records. Only with none left to take does
- * it arm: *armed is then TU_ARMED (the efd will become readable) or TU_BUSY (UCX cannot say when it can go on: back
- * off). TU_MORE: there is more to do at once. Returns the number of records. */
-int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int *armed)
+/* Makes UCX progress until nothing moves, collects messages, and takes up to `max` records. Arms only when there are
+ * none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be armed: call
+ * again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or -1 if arming
+ * failed. */
+int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
-    int budget  = PROGRESS_BUDGET;
-    int retries = BUSY_RETRIES;
-    uint64_t requests = worker->counts.chain_requests;
+    int budget     = PROGRESS_BUDGET;
+    int retries    = BUSY_RETRIES;
+    uint64_t steps = worker->background.steps;
     unsigned moved;
     size_t count;
 
-    *armed               = TU_MORE;
-    worker->chains.until = 0;
+    *armed                       = TU_MORE;
+    worker->background.slice_end = 0;
     for (;;) {
         do {
             moved = tu_worker_progress(worker);
-            tu_worker_collect(worker); /* now, so that UCX does not hold a window's worth of messages for us */
+            tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->copies.first == NULL); /* one copy is enough for a turn */
+                 worker->background.copies == 0); /* one piece of a copy is enough for a turn */
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->chains.queue != NULL || worker->copies.first != NULL ||
-            tu_poll_chains(worker, requests)) {
+        if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
+            tu_poll_sequences(worker, steps)) {
             return (int)count;
+        }
+        if (tu_inbox_lacks_memory(worker)) {
+            *armed = TU_BUSY; /* UCX would not wake the worker for messages that it has already */
+            return 0;
         }
         switch (ucp_worker_arm(worker->worker)) {
         case UCS_OK:
@@ -428,12 +268,13 @@ int tu_worker_turn(tu_worker_t *worker, uint64_t *out, size_t max, int arm, int 
     }
 }
 
-/* Progresses, once, and takes what that brought: for when something is known to have come, and time matters. */
-int tu_worker_look(tu_worker_t *worker, uint64_t *out, size_t max)
+/* Makes UCX progress once, and takes up to `max` records: for when something is known to have arrived, and time
+ * matters. Returns the number of records. */
+int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
-    worker->chains.until = 0;
+    worker->background.slice_end = 0;
     tu_worker_progress(worker);
-    tu_worker_collect(worker);
+    tu_inbox_collect(worker);
     return (int)take_records(worker, out, max);
 }
 
@@ -444,8 +285,9 @@ int tu_worker_signal(tu_worker_t *worker)
 
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 {
-    *out            = worker->counts;
-    out->poll_limit = worker->poll.limit;
+    *out                = worker->counts;
+    out->poll_limit     = worker->poll.limit;
+    out->chain_requests = worker->background.steps;
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

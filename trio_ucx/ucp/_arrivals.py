@@ -34,7 +34,7 @@ class Arrival:
         self.header = bytes(ffi.buffer(native.header, native.header_length)) if native.header_length else b""
         self.loan: Loan | None = None
         self.copied: bytes | None = None
-        if native.kind == lib.TU_AM_LENT:
+        if native.kind == lib.TU_AM_BORROWED:
             self.loan = Loan(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._give_back)
         elif self.rendezvous:
             engine.children[self.id] = self.release

@@ -57,7 +57,7 @@ class Backoff:
         if took > _REFILLED and not quiet:
             self._delay = 0.0
         self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
-        lib.tu_timer_set(self._timer, int(self._delay * 1e9), 0)
+        lib.tu_timer_set(self._timer, int(self._delay * 1e9), False)
         # An event may end the sleep; but one that is there already, and could not be armed away, may not.
         early = not lib.tu_readable(self._efd)
         await trio.lowlevel.wait_readable(self._either if early else self._timer)

@@ -350,7 +350,7 @@ def _value(request: ChainRequest, report: Any) -> Any:
     if kind == lib.TU_CHAIN_ATOMIC:
         return int.from_bytes(ffi.buffer(report.result, report.length), "little")
     if kind == lib.TU_CHAIN_FOLLOW:
-        return Followed(bytes(ffi.buffer(report.result, report.length)), report.place, report.steps)
+        return Followed(bytes(ffi.buffer(report.result, report.length)), report.offset, report.steps)
     return None
 
 

@@ -368,7 +368,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
     def offset(self) -> Integer:
         """Where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node."""
         self._location(0, 0)
-        return Integer(((lib.TU_TERM_PLACE, self.id, 0, 0, 0),), frozenset((self,)))
+        return Integer(((lib.TU_TERM_OFFSET, self.id, 0, 0, 0),), frozenset((self,)))
 
     def _rest(self, offset: int, length: int | None) -> int:
         if length is not None:

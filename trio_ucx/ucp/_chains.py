@@ -1,6 +1,6 @@
 """Request chains: programs of remote operations that are decided where completions are handled.
 
-What is made here is a description; ``_native/chain_run.c`` runs it, and ``_chain_run.py`` says what came of it.
+What is made here is a description; ``_native/chain/run.c`` runs it, and ``_chain_run.py`` says what came of it.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def serves_memory(self) -> bool:
-        """Whether its workers get and put memory by messages to its owner, and answer such messages (``serve.c``)."""
+        """Whether its workers get and put memory by messages to its owner, and answer such messages."""
         return Feature.RMA | Feature.AM in self.features
 
     def _require_memory(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ._operations import EndpointCore
 
 FIELDS = lib.TU_RECORD_FIELDS
-_OPERATION, _RUN, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_RUN, lib.TU_RECORD_MESSAGE
+_OPERATION, _RUN, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
 
 
 def deliver(engine: Engine, rows: list[int]) -> None:

@@ -49,7 +49,7 @@ def drain(engine: Engine) -> Iterator[None]:
         time.sleep(0.0002)
         engine.turn(arm=False)
     # Then what nobody asked for. (Messages of Connections are taken by every turn.)
-    while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, 1, engine.received)):
+    while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.received)):
         engine.mail.discard(message)
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
@@ -123,7 +123,7 @@ def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
 
 def _leave_alone(engine: Engine, handle: Any) -> None:
     abandoned.append((engine, handle))
-    lib.tu_worker_abandon(handle)
+    lib.tu_worker_stop_serving(handle)
 
 
 def fail_everything(engine: Engine, error: BaseException) -> None:

@@ -137,7 +137,7 @@ class Engine:
         self._progress_task = ProgressTask(self, self._net, self._backoff)
         self.batches = self._progress_task.before_wait
         self.arming = Arming(self, self._progress_task, polling=self.waiting.polling)
-        self._records = ffi.new("uint64_t[]", _BATCH * FIELDS)
+        self._records = ffi.new("tu_record_t[]", _BATCH)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
         self.mail = Mail(self)

@@ -370,7 +370,7 @@ def _map(
     pins: Pinned | None,
 ) -> Memory:
     native = context._native()
-    out = ffi.new("tu_memory_t **")
+    out = ffi.new("ucp_mem_h *")
     kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
     status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
     if status == Status.NO_MEMORY:

@@ -274,6 +274,6 @@ async def _sleep(timer: int, seconds: float) -> None:
     if timer < 0:  # no descriptor was left for a timer
         await trio.sleep(seconds)
         return
-    lib.tu_timer_set(timer, int(seconds * 1e9), 0)
+    lib.tu_timer_set(timer, int(seconds * 1e9), False)
     with suppress(trio.ClosedResourceError):
         await trio.lowlevel.wait_readable(timer)

@@ -46,7 +46,7 @@ class SafetyNet:
 
     def _set(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
-            lib.tu_timer_set(self.timer, int(seconds * 1e9), 0)
+            lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
 
     async def run(self) -> None:
         engine = self._engine

@@ -7,7 +7,7 @@ polls only while no other task has work to do, as far as that can be known for n
 * the schedule point that comes first, and that every call owes Trio anyway, was short. (Others that were runnable have
   run meanwhile.)
 
-For how long is decided in C (``poll.c``): it grows while it pays and ends when it does not.
+For how long is decided in C (``adaptive_poll.c``): it grows while it pays and ends when it does not.
 
 While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
 system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it

@@ -7,10 +7,10 @@ Over TCP, and over shared memory for memory that the owner did not allocate, UCX
 own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid them:
 
 * Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces
-  (``transfer.c``).
-* Otherwise trio_ucx's own active messages ask the owner (``transfer.c``, and ``serve.c`` at the owner), if the memory's
-  descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks each
-  request. docs/wire.md describes these messages.
+  (``rma/transfer.c``).
+* Otherwise trio_ucx's own active messages ask the owner (``rma/transfer.c``, and ``rma/owner.c`` at the owner), if the
+  memory's descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks
+  each request. docs/wire.md describes these messages.
 * UCX's puts and gets do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
 """
 
@@ -42,7 +42,7 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
-        out = ffi.new("tu_rkey_t **")
+        out = ffi.new("ucp_rkey_h *")
         # UCX gets no length: it reads until it finds this byte behind the key.
         status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
         if status != Status.OK:

@@ -1,22 +1,22 @@
-/* Posting the requests of a chain: arguments are evaluated and checked, UCX is called, and what it says is noted.
+/* Begins requests of a chain: evaluates and checks their arguments, posts them to UCX, and notes their completion.
  *
- * UCX's callbacks note no more than that something has landed: they are no place to post from.
+ * UCX's callbacks only note that a request has completed, because a callback must not post.
  */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 /* ---- from UCX and back ---- */
 
-/* Of a lost node nobody waits for the result any more. */
+/* UCX is done with a request. Nothing waits for one that is lost. */
 static void ended(tu_node_t *node, ucs_status_t status)
 {
     if (node->lost) {
-        node->lost = 0;
+        node->lost = false;
         tu_chain_lost_less(node->chain);
     } else {
         node->chain->in_flight--;
-        tu_node_landed(node, status);
+        tu_node_completed(node, status);
     }
 }
 
@@ -26,7 +26,6 @@ static void request_ended(void *request, ucs_status_t status, void *user_data)
     ended(user_data, status);
 }
 
-/* What transfer.c calls. */
 static void transfer_ended(void *owner, ucs_status_t status)
 {
     ended(owner, status);
@@ -42,72 +41,71 @@ static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
         param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
         param->memory_type   = (ucs_memory_type_t)(memory - 1);
     }
-    node->state = TU_CHAIN_POSTED; /* now: UCX may call back from inside the call */
+    node->state = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
-    node->chain->worker->counts.chain_requests++;
+    node->chain->worker->background.steps++;
 }
 
 static void end_post(tu_node_t *node, ucs_status_ptr_t answer)
 {
     if (!UCS_PTR_IS_PTR(answer)) {
         node->chain->in_flight--;
-        tu_node_landed(node, UCS_PTR_RAW_STATUS(answer));
+        tu_node_completed(node, UCS_PTR_RAW_STATUS(answer));
     }
 }
 
-/* Something that needs nothing of UCX. */
+/* A request for which UCX has nothing to do. */
 static void done_at_once(tu_node_t *node)
 {
     node->state = TU_CHAIN_POSTED;
-    tu_node_landed(node, UCS_OK);
+    tu_node_completed(node, UCS_OK);
 }
 
-/* Whether there is a result when it is done. */
-int tu_node_has_data(const tu_node_t *node)
+/* Whether the request has a result when it is done. */
+bool tu_node_has_data(const tu_node_t *node)
 {
     return node->request.kind == TU_CHAIN_GET || node->request.kind == TU_CHAIN_ATOMIC ||
            node->request.kind == TU_CHAIN_FOLLOW;
 }
 
-int tu_node_is_written(const tu_node_t *node)
+bool tu_node_is_written(const tu_node_t *node)
 {
     return node->request.kind == TU_CHAIN_PUT && node->length > 0 && !node->stored;
 }
 
-/* A put for which others wait: they go out when it has happened. */
+/* Flushes after a put for which others wait: they begin when it has happened. */
 static void flush_put(tu_node_t *node, tu_target_t *target)
 {
     ucp_request_param_t param;
 
-    node->flushing  = 1;
-    target->written = 0;
+    node->flushing  = true;
+    target->written = false;
     begin_post(node, &param, TU_MEMORY_UNKNOWN);
     end_post(node, ucp_ep_flush_nbx(target->endpoint->ep, &param));
 }
 
 /* ---- arguments ---- */
 
-/* An argument that was not given is `otherwise`. Returns 0, or -1 when the request is over instead. */
-static int argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t otherwise, tu_integer_t *out)
+/* An argument that was not given is `otherwise`. Returns false when the request is over instead. */
+static bool argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t otherwise, tu_integer_t *out)
 {
     tu_reason_t reason;
 
     if (terms->count == 0) {
         *out = otherwise;
-        return 0;
+        return true;
     }
-    if (tu_terms_evaluate(node->chain, terms, out, &reason) < 0) {
+    if (!tu_terms_evaluate(node->chain, terms, out, &reason)) {
         tu_node_conclude_for(node, &reason);
-        return -1;
+        return false;
     }
-    return 0;
+    return true;
 }
 
-static int out_of_bounds(tu_node_t *node, ucs_status_t why)
+static void out_of_bounds(tu_node_t *node, ucs_status_t why)
 {
     node->status = why;
     tu_node_conclude(node, TU_CHAIN_OUT_OF_BOUNDS);
-    return -1;
 }
 
 static tu_target_t *choose_target(tu_node_t *node)
@@ -115,7 +113,7 @@ static tu_target_t *choose_target(tu_node_t *node)
     tu_integer_t choice;
     tu_target_t *target;
 
-    if (argument(node, &node->request.choice, 0, &choice) < 0) {
+    if (!argument(node, &node->request.choice, 0, &choice)) {
         return NULL;
     }
     if (choice < 0 || choice >= (tu_integer_t)node->request.target_count) {
@@ -131,34 +129,40 @@ static tu_target_t *choose_target(tu_node_t *node)
     return target;
 }
 
-/* Where in the target; all of `length` bytes from there on must be in it. */
-static int choose_place(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
+/* Evaluates the offset in the target; all of `length` bytes from there on must be in it. Returns false when the request
+ * is over instead. */
+static bool choose_offset(tu_node_t *node, const tu_target_t *target, tu_integer_t length)
 {
     tu_integer_t offset;
 
     if (node->continuing) {
-        offset = node->next_place;
-    } else if (argument(node, &node->request.offset, 0, &offset) < 0) {
-        return -1;
+        offset = node->next_offset;
+    } else if (!argument(node, &node->request.offset, 0, &offset)) {
+        return false;
     }
     if (offset < 0 || length < 0 || length > (tu_integer_t)target->length ||
         offset > (tu_integer_t)target->length - length) {
-        return out_of_bounds(node, UCS_ERR_INVALID_ADDR);
+        out_of_bounds(node, UCS_ERR_INVALID_ADDR);
+        return false;
     }
-    node->place  = (uint64_t)offset;
+    node->offset  = (uint64_t)offset;
     node->length = (uint64_t)length;
-    return 0;
+    return true;
 }
 
-static int choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
+static bool choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
 {
-    if (argument(node, &node->request.length, (tu_integer_t)longest, out) < 0) {
-        return -1;
+    if (!argument(node, &node->request.length, (tu_integer_t)longest, out)) {
+        return false;
     }
-    return *out < 0 || *out > (tu_integer_t)longest ? out_of_bounds(node, UCS_ERR_EXCEEDS_LIMIT) : 0;
+    if (*out < 0 || *out > (tu_integer_t)longest) {
+        out_of_bounds(node, UCS_ERR_EXCEEDS_LIMIT);
+        return false;
+    }
+    return true;
 }
 
-/* Where the payload is: in the user's memory, or put together in ours. Its length is `payload_size`. */
+/* The payload, of `payload_size` bytes: in the user's memory, or assembled in the node's. NULL: the request is over. */
 static const char *payload(tu_node_t *node)
 {
     const tu_part_t *part = node->request.parts;
@@ -174,7 +178,7 @@ static const char *payload(tu_node_t *node)
     for (; part < end; part++) {
         switch (part->kind) {
         case TU_PART_INTEGER:
-            if (tu_terms_evaluate(node->chain, &part->value, &value, &reason) < 0) {
+            if (!tu_terms_evaluate(node->chain, &part->value, &value, &reason)) {
                 tu_node_conclude_for(node, &reason);
                 return NULL;
             }
@@ -198,48 +202,59 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Reads or writes without UCX's puts and gets, where possible. When it completes, it has happened at the owner. */
-static int transfer(tu_node_t *node, const tu_target_t *target, int put, char *buffer, int memory)
+/* Reads or writes without UCX's puts and gets, and returns true, if that is possible. When it completes, it has
+ * happened at the owner. */
+static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char *buffer, int memory)
 {
+    tu_transfer_params_t params = {
+        .way    = &target->way,
+        .put    = put,
+        .late   = true,
+        .buffer = buffer,
+        .length = node->length,
+        .memory = memory,
+        .offset = node->offset,
+        .done   = transfer_ended,
+        .owner  = node,
+    };
     tu_transfer_t *transfer;
     ucs_status_t status;
 
     if (!target->way.messages && (target->way.local == NULL || memory > TU_MEMORY_HOST)) {
-        return 0;
+        return false;
     }
     node->stored = put;
     node->state  = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
-    node->chain->worker->counts.chain_requests++;
-    status = tu_transfer_begin(target->endpoint, &target->way, put, buffer, node->length, memory, node->place, 1,
-                               transfer_ended, node, &transfer);
+    node->chain->worker->background.steps++;
+    status = tu_transfer_begin(target->endpoint, &params, &transfer);
     if (status != UCS_INPROGRESS) {
         node->chain->in_flight--;
-        tu_node_landed(node, status);
+        tu_node_completed(node, status);
     }
-    return 1;
+    return true;
 }
 
-/* Reads what was chosen to the node's result. */
+/* Gets what was chosen to the node's result. */
 static void read_remote(tu_node_t *node, tu_target_t *target)
 {
     int memory = node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST;
     ucp_request_param_t param;
 
-    if (transfer(node, target, 0, node->result, memory)) {
+    if (transfer(node, target, false, node->result, memory)) {
         return;
     }
     begin_post(node, &param, memory);
-    node->chain->worker->unfenced = 1;
-    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
+    node->chain->worker->unfenced = true;
+    end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->offset,
+                               target->rkey, &param));
 }
 
 static void begin_get(tu_node_t *node, tu_target_t *target)
 {
     tu_integer_t length;
 
-    if (choose_length(node, node->request.size, &length) < 0 || choose_place(node, target, length) < 0) {
+    if (!choose_length(node, node->request.size, &length) || !choose_offset(node, target, length)) {
         return;
     }
     if (length == 0) {
@@ -255,23 +270,22 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
     ucp_request_param_t param;
     tu_integer_t length;
 
-    node->stored = 0;
-    if (data == NULL || choose_length(node, node->payload_size, &length) < 0 ||
-        choose_place(node, target, length) < 0) {
+    node->stored = false;
+    if (data == NULL || !choose_length(node, node->payload_size, &length) || !choose_offset(node, target, length)) {
         return;
     }
     if (length == 0) {
         done_at_once(node);
         return;
     }
-    if (transfer(node, target, 1, (char *)data, node->request.memory)) {
+    if (transfer(node, target, true, (char *)data, node->request.memory)) {
         return;
     }
-    target->written = 1;
+    target->written = true;
     begin_post(node, &param, node->request.memory);
-    node->chain->worker->unfenced = 1;
-    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->place,
-                               (ucp_rkey_h)target->rkey, &param));
+    node->chain->worker->unfenced = true;
+    end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->offset,
+                               target->rkey, &param));
 }
 
 static void begin_atomic(tu_node_t *node, tu_target_t *target)
@@ -286,25 +300,24 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     ucp_request_param_t param;
     tu_integer_t operand, swapped;
 
-    if (argument(node, &node->request.operand, 0, &operand) < 0 ||
-        argument(node, &node->request.swapped, 0, &swapped) < 0 ||
-        choose_place(node, target, (tu_integer_t)size) < 0) {
+    if (!argument(node, &node->request.operand, 0, &operand) || !argument(node, &node->request.swapped, 0, &swapped) ||
+        !choose_offset(node, target, (tu_integer_t)size)) {
         return;
     }
-    if ((target->address + node->place) % size != 0) {
+    if ((target->address + node->offset) % size != 0) {
         out_of_bounds(node, UCS_ERR_INVALID_PARAM);
         return;
     }
-    tu_integer_store((char *)node->operand, operand, size, 0);
-    tu_integer_store(reply, swapped, size, 0);
-    target->endpoint->chain_atomics++;
+    tu_integer_store(node->operand, operand, size, false);
+    tu_integer_store(reply, swapped, size, false);
+    target->endpoint->atomics++;
     begin_post(node, &param, TU_MEMORY_HOST);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
     param.datatype      = ucp_dt_make_contig(size);
     param.reply_buffer  = reply;
-    node->chain->worker->unfenced = 1;
+    node->chain->worker->unfenced = true;
     end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
-                                     target->address + node->place, (ucp_rkey_h)target->rkey, &param));
+                                     target->address + node->offset, target->rkey, &param));
 }
 
 static void begin_send(tu_node_t *node, tu_target_t *target)
@@ -314,7 +327,7 @@ static void begin_send(tu_node_t *node, tu_target_t *target)
     ucp_request_param_t param;
     tu_integer_t length;
 
-    if (data == NULL || choose_length(node, node->payload_size, &length) < 0) {
+    if (data == NULL || !choose_length(node, node->payload_size, &length)) {
         return;
     }
     node->length = (uint64_t)length;
@@ -333,97 +346,97 @@ static void begin_send(tu_node_t *node, tu_target_t *target)
 
 static void begin_follow(tu_node_t *node, tu_target_t *target)
 {
-    if (choose_place(node, target, (tu_integer_t)node->request.size) < 0) {
+    if (!choose_offset(node, target, (tu_integer_t)node->request.size)) {
         return;
     }
-    if (!node->continuing && node->request.has_end && node->place == node->request.end) {
+    if (!node->continuing && node->request.has_end && node->offset == node->request.end) {
         tu_node_false(node); /* there is no first one */
         return;
     }
-    node->continuing = 0;
-    node->happened   = 0; /* what it found then is overwritten */
+    node->continuing = false;
+    node->happened   = false; /* what it found before is overwritten */
     read_remote(node, target);
 }
 
-/* A node of a list was read: it is the one, or the next is read, or there is none. */
+/* A node of a list was read: it is the one that was looked for, or the next one is read, or there is none. */
 static void follow_on(tu_node_t *node)
 {
     const tu_chain_request_t *request = &node->request;
     tu_integer_t found, next;
 
     node->steps++;
-    if (argument(node, &request->until, 0, &found) < 0) {
+    if (!argument(node, &request->until, 0, &found)) {
         return;
     }
     if (found) {
         tu_node_conclude(node, TU_CHAIN_DONE);
         return;
     }
-    if (argument(node, &request->next, 0, &next) < 0) {
+    if (!argument(node, &request->next, 0, &next)) {
         return;
     }
     if ((request->has_end && next == (tu_integer_t)request->end) || node->steps >= request->limit) {
         if (request->until.count == 0) {
             tu_node_conclude(node, TU_CHAIN_DONE);
         } else {
-            node->has_result = 0;
+            node->has_result = false;
             tu_node_false(node);
         }
         return;
     }
-    node->next_place = next;
-    node->continuing = 1;
+    node->next_offset = next;
+    node->continuing = true;
     node->state      = TU_CHAIN_WAITING;
     tu_node_ready(node);
 }
 
-/* A node of a list was read. What it depends on may run again: then that is waited for. */
+/* A node of a list was read. If requests that it depends on run again, it waits for them. */
 static void follow_arrived(tu_node_t *node)
 {
-    node->has_result = 1;
+    node->has_result = true;
     if (node->chain->cancelled) {
         tu_node_conclude(node, TU_CHAIN_CANCELLED);
     } else if (tu_node_wait(node) > 0) {
-        node->arrived = 1;
+        node->arrived = true;
     } else {
         follow_on(node);
     }
 }
 
-/* Whether as many atomics are under way as its endpoint may have. */
-static int is_full(const tu_target_t *target)
+/* Whether as many atomics are under way on its endpoint as may be. */
+static bool is_full(const tu_target_t *target)
 {
-    return target->endpoint != NULL && target->endpoint->chain_atomics >= target->atomics;
+    return target->endpoint != NULL && target->endpoint->atomics >= target->atomics;
 }
 
-/* Whether it must wait for a place among the atomics of its endpoint. UCX bears only so many: _atomics.py. */
-int tu_node_has_no_place(const tu_node_t *node)
+/* Whether it must wait for a place among the atomics of its endpoint. _atomics.py says why their number is limited. */
+bool tu_node_has_no_place(const tu_node_t *node)
 {
     const tu_chain_t *chain = node->chain;
     size_t i;
 
-    if (node->request.kind != TU_CHAIN_ATOMIC || node->spoiled) {
-        return 0;
+    if (node->request.kind != TU_CHAIN_ATOMIC || node->dependency_failed) {
+        return false;
     }
-    for (i = 0; i < node->request.target_count; i++) { /* whichever it will be */
+    for (i = 0; i < node->request.target_count; i++) { /* any of them may be chosen */
         if (is_full(chain->targets[node->request.targets[i]])) {
-            return 1;
+            return true;
         }
     }
-    return 0;
+    return false;
 }
 
-/* Whether none of its atomics can have one. */
-int tu_chain_has_no_place(const tu_chain_t *chain)
+/* Whether no atomic of the chain can have a place. */
+bool tu_chain_has_no_place(const tu_chain_t *chain)
 {
     uint32_t i;
 
     for (i = 0; i < chain->target_count; i++) {
         if (!is_full(chain->targets[i])) {
-            return 0;
+            return false;
         }
     }
-    return 1;
+    return true;
 }
 
 void tu_node_begin(tu_node_t *node)
@@ -432,19 +445,19 @@ void tu_node_begin(tu_node_t *node)
     tu_target_t *target;
 
     node->not_before = 0;
-    if (node->spoiled) {
-        node->has_result = 0;
+    if (node->dependency_failed) {
+        node->has_result = false;
         tu_node_conclude(node, TU_CHAIN_NOT_EVALUATED);
         return;
     }
     if (node->arrived) {
-        node->arrived = 0;
+        node->arrived = false;
         follow_on(node);
         return;
     }
     if (!node->continuing) {
         node->steps = 0;
-        if (argument(node, &node->request.condition, 1, &holds) < 0) {
+        if (!argument(node, &node->request.condition, 1, &holds)) {
             return;
         }
         if (!holds) {
@@ -478,7 +491,6 @@ void tu_node_begin(tu_node_t *node)
     }
 }
 
-/* UCX is done with a request, or with the flush after it. */
 void tu_node_go_on(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
@@ -486,14 +498,16 @@ void tu_node_go_on(tu_node_t *node)
     int kind            = node->request.kind;
 
     if (kind == TU_CHAIN_ATOMIC && target->endpoint != NULL) {
-        target->endpoint->chain_atomics--;
-        chain->worker->chains.blocked = chain->worker->chains.blocked > 0 ? 2 : 0; /* somebody may go on */
+        target->endpoint->atomics--;
+        if (chain->worker->chains->places == TU_PLACES_AWAITED) {
+            chain->worker->chains->places = TU_PLACES_FREE;
+        }
     }
     if (node->status != UCS_OK) {
         if (node->flushing) {
-            target->status = node->status; /* it was for others' puts, too */
+            target->status = node->status; /* the flush was for other puts, too */
         }
-        node->flushing = 0;
+        node->flushing = false;
         tu_node_conclude(node, TU_CHAIN_FAILED);
     } else if (kind == TU_CHAIN_FOLLOW) {
         follow_arrived(node);
@@ -501,11 +515,11 @@ void tu_node_go_on(tu_node_t *node)
         if (target->endpoint != NULL) {
             flush_put(node, target);
         } else {
-            tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* nobody knows whether it has happened */
+            tu_node_fail(node, UCS_ERR_NOT_CONNECTED); /* whether it has happened is not known */
         }
     } else {
         node->flushed    = node->flushing;
-        node->flushing   = 0;
+        node->flushing   = false;
         node->has_result = tu_node_has_data(node);
         tu_node_conclude(node, TU_CHAIN_DONE);
     }

@@ -1,50 +1,36 @@
-/* Running a request chain: what depends on results is decided here.
+/* Runs request chains: decides which requests may begin, and what the end of one means for others.
  *
- * A node is a request. It is ready when all that it waits for is over; then its condition and its arguments are
- * evaluated, and it is posted. UCX's callbacks only note that something has landed: what follows from it happens after
- * the progress call that brought it (tu_chains_progress), because UCX's callbacks are no place to post from.
+ * A node is a request. It is ready when all that it waits for is over; then post.c evaluates its condition and its
+ * arguments, and posts it. UCX's callbacks only note that a request has completed; the rest happens after the call that
+ * made UCX progress, in the hook `progress`, because a callback must not post.
  *
- * Several nodes may be ready: they begin in turn, and are not waited for. A put for which others
- * wait is over when a flush after it is; all other puts are flushed at the end of the run.
+ * Several nodes may be in flight at once. Ready nodes begin in turn. A put for which others wait is over when a flush
+ * after it is; all other puts are flushed at the end of the run.
  *
- * A run is one operation for Python: its record comes when all nodes are over and UCX has nothing more of the chain.
+ * For Python a run is one operation: its record comes when all nodes are over and UCX has nothing more of the chain.
  */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
 #define LOOK 16                /* requests, or calls, between two looks at the clock */
 
-/* ---- what is to be looked at ---- */
+/* ---- the queues ---- */
 
 static void enqueue(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
-
-    if (!chain->queued && !chain->advancing && chain->running) {
-        chain->queued        = 1;
-        chain->next_queued   = NULL;
-        *worker->chains.last = chain;
-        worker->chains.last  = &chain->next_queued;
+    if (chain->running && !chain->advancing && !tu_list_is_linked(&chain->queue_link)) {
+        tu_list_append(&chain->worker->chains->queue, &chain->queue_link);
+        chain->worker->background.ready++;
     }
 }
 
 static void dequeue(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
-    tu_chain_t **link   = &worker->chains.queue;
-
-    if (!chain->queued) {
-        return;
-    }
-    while (*link != chain) {
-        link = &(*link)->next_queued;
-    }
-    *link         = chain->next_queued;
-    chain->queued = 0;
-    if (*link == NULL) {
-        worker->chains.last = link;
+    if (tu_list_is_linked(&chain->queue_link)) {
+        tu_list_remove(&chain->queue_link);
+        chain->worker->background.ready--;
     }
 }
 
@@ -61,8 +47,8 @@ static void clear_ready(tu_node_t *node)
     node->chain->ready[node->index / 64] &= ~((uint64_t)1 << node->index % 64);
 }
 
-/* The first one from `index` on that is ready, perhaps of those that are no atomics; `count` when there is none. */
-static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, int no_atomics)
+/* The first node from `index` on that is ready, atomics left out if `no_atomics`; `count` when there is none. */
+static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, bool no_atomics)
 {
     uint64_t word;
 
@@ -77,15 +63,12 @@ static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, int no_atomi
     return chain->count;
 }
 
-void tu_node_landed(tu_node_t *node, ucs_status_t status)
+void tu_node_completed(tu_node_t *node, ucs_status_t status)
 {
     tu_chain_t *chain = node->chain;
 
-    node->status        = status;
-    node->landing       = 1;
-    node->next_landed   = NULL;
-    *chain->landed_last = node;
-    chain->landed_last  = &node->next_landed;
+    node->status = status;
+    tu_list_append(&chain->completed, &node->completed_link);
     enqueue(chain);
 }
 
@@ -98,7 +81,7 @@ static void waits_less(tu_node_t *node)
     }
 }
 
-/* Nothing that was added later runs; all of it has waited for this. */
+/* Stops the chain at this node: no request that was added later runs. All of these have waited for this one. */
 static void stop(tu_node_t *node)
 {
     tu_chain_t *chain = node->chain;
@@ -119,7 +102,7 @@ static void stop(tu_node_t *node)
 void tu_node_conclude(tu_node_t *node, int state)
 {
     tu_chain_t *chain = node->chain;
-    int failed        = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
+    bool failed       = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
     size_t i;
 
     tu_node_set_state(node, state);
@@ -134,8 +117,8 @@ void tu_node_conclude(tu_node_t *node, int state)
         if (other->state != TU_CHAIN_WAITING) {
             continue;
         }
-        if (failed && node->edges[i].strict && !other->spoiled) {
-            other->spoiled = 1;
+        if (failed && node->edges[i].strict && !other->dependency_failed) {
+            other->dependency_failed = true;
             other->culprit = node->index;
         }
         waits_less(other);
@@ -166,11 +149,11 @@ static void begin_again(tu_node_t *node)
 {
     tu_node_set_state(node, TU_CHAIN_WAITING);
     node->waiting    = 0;
-    node->spoiled    = 0;
-    node->has_result = 0;
-    node->continuing = 0;
-    node->arrived    = 0;
-    node->flushed    = 0;
+    node->dependency_failed    = false;
+    node->has_result = false;
+    node->continuing = false;
+    node->arrived    = false;
+    node->flushed    = false;
 }
 
 static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *requests, size_t count)
@@ -184,8 +167,8 @@ static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *reques
     return unfinished;
 }
 
-/* Lets a request wait for those that it waits for and that are not over: some may run again for the sake of others.
- * Returns how many there are. */
+/* Lets a request wait again for its predecessors that are not over: a retry of another request may run them again.
+ * Returns their number. */
 uint32_t tu_node_wait(tu_node_t *node)
 {
     const tu_chain_request_t *request = &node->request;
@@ -196,8 +179,8 @@ uint32_t tu_node_wait(tu_node_t *node)
     return node->waiting;
 }
 
-/* Of those that wait for a request that runs again, the ones that have not begun, and are not to run again themselves,
- * wait anew. */
+/* A request runs again: those that wait for it, have not begun and do not run again themselves wait for it once
+ * more. */
 static void let_wait(const tu_node_t *before, const tu_node_t *retried)
 {
     const tu_chain_request_t *request = &retried->request;
@@ -215,8 +198,8 @@ static void let_wait(const tu_node_t *before, const tu_node_t *retried)
     }
 }
 
-/* Runs a request again whose condition was false, and before it what it says, one after the other. All of that is
- * over. */
+/* Runs a request again whose condition was false, and before it the requests that it names, one after the other. All of
+ * these are over. */
 static void retry(tu_node_t *node)
 {
     tu_chain_t *chain                = node->chain;
@@ -241,7 +224,7 @@ static void retry(tu_node_t *node)
     tu_node_wait(node);
     first->not_before = request->delay > 0 ? tu_now() + request->delay : 0;
     if (first->waiting == 0) {
-        tu_node_ready(first); /* all others wait for it */
+        tu_node_ready(first); /* the others wait for it */
     }
 }
 
@@ -276,18 +259,19 @@ static void target_flushed(void *request, ucs_status_t status, void *user_data)
         ucp_request_free(request);
     }
     if (target->lost) {
-        target->lost = 0;
+        target->lost = false;
         tu_chain_lost_less(chain);
     } else {
         chain->in_flight--;
-        target->flushing = 0;
+        target->flushing = false;
         target->status   = status;
         enqueue(chain);
     }
 }
 
-/* What was put, and nobody has waited for, is to have happened when the run ends. Whether there was any. */
-static int flush_targets(tu_chain_t *chain)
+/* Flushes the puts that no other request waited for, so that they have happened when the run ends. Returns whether
+ * there were any. */
+static bool flush_targets(tu_chain_t *chain)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -295,18 +279,18 @@ static int flush_targets(tu_chain_t *chain)
     };
     ucs_status_ptr_t answer;
     uint32_t i;
-    int any = 0;
+    bool any = false;
 
     for (i = 0; i < chain->target_count; i++) {
         tu_target_t *target = chain->targets[i];
 
         if (target->written && target->endpoint == NULL) {
-            target->written = 0;
+            target->written = false;
             target->status  = UCS_ERR_NOT_CONNECTED;
         } else if (target->written) {
-            any              = 1;
-            target->written  = 0;
-            target->flushing = 1;
+            any              = true;
+            target->written  = false;
+            target->flushing = true;
             param.user_data  = target;
             chain->in_flight++;
             answer = ucp_ep_flush_nbx(target->endpoint->ep, &param);
@@ -318,10 +302,10 @@ static int flush_targets(tu_chain_t *chain)
     return any;
 }
 
-/* A put may not have happened when the flush after it failed. */
+/* Fails the puts whose flush failed: they may not have happened. */
 static void blame_flushes(tu_chain_t *chain)
 {
-    int failed = 0;
+    bool failed = false;
     uint32_t i;
 
     for (i = 0; i < chain->target_count; i++) {
@@ -341,14 +325,16 @@ static void blame_flushes(tu_chain_t *chain)
 static void end_run(tu_chain_t *chain)
 {
     tu_operation_t *operation = chain->operation;
+    tu_chains_t *chains       = chain->worker->chains;
 
     blame_flushes(chain);
     dequeue(chain);
-    chain->running      = 0;
-    chain->operation    = NULL;
-    *chain->active_link = chain->next_active;
-    if (chain->next_active != NULL) {
-        chain->next_active->active_link = chain->active_link;
+    chain->running   = false;
+    chain->operation = NULL;
+    tu_list_remove(&chain->running_link);
+    chain->worker->background.sequences--;
+    if (tu_list_is_empty(&chains->running)) {
+        tu_hook_remove(&chains->hook);
     }
     if (operation != NULL) {
         tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, chain->lost, 0);
@@ -358,35 +344,35 @@ static void end_run(tu_chain_t *chain)
     }
 }
 
-/* Whether it may begin now; else it is noted for what it waits. */
-static int may_begin(tu_node_t *node)
+/* Whether a node may begin now. If not, notes what it waits for. */
+static bool may_begin(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
 
     if (tu_node_has_no_place(node)) {
-        if (worker->chains.blocked == 0) { /* 2: a place has come free, for which another chain may wait */
-            worker->chains.blocked = 1;
+        if (chains->places == TU_PLACES_NOBODY_WAITS) {
+            chains->places = TU_PLACES_AWAITED;
         }
-        chain->blocked = 1;
-        return 0;
+        chain->blocked = true;
+        return false;
     }
-    if (node->not_before > worker->chains.now && node->not_before > (worker->chains.now = tu_now())) {
+    if (node->not_before > chains->now && node->not_before > (chains->now = tu_now())) {
         if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
             chain->wake_at = node->not_before;
         }
-        return 0;
+        return false;
     }
-    return 1;
+    return true;
 }
 
-/* The next that is ready and may begin, in turn, so that one that is tried over and over lets others begin, too. */
+/* The next node that is ready and may begin, in turn, so that a request that is retried lets others begin, too. */
 static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
     uint32_t from  = chain->cursor;
     uint32_t to    = chain->count;
-    int looked     = 0;
-    int no_atomics = 0;
+    bool looked     = false;
+    bool no_atomics = false;
     uint32_t index;
     int round;
 
@@ -398,8 +384,8 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
                 chain->cursor = index + 1;
                 return chain->nodes[index];
             }
-            if (chain->blocked && !looked) { /* thousands may be */
-                looked     = 1;
+            if (chain->blocked && !looked) { /* only once: thousands may be blocked */
+                looked     = true;
                 no_atomics = tu_chain_has_no_place(chain);
             }
         }
@@ -409,23 +395,19 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
     return NULL;
 }
 
-/* Does what can be done now, until the slice is over: then it is queued anew. Returns 0 when the run has ended: the
- * chain may be gone. */
-static int advance(tu_chain_t *chain)
+/* Does what can be done now, until the slice is over; then the chain is queued again. Returns false when the run has
+ * ended: the chain may have been destroyed. */
+static bool advance(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
     unsigned begun      = 0;
     tu_node_t *node;
 
-    chain->advancing = 1;
+    chain->advancing = true;
     chain->wake_at   = 0;
     for (;;) {
-        while ((node = chain->landed) != NULL) {
-            chain->landed = node->next_landed;
-            if (chain->landed == NULL) {
-                chain->landed_last = &chain->landed;
-            }
-            node->landing = 0;
+        while ((node = TU_LIST_FIRST(&chain->completed, tu_node_t, completed_link)) != NULL) {
+            tu_list_remove(&node->completed_link);
             tu_node_go_on(node);
         }
         node = chain->in_flight < DEPTH ? next_to_begin(chain) : NULL;
@@ -433,111 +415,120 @@ static int advance(tu_chain_t *chain)
             break;
         }
         tu_node_begin(node);
-        if (++begun % LOOK == 0 && (worker->chains.now = tu_now()) > worker->chains.until) {
-            chain->advancing = 0;
+        if (++begun % LOOK == 0 && (chains->now = tu_now()) > chain->worker->background.slice_end) {
+            chain->advancing = false;
             enqueue(chain);
-            return 1;
+            return true;
         }
     }
-    chain->advancing = 0;
+    chain->advancing = false;
     if (chain->unfinished == 0 && chain->in_flight == 0 && (chain->cancelled || !flush_targets(chain))) {
         end_run(chain);
-        return 0;
+        return false;
     }
-    return 1;
+    return true;
 }
 
-static void set_timer(tu_worker_t *worker)
+static void set_timer(tu_chains_t *chains)
 {
     uint64_t first = 0, time;
     tu_chain_t *chain;
 
-    for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if (chain->wake_at != 0 && (first == 0 || chain->wake_at < first)) {
             first = chain->wake_at;
         }
     }
-    worker->chains.wake = first;
+    chains->wake = first;
     if (first != 0) {
         time = tu_now();
-        tu_timer_set(worker->chains.timer, first > time ? first - time : 1, 0);
+        tu_timer_set(chains->timer, first > time ? first - time : 1, 0);
     }
 }
 
-static void queue_those(tu_worker_t *worker, int blocked, uint64_t due)
+/* Queues the chains whose delay is over at `due`, and perhaps those that wait for a place. */
+static void queue_those(tu_chains_t *chains, bool blocked, uint64_t due)
 {
     tu_chain_t *chain;
 
-    for (chain = worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
-            chain->blocked = 0;
-            chain->wake_at = 0; /* it looks for itself */
+            chain->blocked = false;
+            chain->wake_at = 0; /* `advance` finds out what it waits for */
             enqueue(chain);
         }
     }
 }
 
-/* Lets chains go on with what has landed, until `chains.until`. Returns how many did. */
-unsigned tu_chains_progress(tu_worker_t *worker)
+/* Whether the slice of this call from Python is over. Begins the slice if there is none. */
+static bool slice_is_over(tu_chains_t *chains)
 {
-    unsigned moved = 0;
-    int delays     = 0;
+    uint64_t *end = &chains->worker->background.slice_end;
+
+    if (*end == 0) {
+        chains->now = tu_now();
+        *end        = chains->now + TU_SLICE;
+        return false;
+    }
+    if (++chains->calls % LOOK == 0 || chains->now > *end) {
+        chains->now = tu_now();
+    }
+    return chains->now > *end;
+}
+
+/* Lets chains go on with what has completed, until the slice is over. Returns the number of chains that did. */
+static unsigned progress(tu_hook_t *hook)
+{
+    tu_chains_t *chains = TU_ITEM(hook, tu_chains_t, hook);
+    unsigned moved      = 0;
+    bool delays         = false;
     tu_chain_t *chain;
 
-    if (worker->chains.wake != 0 && worker->chains.wake <= (worker->chains.now = tu_now())) {
-        queue_those(worker, 0, worker->chains.now);
-        set_timer(worker); /* for the others */
+    if (chains->wake != 0 && chains->wake <= (chains->now = tu_now())) {
+        queue_those(chains, false, chains->now);
+        set_timer(chains); /* for the next delay */
     }
-    if (worker->chains.blocked == 2) {
-        worker->chains.blocked = 0;
-        queue_those(worker, 1, 0);
+    if (chains->places == TU_PLACES_FREE) {
+        chains->places = TU_PLACES_NOBODY_WAITS;
+        queue_those(chains, true, 0);
     }
-    if (worker->chains.queue == NULL) {
-        return 0;
-    }
-    if (worker->chains.until == 0) {
-        worker->chains.now   = tu_now();
-        worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
-    } else {
-        if (++worker->chains.calls % LOOK == 0 || worker->chains.now > worker->chains.until) {
-            worker->chains.now = tu_now();
-        }
-        if (worker->chains.now > worker->chains.until) {
-            return 0; /* they stay queued */
-        }
+    if (tu_list_is_empty(&chains->queue) || slice_is_over(chains)) {
+        return 0; /* they stay queued */
     }
     do {
-        chain                = worker->chains.queue;
-        worker->chains.queue = chain->next_queued;
-        if (worker->chains.queue == NULL) {
-            worker->chains.last = &worker->chains.queue;
-        }
-        chain->queued = 0;
+        chain = TU_LIST_FIRST(&chains->queue, tu_chain_t, queue_link);
+        dequeue(chain);
         delays |= advance(chain) && chain->wake_at != 0;
         moved++;
-    } while (worker->chains.queue != NULL && worker->chains.now <= worker->chains.until);
+    } while (!tu_list_is_empty(&chains->queue) && chains->now <= chains->worker->background.slice_end);
     if (delays) {
-        set_timer(worker);
+        set_timer(chains);
     }
     return moved;
 }
 
-/* What can be done at once, of this chain alone: for what others bring, a turn must follow. */
+/* Does what can be done at once for this chain alone. What completes for others is left to the next progress. */
 static void begin_run(tu_chain_t *chain)
 {
-    tu_worker_t *worker = chain->worker;
+    tu_chains_t *chains = chain->worker->chains;
+    uint64_t *end       = &chain->worker->background.slice_end;
 
-    worker->chains.now   = tu_now();
-    worker->chains.until = worker->chains.now + TU_CHAIN_SLICE;
+    chains->now = tu_now();
+    *end        = chains->now + TU_SLICE;
     do {
         dequeue(chain);
-    } while (advance(chain) && chain->queued && worker->chains.now <= worker->chains.until);
+    } while (advance(chain) && tu_list_is_linked(&chain->queue_link) && chains->now <= *end);
     if (chain->running && chain->wake_at != 0) {
-        set_timer(worker);
+        set_timer(chains);
     }
 }
 
-/* Begins a run: a verdict. */
+static void cancel_operation(void *owner)
+{
+    tu_chain_cancel(owner);
+}
+
+/* Begins a run. Returns a verdict. */
 int64_t tu_chain_run(tu_chain_t *chain)
 {
     tu_worker_t *worker = chain->worker;
@@ -555,53 +546,49 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (chain->room > 0) {
         memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
     }
-    chain->running     = 1;
-    chain->cancelled   = 0;
-    chain->blocked     = 0;
-    chain->wake_at     = 0;
-    chain->landed      = NULL;
-    chain->landed_last = &chain->landed;
-    chain->unfinished  = chain->count;
-    chain->cursor      = 0;
-    chain->next_active = worker->chains.active;
-    chain->active_link = &worker->chains.active;
-    if (chain->next_active != NULL) {
-        chain->next_active->active_link = &chain->next_active;
-    }
-    worker->chains.active = chain;
+    chain->running    = true;
+    chain->cancelled  = false;
+    chain->blocked    = false;
+    chain->wake_at    = 0;
+    chain->unfinished = chain->count;
+    chain->cursor     = 0;
+    tu_list_prepend(&worker->chains->running, &chain->running_link);
+    worker->background.sequences++;
+    tu_hook_add(worker, &worker->chains->hook);
     for (i = 0; i < chain->target_count; i++) {
-        chain->targets[i]->written = 0;
+        chain->targets[i]->written = false;
         chain->targets[i]->status  = UCS_OK;
     }
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
         begin_again(node);
-        node->happened   = 0;
+        node->happened   = false;
         node->status     = UCS_OK;
         node->culprit    = 0;
         node->retries    = 0;
         node->steps      = 0;
         node->not_before = 0;
         node->then       = 0;
-        node->flushing   = 0;
+        node->flushing   = false;
         node->length     = 0;
         node->waiting    = node->waits_for;
         if (node->waiting == 0) {
             tu_node_ready(node);
         }
     }
-    enqueue(chain); /* also when it has nothing to do */
+    enqueue(chain); /* also if it has no requests */
     begin_run(chain);
     if (!chain->running) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
     }
     chain->operation       = post.operation;
-    post.operation->chain  = chain;
+    post.operation->cancel = cancel_operation;
+    post.operation->owner  = chain;
     return (int64_t)post.id;
 }
 
-/* Posts nothing more. What UCX has goes on; when there is none, the run is over, and the chain perhaps gone. */
+/* Posts nothing more. If UCX has nothing of the chain, the run ends, and the chain may be destroyed. */
 void tu_chain_cancel(tu_chain_t *chain)
 {
     uint32_t i;
@@ -609,7 +596,7 @@ void tu_chain_cancel(tu_chain_t *chain)
     if (!chain->running) {
         return;
     }
-    chain->cancelled = 1;
+    chain->cancelled = true;
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
@@ -620,22 +607,22 @@ void tu_chain_cancel(tu_chain_t *chain)
             chain->unfinished--;
         }
     }
-    if (chain->landed == NULL && chain->in_flight == 0) {
+    if (tu_list_is_empty(&chain->completed) && chain->in_flight == 0) {
         end_run(chain);
     } else {
         enqueue(chain);
     }
 }
 
-/* What UCX has of a target, and will not complete. */
+/* Gives up waiting for the requests of a target, which UCX will not complete. */
 static void lose(tu_chain_t *chain, uint32_t index)
 {
     tu_target_t *target = chain->targets[index];
     uint32_t i;
 
     if (target->flushing) {
-        target->flushing = 0;
-        target->lost     = 1;
+        target->flushing = false;
+        target->lost     = true;
         target->status   = UCS_ERR_NOT_CONNECTED;
         chain->lost++;
         chain->in_flight--;
@@ -643,8 +630,8 @@ static void lose(tu_chain_t *chain, uint32_t index)
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        if (node->state == TU_CHAIN_POSTED && !node->landing && node->target == index) {
-            node->lost = 1;
+        if (node->state == TU_CHAIN_POSTED && !tu_list_is_linked(&node->completed_link) && node->target == index) {
+            node->lost = true;
             chain->lost++;
             chain->in_flight--;
             if (node->flushing) {
@@ -655,14 +642,13 @@ static void lose(tu_chain_t *chain, uint32_t index)
     }
 }
 
-/* An endpoint is going: nothing more is posted to it. UCX completes what it has, unless the endpoint has no error
- * handling. */
-void tu_chains_forget(tu_endpoint_t *endpoint)
+/* Nothing more is posted to the endpoint. UCX completes what it has, unless the endpoint has no error handling. */
+static void endpoint_closing(tu_endpoint_t *endpoint)
 {
     tu_chain_t *chain;
     uint32_t i;
 
-    for (chain = endpoint->worker->chains.active; chain != NULL; chain = chain->next_active) {
+    TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
                 chain->targets[i]->endpoint = NULL;
@@ -673,4 +659,35 @@ void tu_chains_forget(tu_endpoint_t *endpoint)
             }
         }
     }
+}
+
+static void worker_destroyed(tu_worker_t *worker)
+{
+    tu_chains_t *chains = worker->chains;
+
+    while (!tu_list_is_empty(&chains->all)) {
+        tu_chain_destroy(TU_LIST_FIRST(&chains->all, tu_chain_t, link));
+    }
+    tu_hook_remove(&chains->hook);
+    free(chains);
+    worker->chains = NULL;
+}
+
+ucs_status_t tu_chains_open(tu_worker_t *worker)
+{
+    tu_chains_t *chains = tu_calloc(1, sizeof(*chains));
+
+    if (chains == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    worker->chains                     = chains;
+    chains->worker                     = worker;
+    chains->extension.endpoint_closing = endpoint_closing;
+    chains->extension.worker_destroyed = worker_destroyed;
+    tu_list_append(&worker->extensions, &chains->extension.link);
+    tu_hook_init(&chains->hook, progress);
+    tu_list_init(&chains->all);
+    tu_list_init(&chains->running);
+    tu_list_init(&chains->queue);
+    return UCS_OK;
 }

@@ -1,21 +1,11 @@
-/* Remote memory: registration, remote keys, put and get, atomics. */
+/* Registered memory and remote keys; UCX's own puts, gets and atomics. */
 #include <string.h>
 
-#include "remote.h"
-
-static ucp_mem_h native(tu_memory_t *memory)
-{
-    return (ucp_mem_h)memory;
-}
-
-static ucp_rkey_h rkey_of(tu_rkey_t *rkey)
-{
-    return (ucp_rkey_h)rkey;
-}
+#include "native.h"
 
 /* Registers what is at `address`, or allocates when that is NULL. */
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
-                  tu_memory_t **out)
+                  ucp_mem_h *out)
 {
     ucp_mem_map_params_t params = {
         .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
@@ -28,19 +18,16 @@ int tu_memory_map(tu_context_t *context, void *address, size_t length, int memor
         .memory_type = memory_type >= 0 ? (ucs_memory_type_t)memory_type : UCS_MEMORY_TYPE_UNKNOWN,
     };
 
-    ucp_mem_h memory    = NULL;
-    ucs_status_t status = ucp_mem_map(context->context, &params, &memory);
-
-    *out = (tu_memory_t *)memory;
-    return status;
+    *out = NULL;
+    return ucp_mem_map(context->context, &params, out);
 }
 
-int tu_memory_query(tu_memory_t *memory, uint64_t *address, size_t *length, int *memory_type)
+int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *memory_type)
 {
     ucp_mem_attr_t attr = {
         .field_mask = UCP_MEM_ATTR_FIELD_ADDRESS | UCP_MEM_ATTR_FIELD_LENGTH | UCP_MEM_ATTR_FIELD_MEM_TYPE,
     };
-    ucs_status_t status = ucp_mem_query(native(memory), &attr);
+    ucs_status_t status = ucp_mem_query(memory, &attr);
 
     *address     = (uint64_t)(uintptr_t)attr.address;
     *length      = attr.length;
@@ -48,17 +35,17 @@ int tu_memory_query(tu_memory_t *memory, uint64_t *address, size_t *length, int 
     return status;
 }
 
-int tu_memory_unmap(tu_context_t *context, tu_memory_t *memory)
+int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory)
 {
-    return ucp_mem_unmap(context->context, native(memory));
+    return ucp_mem_unmap(context->context, memory);
 }
 
-/* Copies the packed remote key to out when *size has room for it; *size becomes its length either way. */
-int tu_memory_pack(tu_context_t *context, tu_memory_t *memory, char *out, size_t *size)
+/* Copies the packed remote key to `out` if *size has room for it; *size becomes its length either way. */
+int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *size)
 {
     void *packed;
     size_t length;
-    ucs_status_t status = ucp_rkey_pack(context->context, native(memory), &packed, &length);
+    ucs_status_t status = ucp_rkey_pack(context->context, memory, &packed, &length);
 
     if (status != UCS_OK) {
         return status;
@@ -71,31 +58,28 @@ int tu_memory_pack(tu_context_t *context, tu_memory_t *memory, char *out, size_t
     return UCS_OK;
 }
 
-int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, tu_rkey_t **out)
+int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, ucp_rkey_h *out)
 {
-    ucp_rkey_h rkey     = NULL;
-    ucs_status_t status = ucp_ep_rkey_unpack(endpoint->ep, packed, &rkey);
-
-    *out = (tu_rkey_t *)rkey;
-    return status;
+    *out = NULL;
+    return ucp_ep_rkey_unpack(endpoint->ep, packed, out);
 }
 
-void tu_rkey_destroy(tu_rkey_t *rkey)
+void tu_rkey_destroy(ucp_rkey_h rkey)
 {
-    ucp_rkey_destroy(rkey_of(rkey));
+    ucp_rkey_destroy(rkey);
 }
 
-/* Where this process reaches the remote address by load and store, if it does. */
-int tu_rkey_pointer(tu_rkey_t *rkey, uint64_t remote, uint64_t *local)
+/* The address at which this process has mapped the remote address, if it has. */
+int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local)
 {
     void *pointer;
-    ucs_status_t status = ucp_rkey_ptr(rkey_of(rkey), remote, &pointer);
+    ucs_status_t status = ucp_rkey_ptr(rkey, remote, &pointer);
 
     *local = status == UCS_OK ? (uint64_t)(uintptr_t)pointer : 0;
     return status;
 }
 
-int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey)
+int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey)
 {
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
@@ -103,12 +87,12 @@ int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
-    endpoint->worker->unfenced = 1;
-    return tu_post_end(&post, ucp_put_nbx(endpoint->ep, post.address, post.count, remote, rkey_of(rkey),
+    endpoint->worker->unfenced = true;
+    return tu_post_end(&post, ucp_put_nbx(endpoint->ep, post.address, post.count, remote, rkey,
                                           &post.param));
 }
 
-int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, tu_rkey_t *rkey)
+int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey)
 {
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
@@ -116,15 +100,15 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
-    endpoint->worker->unfenced = 1;
-    return tu_post_end(&post, ucp_get_nbx(endpoint->ep, post.address, post.count, remote, rkey_of(rkey),
+    endpoint->worker->unfenced = true;
+    return tu_post_end(&post, ucp_get_nbx(endpoint->ep, post.address, post.count, remote, rkey,
                                           &post.param));
 }
 
-/* `operand` (and, fetching, `reply`) is `size` bytes, 4 or 8, that must stay until the operation completes. A compare
- * and swap compares with the operand, and swaps in what is in `reply`. */
+/* `operand`, and `reply` of an atomic that fetches, are `size` bytes (4 or 8) that must stay until the operation is
+ * over. A compare-and-swap compares with the operand, and stores what is in `reply`. */
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
-                  tu_rkey_t *rkey)
+                  ucp_rkey_h rkey)
 {
     static const ucp_atomic_op_t operations[] = {
         [TU_ATOMIC_ADD] = UCP_ATOMIC_OP_ADD, [TU_ATOMIC_SWAP] = UCP_ATOMIC_OP_SWAP,
@@ -143,19 +127,7 @@ int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *ope
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_REPLY_BUFFER;
         post.param.reply_buffer  = reply;
     }
-    endpoint->worker->unfenced = 1;
+    endpoint->worker->unfenced = true;
     return tu_post_end(&post, ucp_atomic_op_nbx(endpoint->ep, operations[operation], operand, 1, remote,
-                                                rkey_of(rkey), &post.param));
-}
-
-/* Inside the call, UCX's fence may wait until everything is flushed (ucp_worker_fence_strong). So it is called only if
- * UCX's own puts and gets have been used. */
-int tu_worker_fence(tu_worker_t *worker)
-{
-    tu_transfers_fence(worker);
-    if (!worker->unfenced) {
-        return UCS_OK;
-    }
-    worker->unfenced = 0;
-    return ucp_worker_fence(worker->worker);
+                                                rkey, &post.param));
 }

@@ -1,11 +1,11 @@
-/* Terms: conditions and arguments that are computed from results. */
+/* Evaluates expressions: conditions and arguments that are computed from results of requests. */
 #include <endian.h>
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 /* The commonest ones: unsigned, of 8 or 4 bytes, least significant first. Whether it is one. */
-static int load_plain(const char *from, size_t width, tu_integer_t *out)
+static bool load_plain(const char *from, size_t width, tu_integer_t *out)
 {
     uint64_t wide;
     uint32_t half;
@@ -13,14 +13,14 @@ static int load_plain(const char *from, size_t width, tu_integer_t *out)
     if (width == sizeof(wide)) {
         memcpy(&wide, from, sizeof(wide));
         *out = (tu_integer_t)le64toh(wide);
-        return 1;
+        return true;
     }
     if (width == sizeof(half)) {
         memcpy(&half, from, sizeof(half));
         *out = (tu_integer_t)le32toh(half);
-        return 1;
+        return true;
     }
-    return 0;
+    return false;
 }
 
 /* Reads an integer of 1 to 16 bytes. */
@@ -29,7 +29,7 @@ static tu_integer_t load(const char *from, size_t width, int flags)
     unsigned char bytes[16];
     tu_integer_t value;
     size_t i;
-    int negative;
+    bool negative;
 
     if (flags == 0 && load_plain(from, width, &value)) {
         return value;
@@ -45,12 +45,13 @@ static tu_integer_t load(const char *from, size_t width, int flags)
     return value;
 }
 
-void tu_integer_store(char *to, tu_integer_t value, size_t width, int big)
+void tu_integer_store(void *to, tu_integer_t value, size_t width, bool big)
 {
+    char *bytes = to;
     size_t i;
 
     for (i = 0; i < width; i++) {
-        to[big ? width - 1 - i : i] = (char)((tu_natural_t)value >> 8 * i);
+        bytes[big ? width - 1 - i : i] = (char)((tu_natural_t)value >> 8 * i);
     }
 }
 
@@ -111,38 +112,38 @@ const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t 
     return NULL;
 }
 
-/* One that is no combination of two others. Returns 0, or -1 with the reason. */
-static int evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_integer_t *out, tu_reason_t *reason)
+/* Evaluates a term that combines no others. Returns whether it could be evaluated; if not, there is a reason. */
+static bool evaluate_one(const tu_chain_t *chain, const tu_term_t *term, tu_integer_t *out, tu_reason_t *reason)
 {
     const char *from;
 
     switch (term->code) {
     case TU_TERM_CONSTANT:
         *out = (tu_integer_t)((tu_natural_t)term->high << 64 | term->low);
-        return 0;
+        return true;
     case TU_TERM_LOCAL:
         *out = load((const char *)(uintptr_t)term->low, term->high, (int)term->extra);
-        return 0;
-    case TU_TERM_PLACE:
+        return true;
+    case TU_TERM_OFFSET:
         from = tu_chain_result(chain, term->request, 0, 0, reason);
-        *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->place : 0;
-        return from != NULL ? 0 : -1;
+        *out = from != NULL ? (tu_integer_t)chain->nodes[term->request]->offset : 0;
+        return from != NULL;
     case TU_TERM_LOAD:
         from = tu_chain_result(chain, term->request, term->low, term->high, reason);
         *out = from != NULL ? load(from, term->high, (int)term->extra) : 0;
-        return from != NULL ? 0 : -1;
+        return from != NULL;
     case TU_TERM_CRC32C:
         from = tu_chain_result(chain, term->request, term->low, term->high, reason);
         *out = from != NULL ? (tu_integer_t)tu_crc32c(from, term->high) : 0;
-        return from != NULL ? 0 : -1;
+        return from != NULL;
     default: /* TU_TERM_SAME */
         from = tu_chain_result(chain, term->request, term->low, term->extra, reason);
         *out = from != NULL && memcmp(from, (const void *)(uintptr_t)term->high, term->extra) == 0;
-        return from != NULL ? 0 : -1;
+        return from != NULL;
     }
 }
 
-int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integer_t *out, tu_reason_t *reason)
+bool tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integer_t *out, tu_reason_t *reason)
 {
     tu_integer_t stack[TU_TERM_DEPTH];
     size_t used = 0, i;
@@ -151,8 +152,8 @@ int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integ
         const tu_term_t *term = &terms->terms[i];
 
         if (term->code < TU_TERM_ADD) {
-            if (evaluate_one(chain, term, &stack[used], reason) < 0) {
-                return -1;
+            if (!evaluate_one(chain, term, &stack[used], reason)) {
+                return false;
             }
             used++;
         } else if (term->code == TU_TERM_NOT) {
@@ -163,11 +164,11 @@ int tu_terms_evaluate(const tu_chain_t *chain, const tu_terms_t *terms, tu_integ
         }
     }
     *out = stack[0];
-    return 0;
+    return true;
 }
 
 /* Whether it can be evaluated: codes that exist, names of requests, and never too few or too many values. */
-int tu_terms_valid(const tu_terms_t *terms, uint32_t requests)
+bool tu_terms_valid(const tu_terms_t *terms, uint32_t requests)
 {
     size_t used = 0, i;
 
@@ -175,24 +176,24 @@ int tu_terms_valid(const tu_terms_t *terms, uint32_t requests)
         const tu_term_t *term = &terms->terms[i];
 
         if (term->code < TU_TERM_CONSTANT || term->code > TU_TERM_NOT) {
-            return 0;
+            return false;
         }
         if (term->code < TU_TERM_ADD) {
             if (term->code != TU_TERM_CONSTANT && term->code != TU_TERM_LOCAL && term->request >= requests) {
-                return 0;
+                return false;
             }
             if ((term->code == TU_TERM_LOAD || term->code == TU_TERM_LOCAL) && (term->high < 1 || term->high > 16)) {
-                return 0;
+                return false;
             }
             used++;
         } else if (term->code != TU_TERM_NOT) {
             if (used < 2) {
-                return 0;
+                return false;
             }
             used--;
         }
         if (used < 1 || used > TU_TERM_DEPTH) {
-            return 0;
+            return false;
         }
     }
     return terms->count == 0 || used == 1;

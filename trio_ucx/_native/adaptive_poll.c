@@ -1,11 +1,12 @@
-/* Polling before parking: for how long a task that waits looks for itself, because waking it costs more.
+/* Decides for how long a waiting task polls before it parks, because waking it costs more than a short poll.
  *
  * The time adapts, as Linux's halt_poll_ns does for virtual processors, but to what polling has found, too: with no
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
  *   MISSES polls do not               no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
- *   nobody polled, and the wait was   short, or could have been: polls again, up to the bound. Longer: the limit is halved
+ *   no poll, and the wait was         short, or could have been: polls again, up to the bound
+ *   no poll, and the wait was         longer: the limit is halved
  */
 
 #include "native.h"
@@ -14,7 +15,7 @@
 #define MARGIN 8
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
-#define HITS_FOR_A_MISS 3      /* fewer do not make up for it: a poll in vain costs more than one that pays saves */
+#define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
 #define MOST_PENALTY 10
 #define SLICE 1000000          /* one call takes no longer: Trio looks at deadlines and signals in between */
 #define ROUNDS 16              /* progress calls between two looks at the clock */
@@ -31,24 +32,24 @@ void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds)
 }
 
 /* A task is about to wait. Returns whether it should poll. */
-int tu_poll_begin(tu_worker_t *worker)
+bool tu_poll_begin(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
 
     if (poll->bound == 0) {
-        return 0;
+        return false;
     }
-    poll->continues = 0;
-    poll->began    = tu_now();
-    poll->requests = worker->counts.chain_requests;
+    poll->continues = false;
+    poll->began     = tu_now();
+    poll->steps     = worker->background.steps;
     if (poll->skip > 0) {
         poll->skip--;
-        return 0;
+        return false;
     }
     return poll->limit > 0;
 }
 
-/* It found something, or a request chain went on. */
+/* It found something, or a sequence went on. */
 static void paid(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
@@ -74,48 +75,47 @@ static void missed(tu_poll_t *poll)
     }
 }
 
-/* Notes that request chains have posted more since `requests` was their number. Each step of theirs is a wait of its
- * own. */
-static void look_at_chains(tu_worker_t *worker, uint64_t *requests, uint64_t time)
+/* Notes that sequences have posted more since `steps` was their number. Each step of theirs is a wait of its own. */
+static void look_at_sequences(tu_worker_t *worker, uint64_t *steps, uint64_t time)
 {
-    if (worker->counts.chain_requests != *requests) {
-        *requests            = worker->counts.chain_requests;
+    if (worker->background.steps != *steps) {
+        *steps               = worker->background.steps;
         worker->poll.last    = time;
-        worker->poll.goes_on = 1;
+        worker->poll.goes_on = true;
     }
 }
 
-/* Polls, to be called after tu_poll_begin said so, again while it finds the wrong things. Takes up to `max` records and
- * returns their number; 0 when the time is over, or a slice of it: tu_poll_continues says so then.
+/* Polls. Call it after tu_poll_begin said so, and again while it finds other things. Takes up to `max` records and
+ * returns their number; 0 when the time is over, or a slice of it: then tu_poll_continues says that there is time left.
  *
- * A request chain that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
+ * A sequence that goes on is a reason to stay, until its slice is over: tu_poll_goes_on says then that it is not
  * at its end. */
-int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
+int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     tu_poll_t *poll   = &worker->poll;
     uint64_t start    = tu_now();
     uint64_t time     = start;
-    uint64_t requests = worker->counts.chain_requests;
+    uint64_t steps    = worker->background.steps;
     size_t count;
     int round;
 
-    worker->chains.until = start + TU_CHAIN_SLICE;
-    poll->goes_on        = 0;
+    worker->background.slice_end = start + TU_SLICE;
+    poll->goes_on                = false;
     if (!poll->continues) {
         worker->counts.polls++;
         poll->last = start;
     }
-    poll->continues = 0;
+    poll->continues = false;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_worker_progress(worker) != 0) {
-                tu_worker_collect(worker);
+                tu_inbox_collect(worker);
             }
         }
         time = tu_now();
-        look_at_chains(worker, &requests, time);
-        if (time >= worker->chains.until && (poll->goes_on || worker->chains.queue != NULL)) {
-            poll->goes_on = 1;
+        look_at_sequences(worker, &steps, time);
+        if (time >= worker->background.slice_end && (poll->goes_on || worker->background.ready > 0)) {
+            poll->goes_on = true;
             break;
         }
         if (time - start >= SLICE && worker->used == 0) {
@@ -124,8 +124,8 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
         }
     } while (worker->used == 0 && time - poll->last < poll->limit);
     worker->counts.poll_nanoseconds += time - start;
-    if (worker->chains.queue == NULL && time - poll->last >= poll->limit) {
-        poll->goes_on = 0;
+    if (worker->background.ready == 0 && time - poll->last >= poll->limit) {
+        poll->goes_on = false;
     }
     if (worker->used == 0) {
         if (poll->goes_on) {
@@ -135,28 +135,28 @@ int tu_poll(tu_worker_t *worker, uint64_t *out, size_t max)
         }
         return 0;
     }
-    count = tu_ring_take(worker, (tu_record_t *)out, max);
+    count = tu_ring_take(worker, out, max);
     poll->began = 0;
     paid(worker);
     poll->limit = least(poll->bound, (poll->limit * 15 + (time - poll->last + LEAST) * MARGIN) / 16);
     return (int)count;
 }
 
-/* A turn is about to arm; request chains had posted so many requests when it began. Whether not to: one goes on, and its
- * steps take no longer than it pays to poll for. */
-int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
+/* A turn is about to arm; sequences had posted so much when it began. Whether not to: one goes on, and its steps take
+ * no longer than it pays to poll for. */
+bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
 {
     tu_poll_t *poll = &worker->poll;
-    uint64_t steps  = worker->counts.chain_requests - requests;
+    uint64_t steps  = worker->background.steps - before;
     uint64_t time, took;
 
-    if (worker->chains.active == NULL || poll->bound == 0) {
-        poll->goes_on = 0;
-        return 0;
+    if (worker->background.sequences == 0 || poll->bound == 0) {
+        poll->goes_on = false;
+        return false;
     }
     time = tu_now();
     took = time - poll->last;
-    look_at_chains(worker, &requests, time);
+    look_at_sequences(worker, &before, time);
     if (steps > 0 && poll->limit == 0) {
         poll->skip -= (unsigned)least(poll->skip, steps);
         if (poll->skip == 0 && took / steps <= SHORT * poll->bound) {
@@ -167,25 +167,25 @@ int tu_poll_chains(tu_worker_t *worker, uint64_t requests)
     return poll->goes_on;
 }
 
-/* Whether a request chain went on in the last poll, or turn, and is not at its end. */
-int tu_poll_goes_on(const tu_worker_t *worker)
+/* Whether a sequence went on in the last poll, or turn, and is not at its end. */
+bool tu_poll_goes_on(const tu_worker_t *worker)
 {
-    return worker->poll.goes_on && worker->chains.active != NULL;
+    return worker->poll.goes_on && worker->background.sequences > 0;
 }
 
-/* Whether the last poll ended before its time, or for a request chain that is not at its end: the task may poll again. */
-int tu_poll_continues(const tu_worker_t *worker)
+/* Whether the last poll ended before its time, or for a sequence that is not at its end: the task may poll again. */
+bool tu_poll_continues(const tu_worker_t *worker)
 {
     return worker->poll.continues || tu_poll_goes_on(worker);
 }
 
-/* Both, for a task that has nothing to do in between. */
-int tu_poll_at_once(tu_worker_t *worker, uint64_t *out, size_t max)
+/* tu_poll_begin and tu_poll, for a task that has nothing to do between the two. */
+int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
 }
 
-/* Something arrived in a turn: what a wait that did not poll, or in vain, could have saved. */
+/* Something arrived in a turn: adapts the limit to what polling could have saved the wait. */
 void tu_poll_ended(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
@@ -194,7 +194,7 @@ void tu_poll_ended(tu_worker_t *worker)
     if (poll->began == 0) {
         return;
     }
-    steps       = worker->counts.chain_requests - poll->requests; /* each was a wait of its own */
+    steps       = worker->background.steps - poll->steps; /* each was a wait of its own */
     took        = (tu_now() - poll->began) / (steps + 1);
     poll->began = 0;
     if (took > SHORT * poll->bound) {

@@ -1,7 +1,7 @@
 /* CRC-32C (Castagnoli), as in iSCSI and ext4: by the processor's instruction where there is one. */
 #include <string.h>
 
-#include "chain.h"
+#include "chain/chain.h"
 
 #define POLYNOMIAL 0x82f63b78u /* bit-reversed */
 
@@ -11,7 +11,7 @@ static uint32_t bytewise(uint32_t crc, const unsigned char *data, size_t length)
     uint32_t entry;
     int byte, bit;
 
-    if (table[1] == 0) { /* whoever else fills it in at the same time writes the same */
+    if (table[1] == 0) { /* other threads that fill it in at the same time write the same */
         for (byte = 255; byte > 0; byte--) {
             for (entry = (uint32_t)byte, bit = 0; bit < 8; bit++) {
                 entry = entry & 1 ? entry >> 1 ^ POLYNOMIAL : entry >> 1;

@@ -1,0 +1,292 @@
+"""The C half when memory runs out: what could not be reserved or allocated is made up for, and nothing is forgotten.
+
+Two workers in this process, without Trio; ``tu_test_refuse_memory`` lets allocations of the C half (not of UCX) fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from trio_ucx import ucp
+from trio_ucx._native import ffi, lib
+from trio_ucx.ucp import Status
+
+FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feature.RMA | ucp.Feature.WAKEUP
+FULL = 2**64 - 1
+CLAIMED = 1 << 63
+SECONDS = 10.0
+
+
+@contextmanager
+def no_memory(allowed: int = 0) -> Iterator[None]:
+    lib.tu_test_refuse_memory(allowed)
+    try:
+        yield
+    finally:
+        lib.tu_test_refuse_memory(-1)
+
+
+def buffers(data: bytes | bytearray | Any) -> Any:
+    """A native list of one buffer, which keeps what it points to alive."""
+    address = ffi.from_buffer("char[]", data)
+    parts = ffi.new("void *[]", [address]), ffi.new("size_t[]", [len(data)])
+    return Kept(ffi.new("tu_buffers_t *", (1, *parts, lib.TU_MEMORY_HOST, ffi.NULL)), (address, parts))
+
+
+class Kept:
+    def __init__(self, native: Any, kept: object) -> None:
+        self.native, self._kept = native, kept
+
+
+class Side:
+    """A worker, and an endpoint to the other one."""
+
+    def __init__(self, stack: ExitStack, **options: str) -> None:
+        options = {"TLS": "tcp", **options}
+        names = [ffi.new("char[]", name.encode()) for name in options]
+        values = [ffi.new("char[]", value.encode()) for value in options.values()]
+        context, worker, rejected = ffi.new("tu_context_t **"), ffi.new("tu_worker_t **"), ffi.new("size_t *")
+        arrays = ffi.new("char *[]", names), ffi.new("char *[]", values)
+        assert lib.tu_context_create(*arrays, len(names), int(FEATURES), ffi.NULL, context, rejected) == Status.OK
+        self.context = context[0]
+        stack.callback(lib.tu_context_destroy, self.context)
+        assert lib.tu_worker_create(self.context, ffi.NULL, 0, worker) == Status.OK
+        self.worker = worker[0]
+        stack.callback(lib.tu_worker_destroy, self.worker)
+        self.records = ffi.new("tu_record_t[]", 64)
+        self.armed = ffi.new("int *")
+        self.endpoint: Any = None
+
+    def connect(self, other: Side) -> None:
+        address, size, out = ffi.new("char[4096]"), ffi.new("size_t *", 4096), ffi.new("tu_endpoint_t **")
+        assert lib.tu_worker_address(other.worker, False, address, size) == Status.OK
+        options = ffi.new("tu_endpoint_options_t *", {"error_mode": 1})
+        assert lib.tu_endpoint_to_worker(self.worker, 77, address, options, out) == Status.OK
+        self.endpoint = out[0]
+
+    def turn(self, arm: bool = False) -> list[tuple[int, ...]]:
+        """Records: kind, id, status, length, tag, pointer."""
+        count = lib.tu_worker_turn(self.worker, self.records, 64, arm, self.armed)
+        assert count >= 0
+        view = memoryview(ffi.buffer(self.records)).cast("Q").tolist()
+        width = lib.TU_RECORD_FIELDS
+        return [tuple(view[width * number : width * (number + 1)]) for number in range(count)]
+
+    def fill(self) -> list[int]:
+        """Posts receives until no more room can be reserved without memory."""
+        posted = [self.receive()]
+        with no_memory():
+            while (verdict := self.receive()) > 0:
+                posted.append(verdict)
+        assert verdict == Status.NO_MEMORY
+        return posted
+
+    def receive(self) -> int:
+        address = ffi.new("char[8]")
+        received = ffi.new("tu_received_t *")
+        verdict = lib.tu_tag_receive_one(self.worker, address, 8, lib.TU_MEMORY_HOST, 1, FULL, received)
+        if verdict > 0:
+            _KEPT.append(address)
+        return verdict
+
+    def cancel(self, operations: list[int]) -> None:
+        for operation in operations:
+            lib.tu_operation_cancel(self.worker, operation)
+
+
+_KEPT: list[object] = []
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    with ExitStack() as stack:
+        one, other = Side(stack), Side(stack)
+        one.connect(other)
+        yield one, other
+        lib.tu_endpoint_free(one.endpoint)
+    _KEPT.clear()
+
+
+def until(found: Callable[[], Any], *others: Side) -> Any:
+    """Lets the others progress until something is found."""
+    deadline = time.monotonic() + SECONDS
+    while not (result := found()):
+        assert time.monotonic() < deadline, "it did not come"
+        for side in others:
+            lib.tu_worker_progress(side.worker)
+    return result
+
+
+def of_kind(side: Side, kind: int) -> Callable[[], list[tuple[int, ...]]]:
+    return lambda: [record for record in side.turn() if record[0] == kind]
+
+
+# ---- active messages ----
+
+
+@pytest.mark.parametrize("memory_is_back", [True, False])
+def test_messages_are_announced_after_a_reservation_failed(sides: tuple[Side, Side], memory_is_back: bool) -> None:
+    sender, receiver = sides
+    out, sent = ffi.new("tu_am_queue_t **"), buffers(b"12345678")
+
+    def send() -> None:
+        assert lib.tu_am_send(sender.endpoint, 5, ffi.NULL, 0, sent.native, False, lib.TU_AM_SEND_EAGER) >= 0
+
+    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, False, out) == Status.OK
+    queue = out[0]
+    send()
+    assert [record[1] for record in until(of_kind(receiver, lib.TU_RECORD_AM), sender)] == [1]
+    posted = receiver.fill()
+    lib.tu_am_release(receiver.worker, lib.tu_am_next(queue))
+    with no_memory():
+        assert lib.tu_am_next(queue) == ffi.NULL  # and room for the next record cannot be reserved
+    send()
+    with no_memory(-1 if memory_is_back else 1):  # memory for the message, none for the ring
+        assert [record[1] for record in until(of_kind(receiver, lib.TU_RECORD_AM), sender)] == [1]
+    lib.tu_am_release(receiver.worker, lib.tu_am_next(queue))
+    assert lib.tu_am_next(queue) == ffi.NULL
+    send()
+    until(of_kind(receiver, lib.TU_RECORD_AM), sender)
+    lib.tu_am_close(queue)
+    receiver.cancel(posted)
+
+
+def test_queue_is_closed_after_a_reservation_failed(sides: tuple[Side, Side]) -> None:
+    sender, receiver = sides
+    out, sent = ffi.new("tu_am_queue_t **"), buffers(b"12345678")
+    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, False, out) == Status.OK
+    assert lib.tu_am_send(sender.endpoint, 5, ffi.NULL, 0, sent.native, False, lib.TU_AM_SEND_EAGER) >= 0
+    until(of_kind(receiver, lib.TU_RECORD_AM), sender)
+    posted = receiver.fill()
+    lib.tu_am_release(receiver.worker, lib.tu_am_next(out[0]))
+    with no_memory():
+        assert lib.tu_am_next(out[0]) == ffi.NULL
+    lib.tu_am_close(out[0])
+    receiver.turn()
+    receiver.cancel(posted)
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize("pieces", [1, 400])
+def test_stream_data_that_found_no_room_is_taken_later(sides: tuple[Side, Side], pieces: int) -> None:
+    """With 400 pieces the slack of the ring is used up, too. No further data arrives that could draw attention."""
+    sender, receiver = sides
+    receiver.connect(sender)  # stream data belongs to an endpoint of the receiver's
+    sent = buffers(b"12345678")
+    posted = receiver.fill()
+    for _ in range(pieces):
+        assert lib.tu_stream_send(sender.endpoint, sent.native) >= 0
+    with no_memory():
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            sender.turn()
+            lib.tu_worker_progress(receiver.worker)
+    got = 0
+
+    def rest() -> bool:
+        nonlocal got
+        for record in of_kind(receiver, lib.TU_RECORD_STREAM)():
+            got += record[3]
+            lib.tu_stream_release(receiver.worker, record[5])
+        return got == 8 * pieces
+
+    until(rest, sender)
+    receiver.cancel(posted)
+    lib.tu_endpoint_free(receiver.endpoint)
+
+
+# ---- Connections' messages ----
+
+
+def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]) -> None:
+    """UCX keeps the memory that a small message is received to when its sender sends it by rendezvous, against what it
+    said. Until there is memory for the next one, messages stay with UCX, which does not tell of them again."""
+    sender, receiver = sides
+    lib.tu_worker_claim_messages(receiver.worker, CLAIMED, lib.TU_SMALL_MESSAGE)
+    receiver.turn()
+    first, second = ffi.new("char[]", b"rendezvous"), ffi.new("char[]", b"12345678")
+    with ExitStack() as stack:
+        hostile = Side(stack, RNDV_THRESH="0")
+        hostile.connect(receiver)
+        lib.tu_tag_send_one(hostile.endpoint, first, 8, lib.TU_MEMORY_HOST, CLAIMED | 1)
+        with no_memory():
+            assert until(of_kind(receiver, lib.TU_RECORD_PACKED), hostile)[0][2] != 0
+        lib.tu_tag_send_one(sender.endpoint, second, 8, lib.TU_MEMORY_HOST, CLAIMED | 2)
+        with no_memory():
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                for side in (sender, hostile):
+                    side.turn()
+                assert receiver.turn(arm=True) == []
+                assert receiver.armed[0] != lib.TU_ARMED
+        [record] = until(of_kind(receiver, lib.TU_RECORD_PACKED), sender, hostile)
+        assert record[1:5] == (1, 0, 8, CLAIMED | 2)
+        lib.tu_endpoint_free(hostile.endpoint)
+
+
+# ---- remote memory ----
+
+
+@pytest.mark.parametrize("way_out", ["cancelled", "no memory"])
+def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str) -> None:
+    """Between a fence and a put there was another one, which never began: the put still waits for what was before."""
+    sender, owner = sides
+    long, length = 2**20, 2**20 + 64
+    memory, base, size = ffi.new("ucp_mem_h *"), ffi.new("uint64_t *"), ffi.new("size_t *")
+    assert lib.tu_memory_map(owner.context, ffi.NULL, length, -1, 0b1111, memory) == Status.OK
+    assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
+    token = bytes(range(16))
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, True, True)
+    seen = memoryview(ffi.buffer(ffi.cast("char *", base[0]), length))
+    seen[:] = bytes(length)
+    way = ffi.new("tu_way_t *", {"messages": True, "length": length})
+    ffi.memmove(way.token, token, 16)
+    before, word = buffers(b"x" * long), buffers(b"87654321")
+
+    assert lib.tu_transfer(sender.endpoint, way, True, before.native, 0) > 0
+    assert lib.tu_worker_fence(sender.worker) == Status.OK
+    if way_out == "cancelled":
+        cancelled = lib.tu_transfer(sender.endpoint, way, True, word.native, long)
+        assert cancelled > 0
+        assert lib.tu_operation_cancel(sender.worker, cancelled)
+    else:  # the first of its parts can be had, the second one not
+        way.part = 4
+        with no_memory(2):
+            assert lib.tu_transfer(sender.endpoint, way, True, word.native, long) == Status.NO_MEMORY
+        way.part = 0
+    assert lib.tu_transfer(sender.endpoint, way, True, word.native, long + 8) > 0
+    until(lambda: seen[long + 8 : long + 16] == b"87654321", sender, owner)
+    assert seen[:long] == b"x" * long, "the put behind the fence has overtaken the one before it"
+    assert lib.tu_memory_withdraw(served) == 0
+    lib.tu_memory_unmap(owner.context, memory[0])
+
+
+# ---- chains ----
+
+
+def test_request_that_could_not_be_added_leaves_no_trace(sides: tuple[Side, Side]) -> None:
+    side, _ = sides
+    out = ffi.new("tu_chain_t **")
+    assert lib.tu_chain_create(side.worker, out) == Status.OK
+    chain = out[0]
+    check, again = ffi.new("tu_chain_request_t *"), ffi.new("tu_chain_request_t *")
+    after = ffi.new("uint32_t[]", [0])
+    again.after, again.after_count = after, 1
+    assert lib.tu_chain_add(chain, check) == 0
+    memory = lib.tu_chain_memory(chain)
+    for allowed in range(2):
+        with no_memory(allowed):
+            assert lib.tu_chain_add(chain, again) == Status.NO_MEMORY
+        assert lib.tu_chain_memory(chain) == memory
+    assert lib.tu_chain_add(chain, again) == 1
+    verdict = lib.tu_chain_run(chain)
+    assert verdict == Status.OK
+    assert lib.tu_chain_errors(chain) == 0
+    lib.tu_chain_free(chain)

@@ -1,0 +1,108 @@
+/* Remote memory that this process has mapped: it is copied by load and store.
+ *
+ * Copies longer than TU_MAPPED_PIECE go on with the worker's progress, one piece at a time, so that other tasks can
+ * run.
+ */
+#include <string.h>
+
+#include "rma/transfer.h"
+
+/* Writes an aligned word by one store. memcpy may write it twice, and overwrite what another peer has stored in
+ * between, into a lock that was just released. */
+void tu_mapped_store(char *to, const void *data, uint64_t length)
+{
+    uint64_t eight;
+    uint32_t four;
+    uint16_t two;
+
+    if (length == 8 && (uintptr_t)to % 8 == 0) {
+        memcpy(&eight, data, 8);
+        __atomic_store_n((uint64_t *)(void *)to, eight, __ATOMIC_RELEASE);
+    } else if (length == 4 && (uintptr_t)to % 4 == 0) {
+        memcpy(&four, data, 4);
+        __atomic_store_n((uint32_t *)(void *)to, four, __ATOMIC_RELEASE);
+    } else if (length == 2 && (uintptr_t)to % 2 == 0) {
+        memcpy(&two, data, 2);
+        __atomic_store_n((uint16_t *)(void *)to, two, __ATOMIC_RELEASE);
+    } else if (length == 1) {
+        __atomic_store_n(to, *(const char *)data, __ATOMIC_RELEASE);
+    } else {
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+        memcpy(to, data, length);
+        __atomic_thread_fence(__ATOMIC_RELEASE);
+    }
+}
+
+void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length)
+{
+    uint64_t eight;
+    uint32_t four;
+
+    if (put) {
+        tu_mapped_store(local, buffer, length);
+    } else if (length == 8 && (uintptr_t)local % 8 == 0) { /* half of another process's write must not be seen */
+        eight = __atomic_load_n((const uint64_t *)(const void *)local, __ATOMIC_ACQUIRE);
+        memcpy(buffer, &eight, 8);
+    } else if (length == 4 && (uintptr_t)local % 4 == 0) {
+        four = __atomic_load_n((const uint32_t *)(const void *)local, __ATOMIC_ACQUIRE);
+        memcpy(buffer, &four, 4);
+    } else {
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        memcpy(buffer, local, length);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    }
+}
+
+/* ---- copies that go on ---- */
+
+/* Copies one piece of the next transfer. */
+static unsigned copy_piece(tu_hook_t *hook)
+{
+    tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
+    tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
+    uint64_t length         = transfer->length - transfer->copied;
+
+    length = length < TU_MAPPED_PIECE ? length : TU_MAPPED_PIECE;
+    tu_mapped_copy(transfer->kind == TU_TRANSFER_PUT, transfer->buffer + transfer->copied,
+                   transfer->local + transfer->copied, length);
+    transfer->copied += length;
+    if (transfer->copied == transfer->length) {
+        tu_transfer_conclude(transfer, UCS_OK);
+    } else { /* the next piece is another transfer's */
+        tu_list_remove(&transfer->copy_link);
+        tu_list_append(&rma->copies, &transfer->copy_link);
+    }
+    return 1;
+}
+
+void tu_mapped_open(tu_rma_t *rma)
+{
+    tu_list_init(&rma->copies);
+    tu_hook_init(&rma->copy_hook, copy_piece);
+}
+
+void tu_mapped_close(tu_rma_t *rma)
+{
+    tu_hook_remove(&rma->copy_hook);
+}
+
+void tu_mapped_begin(tu_transfer_t *transfer)
+{
+    tu_rma_t *rma = transfer->worker->rma;
+
+    transfer->state = TU_TRANSFER_COPYING;
+    tu_list_append(&rma->copies, &transfer->copy_link);
+    transfer->worker->background.copies++;
+    tu_hook_add(transfer->worker, &rma->copy_hook);
+}
+
+void tu_mapped_end(tu_transfer_t *transfer)
+{
+    tu_rma_t *rma = transfer->worker->rma;
+
+    tu_list_remove(&transfer->copy_link);
+    transfer->worker->background.copies--;
+    if (tu_list_is_empty(&rma->copies)) {
+        tu_hook_remove(&rma->copy_hook);
+    }
+}

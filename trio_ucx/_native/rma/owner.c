@@ -1,0 +1,437 @@
+/* The owner's side of remote memory: answers the requests by which peers get and put it.
+ *
+ * Everything in a request is checked: the kind, the token of the memory, the access rights, the range. Answers in
+ * flight hold the memory, so that it is not unmapped meanwhile, and are counted for each peer. When a peer goes away,
+ * UCX completes the answers to it.
+ *
+ * If this process has opened no endpoint to a peer, UCX may free its own endpoint to the peer at any time after the
+ * callback that named it.
+ */
+#include <pthread.h>
+#include <string.h>
+
+#include "rma/transfer.h"
+
+#define BUCKETS 1024           /* hash buckets of memory, by token */
+
+struct tu_served {
+    tu_list_t link;            /* in its bucket */
+    char token[TU_TOKEN_SIZE];
+    const tu_context_t *context;
+    ucp_mem_h memory;
+    char *address;
+    uint64_t length;
+    bool readable, writable;
+    unsigned uses;             /* requests in flight */
+    bool withdrawn;
+};
+
+/* The number of answers to one peer that are in flight. */
+typedef struct load {
+    tu_list_t link;            /* in its bucket */
+    ucp_ep_h ep;               /* only for comparison: it may have been freed */
+    unsigned count;
+} load_t;
+
+/* An answer in flight, or a put whose data is. */
+typedef struct service {
+    tu_list_t link;            /* in the list of its worker */
+    tu_worker_t *worker;
+    tu_served_t *served;       /* the memory; NULL: none is needed */
+    load_t *load;
+    ucp_ep_h ep;
+    uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
+    tu_remote_answer_t answer; /* UCX sends it from here */
+} service_t;
+
+/* The memory of all contexts; workers of several threads read it. */
+static tu_list_t table[BUCKETS]; /* those that have never had an item are zero */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* ---- the memory ---- */
+
+/* Called with the mutex held. */
+static tu_list_t *bucket_of(const char *token)
+{
+    tu_list_t *bucket = &table[tu_le64_load(token) % BUCKETS];
+
+    if (bucket->next == NULL) {
+        tu_list_init(bucket);
+    }
+    return bucket;
+}
+
+/* Lets peers that know the token (random bytes) get and put memory. NULL: there is no memory for this. */
+tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
+                             uint64_t length, bool readable, bool writable)
+{
+    tu_served_t *served = tu_calloc(1, sizeof(*served));
+
+    if (served == NULL) {
+        return NULL;
+    }
+    memcpy(served->token, token, TU_TOKEN_SIZE);
+    served->context  = context;
+    served->memory   = memory;
+    served->address  = (char *)(uintptr_t)address;
+    served->length   = length;
+    served->readable = readable;
+    served->writable = writable;
+    pthread_mutex_lock(&mutex);
+    tu_list_prepend(bucket_of(token), &served->link);
+    pthread_mutex_unlock(&mutex);
+    return served;
+}
+
+/* Refuses further requests. Returns the number of requests in flight. With none the entry is freed; otherwise call
+ * tu_memory_unused when TU_RECORD_UNUSED has come. */
+unsigned tu_memory_withdraw(tu_served_t *served)
+{
+    unsigned uses;
+
+    pthread_mutex_lock(&mutex);
+    tu_list_remove(&served->link);
+    served->withdrawn = true;
+    uses              = served->uses;
+    pthread_mutex_unlock(&mutex);
+    if (uses == 0) {
+        free(served);
+    }
+    return uses;
+}
+
+/* Whether no request uses withdrawn memory any more; then the entry is freed. */
+bool tu_memory_unused(tu_served_t *served)
+{
+    unsigned uses;
+
+    pthread_mutex_lock(&mutex);
+    uses = served->uses;
+    pthread_mutex_unlock(&mutex);
+    if (uses == 0) {
+        free(served);
+    }
+    return uses == 0;
+}
+
+static tu_served_t *find(const char *token)
+{
+    tu_served_t *served;
+
+    TU_LIST_FOR_EACH(served, bucket_of(token), link) {
+        if (memcmp(served->token, token, TU_TOKEN_SIZE) == 0) {
+            return served;
+        }
+    }
+    return NULL;
+}
+
+/* Finds and holds the memory of a request, or returns why it is refused. */
+static ucs_status_t hold(const tu_remote_request_t *request, bool put, uint64_t length, tu_served_t **out)
+{
+    uint64_t offset     = tu_le64_to(request->offset);
+    ucs_status_t status = UCS_ERR_NO_ELEM;
+    tu_served_t *served;
+
+    *out = NULL;
+    pthread_mutex_lock(&mutex);
+    served = find(request->token);
+    if (served != NULL && (put ? served->writable : served->readable)) {
+        status = UCS_ERR_INVALID_ADDR;
+        if (length > 0 && length <= served->length && offset <= served->length - length) {
+            served->uses++;
+            *out   = served;
+            status = UCS_OK;
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+static void release(tu_rma_t *rma, tu_served_t *served)
+{
+    bool unused;
+
+    pthread_mutex_lock(&mutex);
+    served->uses--;
+    unused = served->uses == 0 && served->withdrawn;
+    pthread_mutex_unlock(&mutex);
+    if (unused) {
+        tu_hook_add(rma->worker, &rma->unused_hook);
+    }
+}
+
+/* Tells Python that withdrawn memory is no longer in use, as soon as the ring has room. */
+static unsigned tell_unused(tu_hook_t *hook)
+{
+    tu_rma_t *rma = TU_ITEM(hook, tu_rma_t, unused_hook);
+
+    if (tu_ring_has_slack(rma->worker)) {
+        tu_hook_remove(hook);
+        tu_ring_append(rma->worker, TU_RECORD_UNUSED, 0, UCS_OK, 0, 0, 0);
+    }
+    return 0;
+}
+
+/* ---- answers ---- */
+
+/* Counts one more answer to a peer. NULL: as many as are allowed are in flight to it, or there is no memory. */
+static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
+{
+    tu_list_t *bucket = &rma->loads[(uintptr_t)ep / 64 % TU_LOAD_BUCKETS];
+    load_t *load;
+
+    TU_LIST_FOR_EACH(load, bucket, link) {
+        if (load->ep == ep) {
+            if (load->count >= TU_REMOTE_LIMIT) {
+                return NULL;
+            }
+            load->count++;
+            return load;
+        }
+    }
+    load = tu_calloc(1, sizeof(*load));
+    if (load == NULL) {
+        return NULL;
+    }
+    load->ep    = ep;
+    load->count = 1;
+    tu_list_append(bucket, &load->link);
+    return load;
+}
+
+static void end_load(load_t *load)
+{
+    if (--load->count == 0) {
+        tu_list_remove(&load->link);
+        free(load);
+    }
+}
+
+static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
+{
+    service_t *service = tu_calloc(1, sizeof(*service));
+
+    if (service == NULL) {
+        return NULL;
+    }
+    service->load = begin_load(rma, param->reply_ep);
+    if (service->load == NULL) {
+        free(service);
+        return NULL;
+    }
+    service->worker       = rma->worker;
+    service->ep           = param->reply_ep;
+    service->answer.kind  = TU_REMOTE_ANSWER;
+    service->answer.id    = request->id;
+    service->answer.nonce = request->nonce;
+    tu_list_prepend(&rma->services, &service->link);
+    return service;
+}
+
+static void end(service_t *service)
+{
+    if (service->served != NULL) {
+        release(service->worker->rma, service->served);
+    }
+    end_load(service->load);
+    tu_list_remove(&service->link);
+    free(service);
+}
+
+/* Makes UCX use the owner's registration of the memory. With a registration of UCX's own, an answer that ends with its
+ * endpoint would wait until the memory is unmapped (ucp_request_memh_invalidate), and crash then if the worker has
+ * gone. */
+static void use_registration(const service_t *service, ucp_request_param_t *param)
+{
+#if UCP_API_VERSION >= UCP_VERSION(1, 14)
+    if (service->served != NULL && service->served->context == service->worker->context) {
+        param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+        param->memh          = service->served->memory;
+    }
+#else
+    (void)service;
+    (void)param;
+#endif
+}
+
+static void answer_sent(void *request, ucs_status_t status, void *user_data)
+{
+    (void)status; /* if it failed, the peer has gone */
+    ucp_request_free(request);
+    end(user_data);
+}
+
+static void answer(service_t *service, ucs_status_t status, const void *data, uint64_t length, unsigned flags)
+{
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
+                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .flags       = flags,
+        .cb.send     = answer_sent,
+        .user_data   = service,
+        .memory_type = UCS_MEMORY_TYPE_HOST,
+    };
+    ucs_status_ptr_t sent;
+
+    service->answer.status = (uint8_t)-status;
+    if (length > 0) {
+        use_registration(service, &param);
+    }
+    sent = ucp_am_send_nbx(service->ep, TU_REMOTE_AM_ID, &service->answer, sizeof(service->answer), data, length,
+                           &param);
+    if (!UCS_PTR_IS_PTR(sent)) {
+        end(service);
+    }
+}
+
+/* UCX's endpoint for the answer; NULL if this side has closed its endpoint. */
+static ucp_ep_h endpoint_of(const service_t *service)
+{
+    tu_endpoint_t *endpoint;
+
+    if (service->endpoint == 0) {
+        return service->ep; /* valid, because UCX has just received by it */
+    }
+    TU_LIST_FOR_EACH(endpoint, &service->worker->endpoints, link) {
+        if (endpoint->id == service->endpoint) {
+            return endpoint->ep;
+        }
+    }
+    return NULL;
+}
+
+static void put_received(void *request, ucs_status_t status, size_t length, void *user_data)
+{
+    service_t *service = user_data;
+
+    (void)length;
+    if (request != NULL) {
+        ucp_request_free(request);
+    }
+    if (status != UCS_OK || endpoint_of(service) == NULL) {
+        end(service);
+    } else {
+        answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+    }
+}
+
+/* ---- requests ---- */
+
+static void get(service_t *service, const tu_remote_request_t *request)
+{
+    uint64_t length     = tu_le64_to(request->length);
+    ucs_status_t status = hold(request, false, length, &service->served);
+    unsigned flags      = length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
+                                  UCP_AM_SEND_FLAG_RNDV :
+                                  UCP_AM_SEND_FLAG_EAGER;
+
+    if (status != UCS_OK) {
+        answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+    } else {
+        answer(service, UCS_OK, service->served->address + tu_le64_to(request->offset), length, flags);
+    }
+}
+
+static ucs_status_t put(service_t *service, const tu_remote_request_t *request, void *data, size_t length,
+                        const ucp_am_recv_param_t *param)
+{
+    bool rendezvous           = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    ucs_status_t status       = hold(request, true, length, &service->served);
+    ucp_request_param_t taken = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .cb.recv_am   = put_received,
+        .user_data    = service,
+        .memory_type  = UCS_MEMORY_TYPE_HOST,
+    };
+    tu_worker_t *worker = service->worker;
+    ucs_status_ptr_t received;
+    char *to;
+
+    if (status != UCS_OK) {
+        answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+        return rendezvous ? status : UCS_OK;
+    }
+    to = service->served->address + tu_le64_to(request->offset);
+    if (!rendezvous) {
+        tu_mapped_store(to, data, length);
+        answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+        return UCS_OK;
+    }
+    service->endpoint = tu_am_sender(worker, param);
+    use_registration(service, &taken);
+    received          = ucp_am_recv_data_nbx(worker->worker, data, to, length, &taken);
+    if (!UCS_PTR_IS_PTR(received)) {
+        put_received(NULL, UCS_PTR_RAW_STATUS(received), length, service);
+    }
+    return UCS_OK;
+}
+
+/* A message from any peer: a request, or an answer to a request of this worker. */
+static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
+                                    const ucp_am_recv_param_t *param)
+{
+    tu_rma_t *rma   = arg;
+    bool rendezvous = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    tu_remote_request_t request;
+    tu_remote_answer_t answer;
+    service_t *service;
+
+    if (header_length == sizeof(answer)) {
+        memcpy(&answer, header, sizeof(answer));
+        if (answer.kind == TU_REMOTE_ANSWER) {
+            tu_requester_answered(rma, &answer, data, length, rendezvous);
+            return UCS_OK;
+        }
+    } else if (header_length == sizeof(request) && (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP)) {
+        memcpy(&request, header, sizeof(request));
+        if (request.kind == TU_REMOTE_GET || request.kind == TU_REMOTE_PUT) {
+            service = begin(rma, &request, param);
+            if (service != NULL && request.kind == TU_REMOTE_PUT) {
+                return put(service, &request, data, length, param);
+            }
+            if (service != NULL) {
+                get(service, &request);
+                return rendezvous ? UCS_ERR_INVALID_PARAM : UCS_OK; /* a get has no data */
+            }
+        }
+    }
+    return rendezvous ? UCS_ERR_NO_ELEM : UCS_OK;
+}
+
+ucs_status_t tu_owner_open(tu_rma_t *rma)
+{
+    const uint64_t needed = UCP_FEATURE_RMA | UCP_FEATURE_AM;
+    size_t i;
+
+    tu_list_init(&rma->services);
+    for (i = 0; i < TU_LOAD_BUCKETS; i++) {
+        tu_list_init(&rma->loads[i]);
+    }
+    tu_hook_init(&rma->unused_hook, tell_unused);
+    if ((rma->worker->context->features & needed) != needed) {
+        return UCS_OK;
+    }
+    return tu_am_handle(rma->worker, TU_REMOTE_AM_ID, message_arrived, rma);
+}
+
+/* For a worker that will not progress any more: its answers do not use memory from now on. */
+void tu_worker_stop_serving(tu_worker_t *worker)
+{
+    service_t *service;
+
+    TU_LIST_FOR_EACH(service, &worker->rma->services, link) {
+        if (service->served != NULL) {
+            release(worker->rma, service->served);
+            service->served = NULL;
+        }
+    }
+}
+
+void tu_owner_close(tu_rma_t *rma)
+{
+    while (!tu_list_is_empty(&rma->services)) {
+        end(TU_LIST_FIRST(&rma->services, service_t, link));
+    }
+    tu_hook_remove(&rma->unused_hook); /* which that may have added */
+}

@@ -1,0 +1,189 @@
+/* Remote memory that this process has not mapped: messages ask its owner, whose answers are checked and taken here. */
+#include <string.h>
+#include <sys/random.h>
+
+#include "rma/transfer.h"
+
+/* Longer puts stay with their sender until the owner fetches them. */
+#define EAGER_PUT (96 * 1024)
+
+static tu_list_t *bucket_of(tu_rma_t *rma, uint64_t id)
+{
+    return &rma->awaiting[id % TU_AWAITING_BUCKETS];
+}
+
+static tu_transfer_t *find(tu_rma_t *rma, uint64_t id)
+{
+    tu_transfer_t *transfer;
+
+    TU_LIST_FOR_EACH(transfer, bucket_of(rma, id), awaiting_link) {
+        if (transfer->id == id) {
+            return transfer;
+        }
+    }
+    return NULL;
+}
+
+void tu_requester_forget(tu_transfer_t *transfer)
+{
+    tu_list_remove(&transfer->awaiting_link);
+}
+
+/* ---- requests ---- */
+
+/* Only the peer of this endpoint learns it. */
+static ucs_status_t make_nonce(tu_endpoint_t *endpoint)
+{
+    uint64_t *nonce = &endpoint->transfers.nonce;
+
+    while (*nonce == 0) {
+        if (getrandom(nonce, sizeof(*nonce), 0) != sizeof(*nonce)) {
+            *nonce = 0;
+            return UCS_ERR_IO_ERROR;
+        }
+    }
+    return UCS_OK;
+}
+
+ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset)
+{
+    tu_remote_request_t *request = &transfer->request;
+    ucs_status_t status          = make_nonce(transfer->endpoint);
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    request->kind = transfer->kind == TU_TRANSFER_PUT ? TU_REMOTE_PUT : TU_REMOTE_GET;
+    if (transfer->kind == TU_TRANSFER_GET && transfer->memory > TU_MEMORY_HOST) {
+        request->flags = TU_REMOTE_RENDEZVOUS;
+    }
+    request->nonce  = tu_le64_from(transfer->endpoint->transfers.nonce);
+    request->offset = tu_le64_from(offset);
+    request->length = tu_le64_from(transfer->length);
+    memcpy(request->token, way->token, sizeof(request->token));
+    return UCS_OK;
+}
+
+static void request_left(tu_transfer_t *transfer, ucs_status_t status)
+{
+    transfer->sending = false;
+    if (transfer->state == TU_TRANSFER_OVER) {
+        tu_transfer_conclude(transfer, transfer->status);
+    } else if (status != UCS_OK) {
+        tu_transfer_conclude(transfer, status);
+    } else if (transfer->kind == TU_TRANSFER_PUT && !transfer->late) {
+        tu_transfer_tell(transfer, UCS_OK);
+    }
+}
+
+static void request_sent(void *request, ucs_status_t status, void *user_data)
+{
+    ucp_request_free(request);
+    request_left(user_data, status);
+}
+
+void tu_requester_send(tu_transfer_t *transfer)
+{
+    tu_endpoint_t *endpoint   = transfer->endpoint;
+    tu_rma_t *rma             = endpoint->worker->rma;
+    bool put                  = transfer->kind == TU_TRANSFER_PUT;
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+        .flags        = UCP_AM_SEND_FLAG_REPLY,
+        .cb.send      = request_sent,
+        .user_data    = transfer,
+    };
+    ucs_status_ptr_t answer;
+
+    if (put && transfer->memory != TU_MEMORY_UNKNOWN) {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        param.memory_type   = (ucs_memory_type_t)(transfer->memory - 1);
+    }
+    if (put) {
+        param.flags |= transfer->length > EAGER_PUT ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
+    }
+    transfer->id         = ++rma->last_id;
+    transfer->request.id = tu_le64_from(transfer->id);
+    transfer->state      = TU_TRANSFER_SENT;
+    transfer->sending    = true;
+    endpoint->transfers.begun++;
+    tu_list_prepend(bucket_of(rma, transfer->id), &transfer->awaiting_link);
+    answer = ucp_am_send_nbx(endpoint->ep, TU_REMOTE_AM_ID, &transfer->request, sizeof(transfer->request),
+                             put ? transfer->buffer : NULL, put ? transfer->length : 0, &param);
+    if (!UCS_PTR_IS_PTR(answer)) {
+        request_left(transfer, UCS_PTR_RAW_STATUS(answer));
+    }
+}
+
+/* ---- answers ---- */
+
+static void received(void *request, ucs_status_t status, size_t length, void *user_data)
+{
+    tu_transfer_t *transfer = user_data;
+
+    if (request != NULL) {
+        ucp_request_free(request);
+    }
+    transfer->receiving = false;
+    if (status == UCS_OK && length != transfer->length) {
+        status = UCS_ERR_IO_ERROR;
+    }
+    tu_transfer_conclude(transfer, status);
+}
+
+/* Receives the data of an answer by rendezvous. */
+static void receive(tu_transfer_t *transfer, void *data)
+{
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .cb.recv_am   = received,
+        .user_data    = transfer,
+    };
+    ucs_status_ptr_t answer;
+
+    if (transfer->memory != TU_MEMORY_UNKNOWN) {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        param.memory_type   = (ucs_memory_type_t)(transfer->memory - 1);
+    }
+    transfer->receiving = true;
+    answer = ucp_am_recv_data_nbx(transfer->worker->worker, data, transfer->buffer, transfer->length, &param);
+    if (!UCS_PTR_IS_PTR(answer)) {
+        received(NULL, UCS_PTR_RAW_STATUS(answer), transfer->length, transfer);
+    }
+}
+
+/* The status for an owner's refusal. */
+static ucs_status_t refusal(uint8_t status)
+{
+    switch (-(int)status) {
+    case UCS_ERR_INVALID_ADDR:
+        return UCS_ERR_INVALID_ADDR;
+    case UCS_ERR_NO_MEMORY:
+        return UCS_ERR_NO_MEMORY;
+    default:
+        return UCS_ERR_NO_ELEM;
+    }
+}
+
+/* Checks and takes an answer. It may come from a peer that only claims to be the owner. */
+void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length, bool rendezvous)
+{
+    tu_transfer_t *transfer = find(rma, tu_le64_to(answer->id));
+
+    if (transfer == NULL || transfer->request.nonce.wire != answer->nonce.wire) {
+        return; /* the transfer was cancelled meanwhile */
+    }
+    if (answer->status != 0) {
+        tu_transfer_conclude(transfer, refusal(answer->status));
+    } else if (transfer->kind == TU_TRANSFER_PUT) {
+        tu_transfer_conclude(transfer, UCS_OK);
+    } else if (length != transfer->length || (!rendezvous && transfer->memory > TU_MEMORY_HOST)) {
+        tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR);
+    } else if (!rendezvous) {
+        memcpy(transfer->buffer, data, length);
+        tu_transfer_conclude(transfer, UCS_OK);
+    } else {
+        tu_requester_forget(transfer); /* a second answer is not taken */
+        receive(transfer, data);
+    }
+}

@@ -1,0 +1,41 @@
+/* Remote memory between two trio_ucx peers, without UCX's own puts and gets, as far as the rest of the C code needs it.
+ *
+ *   transfer.c    puts and gets in the order of their posting; fences, flushes, cancelling
+ *   mapped.c      memory that this process has mapped: load and store
+ *   requester.c   memory that it has not: messages to the owner, and its answers
+ *   owner.c       the owner's side: memory that peers may use, and answers to them
+ *   memory.c      registered memory and remote keys; UCX's own puts, gets and atomics
+ *
+ * docs/wire.md describes the messages.
+ */
+#ifndef TRIO_UCX_RMA_H
+#define TRIO_UCX_RMA_H
+
+#include "native.h"
+
+/* Called when a transfer has completed: its buffer belongs to the caller again. */
+typedef void (*tu_transfer_done_t)(void *owner, ucs_status_t status);
+
+/* A put or get that is to begin. A put completes when its buffer is free; with `late`, when it has happened at the
+ * memory's owner. */
+typedef struct tu_transfer_params {
+    const tu_way_t *way;
+    bool put;
+    bool late;
+    char *buffer;
+    uint64_t length;
+    int memory;                /* the kind of memory of `buffer` */
+    uint64_t offset;           /* in the remote memory */
+    tu_transfer_done_t done;
+    void *owner;               /* the argument of `done` */
+} tu_transfer_params_t;
+
+/* Prepares a worker whose context has UCX's RMA. */
+ucs_status_t tu_rma_open(tu_worker_t *worker);
+
+/* Returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an error otherwise. */
+ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out);
+/* Cancels a transfer, unless the peer has the request: then its answer ends it. */
+void tu_transfer_cancel(tu_transfer_t *transfer);
+
+#endif

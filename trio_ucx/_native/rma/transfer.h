@@ -1,0 +1,125 @@
+/* What the files of remote memory share: the messages, a transfer, and the state of a worker. */
+#ifndef TRIO_UCX_TRANSFER_H
+#define TRIO_UCX_TRANSFER_H
+
+#include "little_endian.h"
+#include "rma/rma.h"
+
+#define TU_AWAITING_BUCKETS 256 /* of the transfers that wait for an answer, by id */
+#define TU_LOAD_BUCKETS 64      /* of the peers to which answers are in flight: owner.c */
+
+#define TU_REMOTE_GET 1
+#define TU_REMOTE_PUT 2
+#define TU_REMOTE_ANSWER 3
+
+/* A flag of a get: the answer shall be a rendezvous. */
+#define TU_REMOTE_RENDEZVOUS 1
+
+/* Requests of one endpoint in flight, at most. An owner does not answer those beyond TU_REMOTE_LIMIT. */
+#define TU_REMOTE_WINDOW 64
+#define TU_REMOTE_LIMIT 256
+
+/* The heads of the active messages, as they go over the wire. */
+typedef struct tu_remote_request {
+    uint8_t kind;
+    uint8_t flags;
+    uint8_t reserved[6];
+    tu_le64_t id;
+    tu_le64_t nonce;           /* of the endpoint; only its peer knows it */
+    tu_le64_t offset;
+    tu_le64_t length;
+    char token[TU_TOKEN_SIZE];
+} tu_remote_request_t;
+
+typedef struct tu_remote_answer {
+    uint8_t kind;
+    uint8_t status;            /* minus the ucs_status_t */
+    uint8_t reserved[6];
+    tu_le64_t id;
+    tu_le64_t nonce;
+} tu_remote_answer_t;
+
+_Static_assert(sizeof(tu_remote_request_t) == 56, "docs/wire.md");
+_Static_assert(sizeof(tu_remote_answer_t) == 24, "docs/wire.md");
+
+typedef enum tu_transfer_kind {
+    TU_TRANSFER_GET,
+    TU_TRANSFER_PUT,
+    TU_TRANSFER_FLUSH,
+    TU_TRANSFER_WHOLE,         /* a long transfer by messages: its parts are in the endpoint's list, it is not */
+} tu_transfer_kind_t;
+
+typedef enum tu_transfer_state {
+    TU_TRANSFER_WAITING,
+    TU_TRANSFER_COPYING,
+    TU_TRANSFER_SENT,
+    TU_TRANSFER_OVER,          /* it has happened, or failed; UCX may still have the buffer */
+} tu_transfer_state_t;
+
+struct tu_transfer {
+    tu_worker_t *worker;
+    tu_endpoint_t *endpoint;   /* NULL when it is in no endpoint's list */
+    tu_list_t link;            /* in the list of its endpoint */
+    tu_list_t all_link;        /* in the list of its worker */
+    tu_list_t awaiting_link;   /* in the bucket of those that wait for an answer */
+    tu_list_t copy_link;       /* in the list of copies that go on */
+    tu_transfer_kind_t kind;
+    tu_transfer_state_t state;
+    bool fenced;               /* begins when all before it have happened */
+    bool late;
+    bool sending;              /* UCX is sending the request, or the put's data, or flushes */
+    bool receiving;            /* UCX is filling the buffer */
+    tu_transfer_done_t done;   /* NULL: it was called */
+    void *owner;
+    ucs_status_t *verdict;     /* of a transfer that completes before its begin returns */
+    char *buffer;
+    uint64_t length;
+    int memory;
+    char *local;               /* the memory's address in this process; NULL: by messages */
+    uint64_t copied;
+    ucs_status_t status;
+    uint64_t parts;            /* of a WHOLE: those that are not over */
+    uint64_t id;               /* of its request */
+    tu_remote_request_t request; /* UCX sends it from here */
+};
+
+/* A worker's remote memory, both sides. */
+struct tu_rma {
+    tu_extension_t extension;
+    tu_worker_t *worker;
+    tu_list_t transfers;       /* of all endpoints, and of those that were closed */
+    tu_list_t awaiting[TU_AWAITING_BUCKETS];
+    uint64_t last_id;          /* of a request */
+    tu_list_t copies;          /* that go on with the worker's progress */
+    tu_hook_t copy_hook;
+    tu_list_t services;        /* requests of peers that are being answered: owner.c */
+    tu_list_t loads[TU_LOAD_BUCKETS];
+    tu_hook_t unused_hook;     /* withdrawn memory is no longer in use: a record is due */
+};
+
+/* transfer.c. Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it,
+ * too. Tell calls `done` now. */
+void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status);
+void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status);
+
+/* mapped.c */
+#define TU_MAPPED_PIECE (1024 * 1024)
+void tu_mapped_open(tu_rma_t *rma);
+void tu_mapped_close(tu_rma_t *rma);
+void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
+void tu_mapped_store(char *to, const void *data, uint64_t length);
+void tu_mapped_begin(tu_transfer_t *transfer);
+void tu_mapped_end(tu_transfer_t *transfer);
+
+/* requester.c. Forget: an answer to this transfer is not taken any more. */
+ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset);
+void tu_requester_send(tu_transfer_t *transfer);
+void tu_requester_forget(tu_transfer_t *transfer);
+void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,
+                           bool rendezvous);
+
+/* owner.c */
+ucs_status_t tu_owner_open(tu_rma_t *rma);
+void tu_owner_close(tu_rma_t *rma);
+
+#endif

@@ -1,0 +1,157 @@
+/* Collects the Connections' tag messages: takes them off UCX's queue of unexpected messages, and appends their records.
+ *
+ * Small messages are received at once, and packed: neighbours with the same tag and length are one record, and lie one
+ * after the other in the worker's arena. A batch is taken apart into packed messages. */
+#include <string.h>
+
+#include "little_endian.h"
+#include "native.h"
+
+static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
+{
+    (void)status;
+    (void)info;
+    free(scratch);
+    ucp_request_free(request);
+}
+
+/* Receives a small message that has arrived into the worker's scratch memory. */
+static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h message, size_t length)
+{
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .cb.recv     = scratch_received,
+        .datatype    = ucp_dt_make_contig(1),
+        .memory_type = UCS_MEMORY_TYPE_HOST,
+        .user_data   = worker->scratch,
+    };
+    ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
+
+    if (UCS_PTR_IS_PTR(answer)) {
+        /* The peer sends a small message by rendezvous, although it said otherwise when it connected. UCX keeps the
+         * memory until the message has arrived. */
+        worker->scratch = NULL;
+        return UCS_ERR_INVALID_PARAM;
+    }
+    return UCS_PTR_RAW_STATUS(answer);
+}
+
+/* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it. */
+static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
+{
+    size_t offset     = worker->arena_used;
+    tu_record_t *last = tu_ring_last(worker);
+
+    memcpy(worker->arena + offset, data, count * length);
+    worker->arena_used += count * length;
+    if (last != NULL && last->kind == TU_RECORD_PACKED && last->tag == tag && last->length == length && last->id > 0 &&
+        last->pointer + last->id * length == offset) {
+        last->id += count;
+    } else {
+        tu_ring_append(worker, TU_RECORD_PACKED, count, UCS_OK, length, tag, offset);
+    }
+}
+
+/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count. */
+static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
+{
+    const char *next = worker->scratch;
+    const char *end  = next + size;
+    uint16_t length, count;
+    uint32_t queue;
+
+    if (!tu_ring_make_room(worker, size / TU_GROUP_HEAD + 1)) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    while (next < end) {
+        if (end - next < TU_GROUP_HEAD) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+        queue  = tu_le32_load(next);
+        length = tu_le16_load(next + 4);
+        count  = tu_le16_load(next + 6);
+        next += TU_GROUP_HEAD;
+        if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+        pack(worker, (tag & ~(uint64_t)UINT32_MAX) | queue, length, count, next);
+        next += (size_t)count * length;
+    }
+    return UCS_OK;
+}
+
+/* Takes raw tag messages off UCX's queue of unexpected messages, which has no limit, until the program first asks for
+ * such messages. The first ones are kept; the others go to Python, which drops them. */
+static void collect_raw(tu_worker_t *worker)
+{
+    ucp_tag_recv_info_t info;
+    ucp_tag_message_h message;
+
+    while (worker->used + worker->reserved < worker->capacity && worker->collected < TU_BATCH_BYTES) {
+        message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
+        if (message == NULL) {
+            return;
+        }
+        if (worker->kept_count < TU_RAW_KEPT && info.length <= TU_RAW_BYTES - worker->kept_bytes) {
+            worker->kept[worker->kept_count++] = (tu_kept_t){message, info.sender_tag, info.length};
+            worker->kept_bytes += info.length;
+        } else {
+            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
+                           (uint64_t)(uintptr_t)message);
+            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
+        }
+    }
+}
+
+/* Takes the messages of all tag queues, so that no receive has to probe for its own. Those that find no room stay with
+ * UCX until Python has taken what is in the ring. */
+void tu_inbox_collect(tu_worker_t *worker)
+{
+    ucp_tag_recv_info_t info;
+    ucp_tag_message_h message;
+    ucs_status_t status;
+    bool batch;
+
+    if (worker->used == 0) {
+        worker->arena_used = 0;
+    }
+    if (worker->scratch == NULL) {
+        worker->scratch = tu_malloc(TU_LONGEST_BATCH);
+    }
+    while (worker->claimed_bit != 0 && worker->scratch != NULL &&
+           worker->used + worker->reserved < worker->capacity &&
+           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {
+        message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
+        if (message == NULL) {
+            if (!worker->raw_used) {
+                collect_raw(worker);
+            }
+            return;
+        }
+        batch = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
+        if (!batch && info.length > worker->small) {
+            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
+                           (uint64_t)(uintptr_t)message);
+            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
+            continue;
+        }
+        status = receive_to_scratch(worker, message, info.length);
+        if (status == UCS_OK && batch) {
+            status = unpack_batch(worker, info.sender_tag, info.length);
+        } else if (status == UCS_OK) {
+            pack(worker, info.sender_tag, info.length, 1, worker->scratch);
+        }
+        if (status != UCS_OK) {
+            tu_ring_append(worker, TU_RECORD_PACKED, 0, status, info.length, info.sender_tag, 0);
+        }
+        if (worker->scratch == NULL) {
+            return; /* the next call allocates another one */
+        }
+    }
+}
+
+bool tu_inbox_lacks_memory(const tu_worker_t *worker)
+{
+    return worker->claimed_bit != 0 && worker->scratch == NULL;
+}
