@@ -212,7 +212,7 @@ int tu_is_interface_address(const tu_address_t *address);
 /* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,
                         const tu_endpoint_options_t *options, tu_endpoint_t **out);
-int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              tu_endpoint_t **out);
@@ -233,7 +233,7 @@ int tu_request_reject(tu_listener_t *listener, uint64_t request);
 int tu_library_thread_mode(int *mode);
 int tu_context_attributes(tu_context_t *context, tu_context_attributes_t *out);
 int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out);
-int tu_address_uid(const char *address, uint64_t *uid);
+int tu_address_uid(void *address, uint64_t *uid);
 int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_t size, unsigned *port);
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size);
 int tu_endpoint_name(tu_endpoint_t *endpoint, char *out, size_t size);

@@ -82,12 +82,12 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
     return endpoint_create(worker, id, &params, options, out);
 }
 
-int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const char *address, const tu_endpoint_options_t *options,
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out)
 {
     ucp_ep_params_t params = {
         .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS,
-        .address    = (const ucp_address_t *)address,
+        .address    = address,
     };
 
     return endpoint_create(worker, id, &params, options, out);

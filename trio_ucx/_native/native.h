@@ -330,6 +330,15 @@ bool tu_poll_sequences(tu_worker_t *worker, uint64_t steps);
 
 /* ---- operations (operation.c) ---- */
 
+/* Tells UCX the kind of memory of a buffer: see TU_MEMORY_HOST. Without this UCX finds out. */
+static inline void tu_set_memory(ucp_request_param_t *param, int memory)
+{
+    if (memory != TU_MEMORY_UNKNOWN) {
+        param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        param->memory_type   = (ucs_memory_type_t)(memory - 1);
+    }
+}
+
 /* An operation on its way to UCX. */
 typedef struct tu_post {
     tu_operation_t *operation;

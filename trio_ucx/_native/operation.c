@@ -178,13 +178,11 @@ static ucs_status_t describe(tu_post_t *post, const tu_buffers_t *buffers)
     if (buffers->strided != NULL) {
         return describe_strided(post, buffers->strided);
     }
-    if (buffers->memory != TU_MEMORY_UNKNOWN) {
-        if (!(post->operation->worker->memory_types >> (buffers->memory - 1) & 1)) {
-            return UCS_ERR_UNSUPPORTED; /* UCX would take it for host memory, and crash */
-        }
-        post->param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        post->param.memory_type   = (ucs_memory_type_t)(buffers->memory - 1);
+    if (buffers->memory != TU_MEMORY_UNKNOWN &&
+        !(post->operation->worker->memory_types >> (buffers->memory - 1) & 1)) {
+        return UCS_ERR_UNSUPPORTED; /* UCX would take it for host memory, and crash */
     }
+    tu_set_memory(&post->param, buffers->memory);
     if (buffers->count <= 1) {
         post->param.datatype = ucp_dt_make_contig(1);
         post->address        = buffers->count == 1 ? buffers->addresses[0] : NULL;

@@ -50,10 +50,10 @@ int tu_worker_attributes(tu_worker_t *worker, tu_worker_attributes_t *out)
     return status;
 }
 
-int tu_address_uid(const char *address, uint64_t *uid)
+int tu_address_uid(void *address, uint64_t *uid)
 {
     ucp_worker_address_attr_t attr = {.field_mask = UCP_WORKER_ADDRESS_ATTR_FIELD_UID};
-    ucs_status_t status            = ucp_worker_address_query((ucp_address_t *)(uintptr_t)address, &attr);
+    ucs_status_t status            = ucp_worker_address_query(address, &attr);
 
     *uid = attr.worker_uid;
     return status;

@@ -37,10 +37,7 @@ static void begin_post(tu_node_t *node, ucp_request_param_t *param, int memory)
     param->op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
     param->cb.send      = request_ended;
     param->user_data    = node;
-    if (memory != TU_MEMORY_UNKNOWN) {
-        param->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        param->memory_type   = (ucs_memory_type_t)(memory - 1);
-    }
+    tu_set_memory(param, memory);
     node->state = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
     node->chain->worker->background.steps++;
@@ -290,11 +287,6 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
 
 static void begin_atomic(tu_node_t *node, tu_target_t *target)
 {
-    static const ucp_atomic_op_t operations[] = {
-        [TU_ATOMIC_ADD] = UCP_ATOMIC_OP_ADD, [TU_ATOMIC_SWAP] = UCP_ATOMIC_OP_SWAP,
-        [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP, [TU_ATOMIC_AND] = UCP_ATOMIC_OP_AND,
-        [TU_ATOMIC_OR] = UCP_ATOMIC_OP_OR, [TU_ATOMIC_XOR] = UCP_ATOMIC_OP_XOR,
-    };
     size_t size = node->request.size;
     char *reply = node->result;
     ucp_request_param_t param;
@@ -316,7 +308,7 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     param.datatype      = ucp_dt_make_contig(size);
     param.reply_buffer  = reply;
     node->chain->worker->unfenced = true;
-    end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, operations[node->request.atomic], node->operand, 1,
+    end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, tu_atomic_operations[node->request.atomic], node->operand, 1,
                                      target->address + node->offset, target->rkey, &param));
 }
 

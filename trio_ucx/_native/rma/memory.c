@@ -1,7 +1,16 @@
 /* Registered memory and remote keys; UCX's own puts, gets and atomics. */
 #include <string.h>
 
-#include "native.h"
+#include "rma/rma.h"
+
+const ucp_atomic_op_t tu_atomic_operations[] = {
+    [TU_ATOMIC_ADD]          = UCP_ATOMIC_OP_ADD,
+    [TU_ATOMIC_SWAP]         = UCP_ATOMIC_OP_SWAP,
+    [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP,
+    [TU_ATOMIC_AND]          = UCP_ATOMIC_OP_AND,
+    [TU_ATOMIC_OR]           = UCP_ATOMIC_OP_OR,
+    [TU_ATOMIC_XOR]          = UCP_ATOMIC_OP_XOR,
+};
 
 /* Registers what is at `address`, or allocates when that is NULL. */
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
@@ -110,11 +119,6 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
                   ucp_rkey_h rkey)
 {
-    static const ucp_atomic_op_t operations[] = {
-        [TU_ATOMIC_ADD] = UCP_ATOMIC_OP_ADD, [TU_ATOMIC_SWAP] = UCP_ATOMIC_OP_SWAP,
-        [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP, [TU_ATOMIC_AND] = UCP_ATOMIC_OP_AND,
-        [TU_ATOMIC_OR] = UCP_ATOMIC_OP_OR, [TU_ATOMIC_XOR] = UCP_ATOMIC_OP_XOR,
-    };
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
@@ -128,6 +132,6 @@ int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *ope
         post.param.reply_buffer  = reply;
     }
     endpoint->worker->unfenced = true;
-    return tu_post_end(&post, ucp_atomic_op_nbx(endpoint->ep, operations[operation], operand, 1, remote,
+    return tu_post_end(&post, ucp_atomic_op_nbx(endpoint->ep, tu_atomic_operations[operation], operand, 1, remote,
                                                 rkey, &post.param));
 }

@@ -95,11 +95,8 @@ void tu_requester_send(tu_transfer_t *transfer)
     };
     ucs_status_ptr_t answer;
 
-    if (put && transfer->memory != TU_MEMORY_UNKNOWN) {
-        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        param.memory_type   = (ucs_memory_type_t)(transfer->memory - 1);
-    }
     if (put) {
+        tu_set_memory(&param, transfer->memory);
         param.flags |= transfer->length > EAGER_PUT ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
     }
     transfer->id         = ++rma->last_id;
@@ -141,10 +138,7 @@ static void receive(tu_transfer_t *transfer, void *data)
     };
     ucs_status_ptr_t answer;
 
-    if (transfer->memory != TU_MEMORY_UNKNOWN) {
-        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        param.memory_type   = (ucs_memory_type_t)(transfer->memory - 1);
-    }
+    tu_set_memory(&param, transfer->memory);
     transfer->receiving = true;
     answer = ucp_am_recv_data_nbx(transfer->worker->worker, data, transfer->buffer, transfer->length, &param);
     if (!UCS_PTR_IS_PTR(answer)) {

@@ -30,7 +30,10 @@ typedef struct tu_transfer_params {
     void *owner;               /* the argument of `done` */
 } tu_transfer_params_t;
 
-/* Prepares a worker whose context has UCX's RMA. */
+/* UCX's numbers by TU_ATOMIC_... */
+extern const ucp_atomic_op_t tu_atomic_operations[];
+
+/* Prepares a worker for remote memory. */
 ucs_status_t tu_rma_open(tu_worker_t *worker);
 
 /* Returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an error otherwise. */
