@@ -19,8 +19,7 @@
  *   tu_worker_t, its ring       tu_worker_create;       tu_worker_destroy; growing     no
  *                               the ring also grows     frees the smaller ring
  *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy, or, if UCX  while it receives a small
- * message
- *                                                       kept it, scratch_received
+ *                                                       kept it, scratch_received      message
  *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
  *   operation->described        tu_post_begin           when the operation is over     until the operation is over
  *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
@@ -33,8 +32,8 @@
  *   tu_am_queue_t               tu_am_open              tu_am_close                    as the argument of callbacks
  *   tu_am_message_t             the callback of its     tu_am_close while it is        no; its data, unless copied,
  *                               queue                   queued; then Python, by        belongs to UCX until
- * tu_am_release
- *                                                       tu_am_release, _forget         or the end of tu_am_receive
+ *                                                       tu_am_release, _forget         tu_am_release or the end of
+ *                                                                                      tu_am_receive
  *   pieces of a stream          UCX                     UCX, by tu_stream_release      they are UCX's
  *   tu_strided_t                tu_strided_create       Python, by free()              no: operations have copies
  *   tu_rma_t, tu_chains_t       tu_worker_create        tu_worker_destroy              as the argument of callbacks
@@ -49,9 +48,9 @@
  *   ucp_mem_h, ucp_rkey_h       UCX                     tu_memory_unmap,               they are UCX's
  *                                                       tu_rkey_destroy
  *   tu_chain_t, its nodes and   tu_chain_create, _add,  tu_chain_free, or later: when  nodes and targets as the
- * argument
- *   targets, copies of what     _target                 UCX is done with it; the rest  of callbacks; results, payloads
- *   their requests describe                             by tu_worker_destroy           and operands while one is posted
+ *   targets, copies of what     _target                 UCX is done with it; the rest  argument of callbacks; results,
+ *   their requests describe                             by tu_worker_destroy           payloads and operands while one
+ *                                                                                      is posted
  *   lines of UCX's log          log.c                   tu_log_take, with the next     no
  *                                                       call
  */
