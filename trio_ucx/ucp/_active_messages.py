@@ -20,7 +20,7 @@ from ._buffers import Buffer, Pinned
 from ._context import Feature
 from ._operations import EndpointCore, Operation, live_handles
 from ._pending import Waiters
-from ._posting import check_reaches, pending_operation
+from ._posting import pending_operation, pin
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
@@ -278,8 +278,7 @@ def post_am_send(
     pinned_header.release()
     if length > engine.max_am_header:
         raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
-    pins = Pinned(data)
-    check_reaches(engine, pins)
+    pins = pin(engine, data)
     pins.companion = kept_header
     core.unflushed = True
     verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)

@@ -40,10 +40,10 @@ _BUSY = 4
 _STEADY = 64
 
 
-class Holder(Protocol):
-    """A connection that holds messages back."""
+class DeferredBatch(Protocol):
+    """The sending half of a connection, with messages that wait to be sent as a batch."""
 
-    def send_held(self) -> None:
+    def send_batch(self) -> None:
         """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
     def internal_error(self, error: BaseException) -> None:
@@ -83,7 +83,7 @@ class Between(_Hook):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         #: Who holds something back; some have sent it meanwhile. And since when.
-        self.holders: set[Holder] = set()
+        self.holders: set[DeferredBatch] = set()
         self._since = 0.0
         self._unarmed = False
         # The worker's turns, and when they were last seen to grow.
@@ -94,7 +94,7 @@ class Between(_Hook):
         self._returns = 0
         self.trusted = False
 
-    def hold(self, holder: Holder) -> None:
+    def hold(self, holder: DeferredBatch) -> None:
         """It holds messages back."""
         if not self.holders:
             self._since = perf_counter()
@@ -133,7 +133,7 @@ class Between(_Hook):
         holders, self.holders = self.holders, set()
         for holder in holders:
             try:
-                holder.send_held()
+                holder.send_batch()
             except BaseException as error:
                 holder.internal_error(error)
 

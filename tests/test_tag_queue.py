@@ -1,4 +1,4 @@
-"""Who gets which message, by itself: a lane with a mover that only keeps notes."""
+"""Which receive gets which message: a tag queue by itself, with a mover that only takes notes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import random
 import pytest
 import trio
 
-from trio_ucx import _lanes, ucp
-from trio_ucx._lanes import Lane, Message, Receive, Run, State, Want
+from trio_ucx import _tag_queue, ucp
+from trio_ucx._link.buffers import PackedMessages
+from trio_ucx._link.receiving import PendingReceive
+from trio_ucx._tag_queue import Message, Receive, State, TagQueue, Want
 from trio_ucx.ucp._buffers import Pinned
 
 LIMIT = 1 << 40
@@ -19,54 +21,61 @@ class Mover:
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once = at_once
-        self.moving: list[tuple[Message, Pinned | None]] = []
+        self.moving: list[tuple[Message, Receive | None]] = []
         self.consumed_ones: list[Message] = []
         self.discarded: list[Message] = []
-        self.orphans: set[Message] = set()
-        self.run_messages = 0
+        self.detached_receives: set[Receive] = set()
 
-    def move(self, message: Message, pins: Pinned | None) -> None:
-        if pins is None:
-            message.data = bytes(message.length)
+    def move(self, message: Message, receive: Receive | None) -> None:
+        if receive is None:
+            message.contents = bytes(message.length)
         if self.at_once:
-            self.write(message, pins)
+            self.write(message, receive)
             message.state = State.READY
         else:
             message.state = State.MOVING
-            self.moving.append((message, pins))
+            self.moving.append((message, receive))
 
-    def write(self, message: Message, pins: Pinned | None) -> None:
+    def write(self, message: Message, receive: Receive | None) -> None:
         data = bytes([message.handle]) * message.length
-        if pins is None:
-            message.data = data
+        if receive is None:
+            message.contents = data
         else:
-            pins.fill(memoryview(data))
+            receive.fill(data)
 
     def finish(self, index: int = 0, error: Exception | None = None) -> None:
-        message, pins = self.moving.pop(index)
+        message, receive = self.moving.pop(index)
         if error is None:
-            self.write(message, pins)
-        message.lane.moved(message, error)
+            self.write(message, receive)
+        message.queue.moved(message, error)
 
     def consumed(self, message: Message) -> None:
         self.consumed_ones.append(message)
 
-    def run_consumed(self, length: int, count: int) -> None:
-        self.run_messages += count
-
     def discard(self, message: Message) -> None:
         self.discarded.append(message)
 
-    def orphaned(self, message: Message, alone: bool) -> None:
-        (self.orphans.add if alone else self.orphans.remove)(message)
+    def detached(self, receive: Receive, detached: bool) -> None:
+        (self.detached_receives.add if detached else self.detached_receives.remove)(receive)
+
+    def internal_error(self, error: BaseException) -> None:
+        raise error
 
 
-def into(lane: Lane, size: int) -> tuple[Receive, bytearray]:
+def wait(queue: TagQueue, want: Want, limit: int = LIMIT, buffer: bytearray | None = None) -> PendingReceive:
+    pins = None if buffer is None else Pinned(buffer, writable=True)
+    receive = PendingReceive(queue.mover, want, pins, limit)  # type: ignore[arg-type]
+    receive.queue = queue
+    queue.wait(receive)
+    return receive
+
+
+def into(queue: TagQueue, size: int) -> tuple[PendingReceive, bytearray]:
     buffer = bytearray(size)
-    return lane.wait(Want.INTO, Pinned(buffer, writable=True), size), buffer
+    return wait(queue, Want.INTO, size, buffer), buffer
 
 
-def value(receive: Receive) -> object:
+def value(receive: PendingReceive) -> object:
     assert receive.outcome is not None
     return receive.outcome.unwrap()
 
@@ -82,45 +91,45 @@ def free(buffer: bytearray) -> bool:
 
 def test_small_messages_are_moved_at_once_and_kept() -> None:
     mover = Mover(at_once=True)
-    lane = Lane(1, mover)
-    lane.arrived(7, 3, whole=True)
-    assert lane.ready_now() is not None
-    receive, buffer = into(lane, 5)
+    queue = TagQueue(1, mover)
+    queue.arrived(7, 3, whole=True)
+    assert queue.ready_now() is not None
+    receive, buffer = into(queue, 5)
     assert (value(receive), buffer) == (3, b"\7\7\7\0\0")
-    assert lane.idle and free(buffer)
+    assert queue.idle and free(buffer)
 
 
 def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    lane.arrived(7, 3, whole=False)
-    assert not mover.moving and lane.ready_now() is None
-    receive, buffer = into(lane, 3)
-    assert [pins is receive.pins for _, pins in mover.moving] == [True]
+    queue = TagQueue(1, mover)
+    queue.arrived(7, 3, whole=False)
+    assert not mover.moving and queue.ready_now() is None
+    receive, buffer = into(queue, 3)
+    assert [to is receive for _, to in mover.moving] == [True]
     assert not free(buffer)
     mover.finish()
     assert value(receive) == 3 and buffer == b"\7\7\7" and free(buffer)
 
 
 def test_length_is_told_and_the_message_stays() -> None:
-    lane = Lane(1, Mover(at_once=True))
-    asked = [lane.wait(Want.LENGTH, None, LIMIT) for _ in range(2)]
-    taken = lane.wait(Want.BYTES, None, LIMIT)
-    after = lane.wait(Want.LENGTH, None, LIMIT)
-    lane.arrived(1, 4, whole=True)
+    queue = TagQueue(1, Mover(at_once=True))
+    asked = [wait(queue, Want.LENGTH) for _ in range(2)]
+    taken = wait(queue, Want.BYTES)
+    after = wait(queue, Want.LENGTH)
+    queue.arrived(1, 4, whole=True)
     assert [value(receive) for receive in asked] == [4, 4]
     assert value(taken) == b"\1" * 4
     assert after.outcome is None
-    lane.arrived(2, 5, whole=True)
+    queue.arrived(2, 5, whole=True)
     assert value(after) == 5
 
 
 def test_receives_complete_in_order() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receives = [into(lane, 3) for _ in range(3)]
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 3) for _ in range(3)]
     for number in (1, 2, 3):
-        lane.arrived(number, 3, whole=False)
+        queue.arrived(number, 3, whole=False)
     assert len(mover.moving) == 3  # they overlap
     mover.finish(2)
     mover.finish(1)
@@ -131,70 +140,70 @@ def test_receives_complete_in_order() -> None:
 
 def test_cancelled_in_the_middle_the_next_one_gets_it() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    lane.arrived(1, 3, whole=False)
-    receive, buffer = into(lane, 3)
+    queue = TagQueue(1, mover)
+    queue.arrived(1, 3, whole=False)
+    receive, buffer = into(queue, 3)
     assert receive.abandon()
-    assert len(mover.orphans) == 1 and not free(buffer)
-    following = lane.wait(Want.BYTES, None, LIMIT)
+    assert len(mover.detached_receives) == 1 and not free(buffer)
+    following = wait(queue, Want.BYTES)
     assert len(mover.moving) == 1  # no second transfer
     mover.finish()
     assert value(following) == b"\1\1\1"
-    assert not mover.orphans and free(buffer)
+    assert not mover.detached_receives and free(buffer)
 
 
 def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    (first, first_buffer), (second, second_buffer) = into(lane, 3), into(lane, 3)
-    lane.arrived(1, 3, whole=False)
-    lane.arrived(2, 3, whole=False)
+    queue = TagQueue(1, mover)
+    (first, first_buffer), (second, second_buffer) = into(queue, 3), into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
     mover.finish(1)  # the second message is in the second buffer already
     first.abandon()
     assert second.outcome is None
     mover.finish(0)
     assert value(second) == 3 and second_buffer == b"\1\1\1"  # nevertheless the first message comes first
     assert free(first_buffer) and free(second_buffer)
-    third = lane.wait(Want.BYTES, None, LIMIT)
+    third = wait(queue, Want.BYTES)
     assert value(third) == b"\2\2\2"
 
 
 def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receive, buffer = into(lane, 2)
-    lane.arrived(1, 3, whole=False)
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 2)
+    queue.arrived(1, 3, whole=False)
     with pytest.raises(ucp.UCXError, match="3 bytes .* has 2"):
         value(receive)
     assert [message.handle for message in mover.discarded] == [1] == [m.handle for m in mover.consumed_ones]
-    assert free(buffer) and lane.idle
+    assert free(buffer) and queue.idle
 
 
 def test_failed_transfer() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receive, buffer = into(lane, 3)
-    other = lane.wait(Want.BYTES, None, LIMIT)
-    lane.arrived(1, 3, whole=False)
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    other = wait(queue, Want.BYTES)
+    queue.arrived(1, 3, whole=False)
     mover.finish(error=OSError("lost"))
     with pytest.raises(OSError, match="lost"):
         value(receive)
     assert free(buffer) and other.outcome is None
-    lane.fail_unserved(EOFError())
+    queue.fail_unserved(EOFError())
     with pytest.raises(EOFError):
         value(other)
 
 
 def test_the_end_serves_what_is_there() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receives = [lane.wait(Want.BYTES, None, LIMIT) for _ in range(2)]
-    asked = lane.wait(Want.LENGTH, None, LIMIT)
-    lane.arrived(1, 3, whole=False)
-    lane.arrived(2, 3, whole=False)
-    lane.arrived(3, 3, whole=False)
-    lane.drop_held()  # the third: its sender has gone
-    lane.fail_unserved(EOFError())
+    queue = TagQueue(1, mover)
+    receives = [wait(queue, Want.BYTES) for _ in range(2)]
+    asked = wait(queue, Want.LENGTH)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    queue.arrived(3, 3, whole=False)
+    queue.drop_held()  # the third: its sender has gone
+    queue.fail_unserved(EOFError())
     with pytest.raises(EOFError):
         value(asked)
     mover.finish()
@@ -204,32 +213,32 @@ def test_the_end_serves_what_is_there() -> None:
 
 def test_transfers_that_will_never_end() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receive, buffer = into(lane, 3)
-    lane.arrived(1, 3, whole=False)
-    lane.arrived(2, 3, whole=True)
-    lane.give_up_moving(OSError("died"))
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=True)
+    queue.give_up_moving(OSError("died"))
     with pytest.raises(OSError, match="died"):
         value(receive)
-    assert lane.idle and not free(buffer)
+    assert queue.idle and not free(buffer)
     mover.finish(error=OSError())  # if UCX lets go after all
     mover.finish()
-    assert lane.idle and free(buffer) and not mover.orphans
+    assert queue.idle and free(buffer) and not mover.detached_receives
 
 
 def test_close_with_transfers_under_way() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    receive, buffer = into(lane, 3)
-    lane.arrived(1, 3, whole=False)
-    lane.arrived(2, 3, whole=False)
-    lane.close(EOFError())
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    queue.close(EOFError())
     with pytest.raises(EOFError):
         value(receive)
     assert [message.handle for message in mover.discarded] == [2]
     assert not free(buffer)
     mover.finish(error=OSError())
-    assert free(buffer) and not mover.orphans
+    assert free(buffer) and not mover.detached_receives
 
 
 @pytest.mark.sample(100)
@@ -238,10 +247,10 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     """Arrivals, receives of all kinds, cancels and completions in any order: each message once, whole, in order."""
     chance = random.Random(seed)
     mover = Mover()
-    lane = Lane(1, mover)
+    queue = TagQueue(1, mover)
     arrived = 0
     got: list[bytes] = []
-    waiting: list[tuple[Receive, bytearray | None]] = []
+    waiting: list[tuple[PendingReceive, bytearray | None]] = []
     buffers: list[bytearray] = []
 
     def collect() -> None:
@@ -257,14 +266,13 @@ def test_random_programs_lose_nothing(seed: int) -> None:
         action = chance.random()
         if action < 0.25 and arrived < 60:
             arrived += 1
-            lane.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
+            queue.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
         elif action < 0.55:
             want = chance.choice(list(Want))
             buffer = bytearray(6) if want is Want.INTO else None
             if buffer is not None:
                 buffers.append(buffer)
-            pins = Pinned(buffer, writable=True) if buffer is not None else None
-            waiting.append((lane.wait(want, pins, 6 if pins else LIMIT), buffer))
+            waiting.append((wait(queue, want, LIMIT if buffer is None else 6, buffer), buffer))
         elif action < 0.7 and waiting:
             index = chance.randrange(len(waiting))
             if waiting[index][0].outcome is None:
@@ -273,7 +281,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
             mover.finish(chance.randrange(len(mover.moving)))
         collect()
     while len(got) < arrived:
-        receive = lane.wait(Want.BYTES, None, LIMIT)
+        receive = wait(queue, Want.BYTES)
         waiting.append((receive, None))
         while mover.moving:
             mover.finish(chance.randrange(len(mover.moving)))
@@ -281,89 +289,100 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     for receive, _ in waiting:
         receive.abandon()
     assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
-    assert lane.idle and not mover.orphans
+    assert queue.idle and not mover.detached_receives
     assert all(free(buffer) for buffer in buffers)
 
 
-def run(*messages: bytes) -> Run:
-    return Run(len(messages), len(messages[0]), b"".join(messages))
+def take_small(queue: TagQueue, limit: int) -> bytes | None:
+    """What ``Receiving.take_small`` does with the queue."""
+    packed = queue.packed
+    if packed is None or packed.length > limit:
+        return None
+    data = packed.pop()
+    if not packed.left:
+        queue.next_packed()
+    return data
 
 
-def test_runs_are_messages_in_order_with_others() -> None:
+def packed(*messages: bytes) -> PackedMessages:
+    return PackedMessages(len(messages), len(messages[0]), b"".join(messages))
+
+
+def test_packed_messages_keep_their_order_with_others() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    lane.run_arrived(run(b"aa", b"bb", b"cc"))
-    lane.run_arrived(run(b"ddd"))
-    lane.arrived(1, 5, whole=True)
-    assert not lane.idle and len(mover.moving) == 1
+    queue = TagQueue(1, mover)
+    queue.packed_arrived(packed(b"aa", b"bb", b"cc"))
+    queue.packed_arrived(packed(b"ddd"))
+    queue.arrived(1, 5, whole=True)
+    assert not queue.idle and len(mover.moving) == 1
     mover.finish()
-    lane.run_arrived(run(b"e", b"f"))
-    assert lane.take_small(2) == b"aa"
-    receives = [lane.wait(Want.BYTES, None, 100) for _ in range(7)]
+    queue.packed_arrived(packed(b"e", b"f"))
+    assert take_small(queue, 2) == b"aa"
+    receives = [wait(queue, Want.BYTES, 100) for _ in range(7)]
     assert [value(receive) for receive in receives[:3]] == [b"bb", b"cc", b"ddd"]
     assert len(value(receives[3])) == 5
     assert [value(receive) for receive in receives[4:6]] == [b"e", b"f"]
     assert receives[6].outcome is None
-    lane.run_arrived(run(b"gg", b"hh"))
+    queue.packed_arrived(packed(b"gg", b"hh"))
     assert value(receives[6]) == b"gg"
-    assert lane.take_small(2) == b"hh"
-    assert lane.idle
+    assert take_small(queue, 2) == b"hh"
+    assert queue.idle
 
 
-def test_runs_for_receives_of_every_kind() -> None:
+def test_packed_messages_for_receives_of_every_kind() -> None:
     mover = Mover()
-    lane = Lane(1, mover)
-    length = lane.wait(Want.LENGTH, None, 1 << 62)
-    receive, buffer = into(lane, 10)
-    short, _ = into(lane, 1)
-    whole = lane.wait(Want.BYTES, None, 100)
-    lane.run_arrived(run(b"one", b"two", b"six", b"ten"))
+    queue = TagQueue(1, mover)
+    length = wait(queue, Want.LENGTH, 1 << 62)
+    receive, buffer = into(queue, 10)
+    short, _ = into(queue, 1)
+    whole = wait(queue, Want.BYTES, 100)
+    queue.packed_arrived(packed(b"one", b"two", b"six", b"ten"))
     assert value(length) == 3
     assert value(receive) == 3
     assert buffer[:3] == b"one"
     with pytest.raises(ucp.UCXError, match="3 bytes is too long, the buffer has 1"):
         value(short)
     assert value(whole) == b"six"
-    lane.spread()
-    assert value(lane.wait(Want.BYTES, None, 3)) == b"ten"
-    assert lane.idle
-    lane.run_arrived(run(b"more"))
-    assert lane.take_small(2) is None, "too long: left to a receive, which says so"
-    assert lane.ready_now() is not None
+    queue.unpack()
+    assert value(wait(queue, Want.BYTES, 3)) == b"ten"
+    assert queue.idle
+    queue.packed_arrived(packed(b"more"))
+    assert take_small(queue, 2) is None, "too long: left to a receive, which says so"
+    assert queue.ready_now() is not None
 
 
-def test_what_is_unread_of_a_run_keeps_little_memory() -> None:
+def test_unread_packed_messages_keep_little_memory() -> None:
     messages = [bytes([number]) * 100 for number in range(250)]
-    many = run(*messages)
+    many = packed(*messages)
     for number, message in enumerate(messages):
         assert many.pop() == message
         assert len(many._data) <= 2 * 100 * (250 - number) + 4096
     assert many.left == 0
-    some = run(*messages)
+    some = packed(*messages)
     some.pop()
-    assert some.rest() == b"".join(messages[1:])
+    assert some.pop_all() == b"".join(messages[1:])
 
 
-def test_runs_of_a_lane_that_failed_or_closed() -> None:
+def test_packed_messages_of_a_queue_that_failed_or_closed() -> None:
     mover = Mover()
-    lane = Lane(1, mover, sequential=True)
-    lane.arrived(1, 5, whole=False)
-    lane.drop_held(trio.BrokenResourceError())
-    lane.run_arrived(run(b"x", b"y"))
-    assert mover.run_messages == 2, "nothing is handed out behind what is missing"
-    other = Lane(2, mover)
-    other.run_arrived(run(b"x"))
+    queue = TagQueue(1, mover, sequential=True)
+    queue.arrived(1, 5, whole=False)
+    queue.drop_held(trio.BrokenResourceError())
+    assert queue.packed_arrived(packed(b"x", b"y")) == 2, "nothing is delivered behind what is missing"
+    assert queue.idle is False and queue.packed is None
+    other = TagQueue(2, mover)
+    other.packed_arrived(packed(b"x"))
     other.close(trio.ClosedResourceError())
     assert other.idle
 
 
 def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lanes, "FRESH_AHEAD", 10)
+    monkeypatch.setattr(_tag_queue, "FRESH_AHEAD", 10)
     mover = Mover()
-    lane = Lane(1, mover)
-    receives = [lane.wait(Want.BYTES, None, LIMIT) for _ in range(4)]
+    queue = TagQueue(1, mover)
+    receives = [wait(queue, Want.BYTES) for _ in range(4)]
     for number in (1, 2, 3, 4):
-        lane.arrived(number, 6, whole=False)
+        queue.arrived(number, 6, whole=False)
     assert len(mover.moving) == 2
     mover.finish(0)
     assert len(mover.moving) == 2  # the next one
@@ -374,12 +393,12 @@ def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.Monke
 
 
 def test_transfers_into_users_buffers_are_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lanes, "FRESH_AHEAD", 10)
+    monkeypatch.setattr(_tag_queue, "FRESH_AHEAD", 10)
     mover = Mover()
-    lane = Lane(1, mover)
-    receives = [into(lane, 6) for _ in range(4)]
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 6) for _ in range(4)]
     for number in (1, 2, 3, 4):
-        lane.arrived(number, 6, whole=False)
+        queue.arrived(number, 6, whole=False)
     assert len(mover.moving) == 4
     for _ in range(4):
         mover.finish(0)
