@@ -191,6 +191,7 @@ def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> Non
     counted(Receiving, "next_piece")
     counted(Receiving, "receive_nowait")
     counted(TagQueue, "packed_arrived", lambda queue, packed: queue.receives)
+    counted(TagQueue, "give")
     counted(TagQueue, "_add_later")
     counted(TagQueue, "_fill_first")
     counted(TagQueue, "_detach")
@@ -260,6 +261,11 @@ def lets_packed_messages_overtake(method: Callable[..., Any], queue: TagQueue, p
         return 0
     consumed: int = method(queue, packed)
     return consumed
+
+
+@fault(TagQueue, "give")
+def gives_a_message_twice(method: Callable[..., Any], queue: TagQueue, data: bytes) -> bool:
+    return bool(method(queue, data)) and not data.startswith(b"\1")
 
 
 @fault(Sending, "send_frame")

@@ -403,3 +403,33 @@ def test_transfers_into_users_buffers_are_not_held_back(monkeypatch: pytest.Monk
     for _ in range(4):
         mover.finish(0)
     assert [buffer[0] for _, buffer in receives] == [1, 2, 3, 4]
+
+
+def test_transfer_that_was_not_recorded_keeps_its_buffer() -> None:
+    """UCX has begun it, so the buffer must stay, whatever becomes of the receive."""
+
+    class Unlucky(Mover):
+        def move(self, message: Message, receive: Receive | None) -> None:
+            super().move(message, receive)
+            raise RuntimeError("could not be recorded")
+
+    queue = TagQueue(1, Unlucky())
+    queue.arrived(1, 3, whole=False)
+    buffer = bytearray(3)
+    with pytest.raises(RuntimeError):
+        wait(queue, Want.INTO, 3, buffer)
+    [receive] = queue.receives
+    queue.give_up(receive, trio.BrokenResourceError())
+    assert not free(buffer)
+
+
+def test_one_small_message_goes_to_a_waiting_receive() -> None:
+    queue = TagQueue(1, Mover())
+    receive = wait(queue, Want.BYTES)
+    assert queue.give(b"one") and value(receive) == b"one"
+    length, (into_buffer, buffer) = wait(queue, Want.LENGTH), into(queue, 5)
+    assert not queue.give(b"two")  # the length is asked for first
+    assert queue.packed_arrived(packed(b"two")) == 0
+    assert value(length) == 3 and value(into_buffer) == 3 and buffer == b"two\0\0"
+    _, _ = into(queue, 1)
+    assert not queue.give(b"too long")

@@ -181,7 +181,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if data is not None:
             await link.engine.waiting.schedule_point()
             return data
-        return cast(bytes, await completed(receiving.receive(tag, Want.BYTES), link.engine))
+        receive = receiving.receive(tag, Want.BYTES)
+        if receive.outcome is None:
+            return cast(bytes, await link.engine.waiting.wait(receive))
+        return cast(bytes, await completed(receive, link.engine))
 
     @enable_ki_protection
     async def receive_into(self, buffer: Buffer, tag: int = 0) -> int:

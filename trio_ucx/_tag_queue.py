@@ -205,6 +205,24 @@ class TagQueue:
                 return  # UCX keeps the message until it is received
             self.settle()
 
+    def give(self, data: bytes) -> bool:
+        """A small message arrived by itself, and receives wait: gives it to the first, if that is all there is to do.
+
+        Returns:
+            False if it is not: use :meth:`packed_arrived`.
+        """
+        if self.messages or self._settling or self.failure is not None:
+            return False
+        receive = self.receives[0]
+        if receive.want is Want.LENGTH or len(data) > receive.limit:
+            return False
+        if receive.want is Want.INTO:
+            self._fill_first(receive, data)
+        else:
+            self.receives.popleft()
+            receive.succeed(data)
+        return True
+
     def packed_arrived(self, packed: Packed) -> int:
         """Packed messages arrived. Returns how many of them were consumed at once."""
         if self.failure is not None:
@@ -452,7 +470,8 @@ class TagQueue:
             try:
                 self.mover.move(message, receive)
             except BaseException:
-                self._part(message)
+                if message.state is State.HELD:  # else UCX may be writing to the buffer
+                    self._part(message)
                 raise
         else:
             self.mover.move(message, None)

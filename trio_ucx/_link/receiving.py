@@ -102,7 +102,10 @@ class Receiving:
             return
         self.bytes_received += len(data)
         queue = self.queues.get(number) or self.queue(number)
-        consumed = queue.packed_arrived(PackedMessages(count, length, data))
+        if count == 1 and queue.receives and queue.give(data):
+            consumed = 1
+        else:
+            consumed = queue.packed_arrived(PackedMessages(count, length, data))
         if consumed and (amount := self.credit.consumed(length, consumed)):
             self._grant(amount)
 
@@ -285,8 +288,8 @@ class Receiving:
             pins = receive.pins
         verdict = self.transport.receive(message.handle, pins)
         message.handle = 0
+        message.state = State.READY if verdict == 0 else State.MOVING
         if verdict > 0:
-            message.state = State.MOVING
             try:
                 Transfer(self, verdict, message, memory)
             except BaseException as error:
@@ -296,10 +299,7 @@ class Receiving:
             return
         if memory is not None:
             memory.release()
-        if verdict == 0:
-            message.state = State.READY
-        else:
-            message.state = State.MOVING
+        if verdict < 0:
             self.transfer_ended(message, verdict)
 
     def transfer_ended(self, message: Message, status: int) -> None:
