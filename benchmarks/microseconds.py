@@ -33,7 +33,7 @@ LADDER = {
     "C": "UCX alone: ucx_perftest, polling",
     "module": "our C functions, called from Python in a bare loop",
     "ucp": "tag_send, tag_receive: checks, operations, a Trio task; no schedule points (yield_interval)",
-    "yield_interval=100e-6": "a Connection: lanes, credit, send and receive_into; no schedule points",
+    "yield_interval=100e-6": "a Connection: tag queues, credit, send and receive_into; no schedule points",
     "default": "the same with schedule points",
     "spin=0": "the same without polling: the process sleeps, and is woken",
 }

@@ -14,7 +14,7 @@ from helpers import PROMPT, open_pair, open_peer, open_raw_pair, pattern, until
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._flow import cost
+from trio_ucx._credit import cost
 
 MIB = 2**20
 WINDOW = MIB
@@ -92,9 +92,9 @@ async def messages_of_2_kb(attacker: Attacker) -> None:
 async def admissions(attacker: Attacker) -> None:
     """A peer that sends ADMIT for very many tag queues."""
     connection = await attacker.connect()
-    for lane in range(60_000):
-        connection._link.control(wire.Admit(lane, 0))
-        if lane % 100 == 0:
+    for queue in range(60_000):
+        connection._link.sending.send_frame(wire.Admit(queue, 0))
+        if queue % 100 == 0:
             await trio.sleep(0)
     await attacker.is_heard()
 

@@ -21,7 +21,8 @@ import trio
 from helpers import open_pair, open_peer, open_raw_pair, pattern
 
 import trio_ucx
-from trio_ucx import _link, ucp
+from trio_ucx import ucp
+from trio_ucx._link import receiving
 from trio_ucx.ucp._operations import live_handles
 
 # ---- no memory for a message ----
@@ -38,9 +39,9 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int = LONG) -> Itera
             raise MemoryError
         return make(size)
 
-    make = _link.new_bytes
+    make = receiving.new_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(_link, "new_bytes", new_bytes)
+        patch.setattr(receiving, "new_bytes", new_bytes)
         yield
 
 
@@ -158,7 +159,8 @@ async def _sent_and_received(
 
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
-    *(name for name in ("_farewell", "_flow", "_lanes", "_link", "_outbox", "_session", "_transfers", "_wire")),
+    *("_batch", "_byte_stream", "_close_handshake", "_credit", "_tag_queue", "_wire"),
+    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
     *(f"_handshake.{name}" for name in ("control", "exchange", "facts", "registry", "server")),
     *(
         f"ucp.{name}"

@@ -19,8 +19,16 @@ LAYERS = ["_native", "ucp", "", "_cli", "testing"]
 #: What a layer may not import although it lies below: the two top ones do not know each other.
 APART = {("testing", "_cli")}
 
-#: Inside the top level: these know nothing of I/O.
-PURE = ["_wire", "_flow", "_stream", "_farewell", "_handshake/exchange", "_handshake/facts", "ucp/_arming"]
+#: The rules of a connection: no I/O, and no copies of the memory that they are about.
+RULES = ["_wire", "_credit", "_tag_queue", "_byte_stream", "_close_handshake", "_batch"]
+#: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
+PURE = [*RULES, "_handshake/exchange", "_handshake/facts", "ucp/_arming"]
+#: What the rules may import besides each other.
+HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
+#: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
+COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
+#: Inside ``_link``, lowest first.
+LINK = ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"]
 
 
 def modules() -> list[Path]:
@@ -57,6 +65,32 @@ def test_imports_point_down(path: Path) -> None:
             assert path == PACKAGE / "_native" / "__init__.py", f"{path.name} imports {name}"
         if str(path.relative_to(PACKAGE).with_suffix("")) in PURE:
             assert parts[0] not in ("trio", "outcome") and "_native" not in parts, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_pure(name: str) -> None:
+    """No trio, no cffi, no UCX, not even for annotations; and no copy of a message."""
+    path = PACKAGE / f"{name}.py"
+    for imported in imports(path):
+        module = imported.rpartition(".")[0] or imported
+        parts = imported.split(".")
+        assert module in HARMLESS or imported in HARMLESS or (parts[0] == "trio_ucx" and parts[1] in RULES), imported
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            assert called not in COPIES, f"{path.name}, line {node.lineno}: {called}"
+
+
+@pytest.mark.parametrize("name", LINK)
+def test_link_has_one_direction(name: str) -> None:
+    for imported in imports(PACKAGE / "_link" / f"{name}.py"):
+        if imported.startswith("trio_ucx._link."):
+            theirs = imported.split(".")[2]
+            assert LINK.index(theirs) < LINK.index(name), imported
+
+
+def test_every_module_of_a_link_has_its_place() -> None:
+    assert sorted(path.stem for path in (PACKAGE / "_link").glob("*.py")) == sorted(LINK)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -19,11 +19,11 @@ from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._flow import cost
+from trio_ucx._byte_stream import MAX_PIECE
+from trio_ucx._credit import cost
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.registry import Introduction, Registry
-from trio_ucx._stream import MAX_PIECE
 from trio_ucx.ucp._tag import post_bytes_send
 
 
@@ -87,9 +87,9 @@ async def test_listener_that_never_answers(worker: ucp.Worker) -> None:
 # ---- the greeting ----
 
 
-def say_instead(introduction: Introduction, lane: int, data: bytes) -> None:
+def say_instead(introduction: Introduction, queue: int, data: bytes) -> None:
     assert introduction._core is not None
-    post_bytes_send(introduction._core, data, (introduction.theirs.facts.connection_id << 32) | lane)
+    post_bytes_send(introduction._core, data, (introduction.theirs.facts.connection_id << 32) | queue)
 
 
 #: What a client sends instead of its HELLO, with the number of its endpoint; and how the listener logs that.
@@ -123,8 +123,8 @@ async def test_bad_greeting(
                     greet(introduction)
                     return
                 assert introduction.number is not None
-                for lane, data in messages(introduction.number):
-                    say_instead(introduction, lane, data)
+                for queue, data in messages(introduction.number):
+                    say_instead(introduction, queue, data)
 
             with monkeypatch.context() as patch:
                 patch.setattr(Introduction, "greet", lie)
@@ -153,34 +153,34 @@ BAD_FRAMES = {
     "greeting of another endpoint": (wire.CONTROL, wire.encode_frame(wire.Hello(4000))),
     "batch of greetings": (
         wire.BATCH,
-        wire.RUN_HEAD.pack(wire.CONTROL, 5, 3) + wire.encode_frame(wire.Hello(0)) * 3,
+        wire.PACKED_HEAD.pack(wire.CONTROL, 5, 3) + wire.encode_frame(wire.Hello(0)) * 3,
     ),
     "end of a reserved kind": (wire.CONTROL, b"\x06"),
     "credit for nothing": (wire.CONTROL, wire.encode_frame(wire.Grant(1, 0))),
     "credit beyond counting": (wire.CONTROL, wire.encode_frame(wire.Grant(2**64 - 1, 0))),
     "messages that were not sent": (wire.CONTROL, wire.encode_frame(wire.Admit(1, 99))),
-    "reserved lane": (wire.BATCH + 1, b"x"),
-    "cut off batch": (wire.BATCH, wire.RUN_HEAD.pack(1, 8, 3) + bytes(20)),
-    "no head of a run": (wire.BATCH, wire.RUN_HEAD.pack(1, 8, 1) + bytes(12)),
-    "empty run": (wire.BATCH, wire.RUN_HEAD.pack(1, 8, 0)),
-    "batch for a reserved lane": (wire.BATCH, wire.RUN_HEAD.pack(wire.BATCH + 1, 8, 1) + bytes(8)),
-    "batch in a batch": (wire.BATCH, wire.RUN_HEAD.pack(wire.BATCH, 8, 1) + bytes(8)),
-    "batch of noise for the library": (wire.BATCH, wire.RUN_HEAD.pack(wire.CONTROL, 8, 1) + bytes(8)),
+    "reserved queue": (wire.BATCH + 1, b"x"),
+    "cut off batch": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 3) + bytes(20)),
+    "no head of packed messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 1) + bytes(12)),
+    "no packed messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 0)),
+    "batch for a reserved queue": (wire.BATCH, wire.PACKED_HEAD.pack(wire.BATCH + 1, 8, 1) + bytes(8)),
+    "batch in a batch": (wire.BATCH, wire.PACKED_HEAD.pack(wire.BATCH, 8, 1) + bytes(8)),
+    "batch of noise for the library": (wire.BATCH, wire.PACKED_HEAD.pack(wire.CONTROL, 8, 1) + bytes(8)),
     "long batch": (wire.BATCH, bytes(wire.MAX_BATCH + 1)),
-    "batch of very many empty messages": (wire.BATCH, wire.RUN_HEAD.pack(1, 0, 2**16 - 1) * 512),
-    "last lane": (2**32 - 1, b"x"),
+    "batch of very many empty messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 0, 2**16 - 1) * 512),
+    "last queue": (2**32 - 1, b"x"),
     "huge piece of the stream": (wire.STREAM, bytes(MAX_PIECE + 1)),
 }
 
 
 @pytest.mark.parametrize("what", BAD_FRAMES)
 async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
-    lane, data = BAD_FRAMES[what]
+    queue, data = BAD_FRAMES[what]
     async with unharmed(worker), open_pair(worker) as (client, server), trio.open_nursery() as nursery:
 
         async def cheat() -> None:
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await client.endpoint.tag_send(data, (client._link.peer_id << 32) | lane)
+                await client.endpoint.tag_send(data, (client._link.peer_id << 32) | queue)
 
         nursery.start_soon(cheat)
         with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="cut off"):
@@ -199,15 +199,15 @@ async def test_messages_to_nobody(worker: ucp.Worker) -> None:
         assert worker.tag_probe(2**63, 2**63) is None
 
 
-@pytest.mark.parametrize("lane", [1, wire.STREAM])
-async def test_messages_beyond_the_window(worker: ucp.Worker, lane: int) -> None:
+@pytest.mark.parametrize("queue", [1, wire.STREAM])
+async def test_messages_beyond_the_window(worker: ucp.Worker, queue: int) -> None:
     async with unharmed(worker), open_pair(worker, window=8192) as (client, server):
         with contextlib.suppress(trio.BrokenResourceError):
             for _ in range(50):
-                await client.endpoint.tag_send(bytes(1000), (client._link.peer_id << 32) | lane)
+                await client.endpoint.tag_send(bytes(1000), (client._link.peer_id << 32) | queue)
 
         async def receive() -> bytes:
-            return await (server.receive(lane) if lane == 1 else server.receive_some(1000))
+            return await (server.receive(queue) if queue == 1 else server.receive_some(1000))
 
         for _ in range(8192 // cost(1000, 0)):
             assert await receive() == bytes(1000)
@@ -216,10 +216,10 @@ async def test_messages_beyond_the_window(worker: ucp.Worker, lane: int) -> None
                 await receive()
 
 
-async def test_run_beyond_the_window(worker: ucp.Worker) -> None:
+async def test_packed_messages_beyond_the_window(worker: ucp.Worker) -> None:
     """What the peer had credit for is received, also if it came together with what it had none for."""
     async with unharmed(worker), open_pair(worker, window=8192) as (_, server):
-        server._link.run_came(1, 50, 1000, bytes(50_000))
+        server._link.receiving.packed_arrived(1, 50, 1000, bytes(50_000))
         for _ in range(8192 // cost(1000, 0)):
             assert await server.receive(1) == bytes(1000)
         with pytest.raises(trio.BrokenResourceError, match="ignores its credit"):
@@ -410,7 +410,7 @@ BYTES: dict[str, tuple[bytes, str]] = {
 
 
 def control_socket(connection: trio_ucx.Connection) -> socket.socket:
-    control = connection._link.control_socket
+    control = connection._link.closing.control_socket
     assert control is not None and control._socket is not None
     return control._socket
 
@@ -473,7 +473,7 @@ async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) 
             while not server._link.closed and sent < 2 * MAX_FRAME and server._link.core.error is None:
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     sent += liar.send(bytes(4096))
-                control = server._link.control_socket
+                control = server._link.closing.control_socket
                 assert control is None or len(control.exchange._buffer) <= MAX_FRAME + 4096 + 4
                 await trio.sleep(0)
             with pytest.raises(trio.BrokenResourceError, match="shorter or longer"):

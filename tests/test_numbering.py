@@ -27,7 +27,7 @@ from trio_ucx._handshake.exchange import Exchange, Taken
 from trio_ucx._handshake.facts import SharedMemory
 from trio_ucx._handshake.registry import Introduction
 from trio_ucx._handshake.server import Acceptor
-from trio_ucx._session import Options
+from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
 from trio_ucx.ucp import _numbering as numbering_module
 from trio_ucx.ucp._connecting import connect_worker

@@ -7,9 +7,10 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _native        the compiled module, and loading UCX
     ucp            UCP in Trio idiom; any UCP peer can be talked to with it alone
     here           two trio_ucx peers that shook hands:
-                     _wire, _flow, _lanes, _stream,     the rules, without I/O
-                       _farewell; _session: all of them
-                     _transfers, _link                  one connection over UCX
+                     _wire, _credit, _tag_queue,        the rules, without I/O
+                       _byte_stream, _batch,
+                       _close_handshake
+                     _link                              the rules of one connection, carried out over UCX
                      _handshake                         how it comes about: the control socket, authentication
                      _connection, _listener             what the user holds
                      _addresses                         addresses as text

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from . import _stream as stream
+from . import _byte_stream as stream
 from . import _wire as wire
-from ._copies import immutable, short
-from ._farewell import Peer
-from ._lanes import Want
+from ._close_handshake import Peer
+from ._copies import immutable
 from ._link import Link
-from ._session import QueuedSend
 from ._statistics import ConnectionStatistics
+from ._tag_queue import Want
 from .ucp import Endpoint, Worker
-from .ucp._buffers import Buffer, Pinned
+from .ucp._buffers import Buffer
 from .ucp._pending import Pending
 from .ucp._pointers import refuse_pointers
-from .ucp._posting import check_reaches, completed
+from .ucp._posting import completed
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
 def check_tag(tag: int) -> int:
-    if type(tag) is int and 0 <= tag <= wire.MAX_TAG:
-        return tag
     return check_integer(tag, "the tag", 0, wire.MAX_TAG)
 
 
@@ -36,7 +32,7 @@ def check_tag(tag: int) -> int:
 class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     """Two trio_ucx peers that shook hands. Open one with :func:`connect`, or accept it from a :class:`Listener`.
 
-    It carries messages, each with a tag; each tag is an ordered lane of its own. Besides, it carries one byte stream,
+    It carries messages, each with a tag; each tag is an ordered queue of its own. Besides, it carries one byte stream,
     which does not interfere with them; ``async for chunk in connection`` yields its chunks.
 
     As an async context manager it closes gracefully when its block is left normally, and by force when by an exception.
@@ -80,7 +76,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         What had arrived from a peer that closed or was lost can still be received.
         """
         link = self._link
-        return link.closed or link.core.error is not None or link.farewell.peer is not Peer.TALKS
+        return link.closed or link.core.error is not None or link.handshake.peer is not Peer.OPEN
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -97,14 +93,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         left_over = sum(operation.left_over for operation in link.core.pending)
         return ConnectionStatistics(
-            messages_sent=link.outbound.sent,
-            bytes_sent=link.bytes_sent,
-            messages_received=link.inbound.received,
-            bytes_received=link.bytes_received,
-            held=link.inbound.unread,
-            credit=link.outbound.credit,
-            queued_sends=len(link.outbound.queue),
-            left_over_operations=left_over + len(link.orphans),
+            messages_sent=link.sending.credit.sent,
+            bytes_sent=link.sending.bytes_sent,
+            messages_received=link.receiving.credit.received,
+            bytes_received=link.receiving.bytes_received,
+            held=link.receiving.credit.unread,
+            credit=link.sending.credit.credit,
+            queued_sends=len(link.sending.credit.waiting),
+            left_over_operations=left_over + len(link.receiving.detached_receives),
         )
 
     # ---- messages ----
@@ -119,7 +115,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Args:
             data: a contiguous buffer, or a list of them, which arrives as one message; or a ``ucp.Strided``. Large ones
                 are not copied. Device memory goes to UCX as it is.
-            tag: the lane, 0 to 2**31 - 1.
+            tag: the tag queue, 0 to 2**31 - 1.
 
         Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
         pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
@@ -129,15 +125,16 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the peer closed it, or is gone.
             TypeError, ValueError: not such a buffer; the tag is out of range.
         """
-        tag = check_tag(tag)
+        if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
+            tag = check_tag(tag)
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        pending = link.submit_message(tag, short(data))
-        if pending is None:
+        sent = link.sending.send_short(tag, data)
+        if sent is True:
             await link.engine.waiting.schedule_point()
         else:
-            await completed(pending, link.engine)
+            await completed(sent or link.sending.submit(tag, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, tag: int = 0) -> None:
@@ -154,20 +151,18 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             ValueError: more than 1 MiB of mutable data: use :meth:`send`, which does not copy.
             trio.ClosedResourceError, trio.BrokenResourceError, TypeError: as for :meth:`send`.
         """
-        tag = check_tag(tag)
+        if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
+            tag = check_tag(tag)
         link = self._link
         link.check()
-        data = short(data)
-        if link.take_short(tag, data):
-            link.post_bytes(tag, data)
-        else:
-            link.submit_nowait(tag, immutable(data))
+        if not link.sending.send_short(tag, data):
+            link.sending.submit_nowait(tag, immutable(data))
 
     @enable_ki_protection
     async def receive(self, tag: int = 0) -> bytes:
-        """Receives the next message of a lane.
+        """Receives the next message of a tag queue.
 
-        Cancellation: nothing is lost. A message whose transfer had begun goes to the lane's next receive.
+        Cancellation: nothing is lost. A message whose transfer had begun goes to the queue's next receive.
 
         Raises:
             trio.EndOfChannel: the peer has closed the connection and all its messages were received.
@@ -176,45 +171,35 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             UCXError: MESSAGE_TRUNCATED: the message is longer than ``max_message_size``; it was dropped.
             TypeError, ValueError: a wrong tag.
         """
-        tag = check_tag(tag)
+        if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
+            tag = check_tag(tag)
         link = self._link
         link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        data = self._small_one(tag, link.options.max_message_size)
+        receiving = link.receiving
+        data = receiving.take_small(tag, receiving.max_message_size)
         if data is not None:
             await link.engine.waiting.schedule_point()
             return data
-        return cast(bytes, await self._received(tag, Want.BYTES))
-
-    def _small_one(self, tag: int, limit: int) -> bytes | None:
-        """The lane's next message, if it is a small one, and there, or found by polling before a yield is due."""
-        link = self._link
-        lane = link.lanes.get(tag)
-        if lane is None:
-            return None
-        if lane.run is None:
-            waiting = link.engine.waiting
-            if not lane.idle or link.inbound.stalled or not waiting.poll_at_once():
-                return None
-            waiting.went_on()
-            if lane.run is None:
-                return None
-        return link.take_small(lane, limit)
+        receive = receiving.receive(tag, Want.BYTES)
+        if receive.outcome is None:
+            return cast(bytes, await link.engine.waiting.wait(receive))
+        return cast(bytes, await completed(receive, link.engine))
 
     @enable_ki_protection
     async def receive_into(self, buffer: Buffer, tag: int = 0) -> int:
-        """Receives the next message of a lane into a buffer; a large message directly, without a copy.
+        """Receives the next message of a tag queue into a buffer; a large message directly, without a copy.
 
         Args:
             buffer: writable and contiguous, or a list of such buffers, filled in order; or a ``ucp.Strided``. In device
                 memory, too.
-            tag: the lane.
+            tag: the tag queue.
 
         Returns:
             The message's length; the rest of the buffer is not changed.
 
         Cancellation: nothing is lost. If a transfer into ``buffer`` had begun, it goes on, and ``buffer`` must not be
-        used until :meth:`wait_buffers_released` returns; the message goes to the lane's next receive.
+        used until :meth:`wait_buffers_released` returns; the message goes to the queue's next receive.
 
         Raises:
             UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped. The message names both
@@ -229,14 +214,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         if type(buffer) is bytearray and len(buffer) <= SHORT:
             return await self._receive_copied(buffer, tag)
-        pins = self._to_receive_into(buffer)
-        data = self._small_one(tag, pins.size)
+        receiving = link.receiving
+        receive = receiving.prepare(buffer)
+        data = receiving.take_small(tag, receive.limit)
         if data is None:
-            return cast(int, await self._received(tag, Want.INTO, pins))
-        try:
-            pins.fill(memoryview(data))
-        finally:
-            pins.release()
+            return cast(int, await completed(receiving.wait(tag, receive), link.engine))
+        receive.accept(data)
         await link.engine.waiting.schedule_point()
         return len(data)
 
@@ -244,9 +227,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Receives into a small buffer, which it costs less to copy to than to pin."""
         link = self._link
         with memoryview(buffer) as view:  # so that it keeps its size
-            small = self._small_one(tag, len(buffer))
+            small = link.receiving.take_small(tag, len(buffer))
             if small is None:
-                data = cast(bytes, await completed(link.receive(tag, Want.COPY, size=len(buffer)), link.engine))
+                receive = link.receiving.receive(tag, Want.COPY, len(buffer))
+                data = cast(bytes, await completed(receive, link.engine))
             else:
                 data = small
             view[: len(data)] = data
@@ -256,7 +240,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
-        """Receives the next message of a lane if it is there already.
+        """Receives the next message of a tag queue if it is there already.
 
         Raises:
             trio.WouldBlock: it is not; or it is a large one, which only a waiting receive brings over.
@@ -265,28 +249,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         link = self._link
         link.check()
-        lane = link.lanes.get(tag)
-        if lane is None or (lane.run is None and lane.ready_now() is None):
-            link.engine.settle()
-            lane = link.lanes.get(tag)
-        if lane is not None and lane.run is not None:
-            data = link.take_small(lane, link.options.max_message_size)
-            if data is not None:
-                return data
-        if lane is None or lane.ready_now() is None:
-            if lane is None or not lane.messages:
-                error = link.end_error()
-                if error is not None:
-                    link.told = link.told or isinstance(error, trio.BrokenResourceError)
-                    raise error
-                link.looked(tag)
-            raise trio.WouldBlock
-        receive = link.receive(tag, Want.BYTES)
-        return cast(bytes, receive.result())
+        return link.receiving.receive_nowait(tag)
 
     @enable_ki_protection
     async def wait_message(self, tag: int = 0) -> int:
-        """Waits until a lane has a message, which stays; returns its length.
+        """Waits until a tag queue has a message, which stays; returns its length.
 
         Cancellation: nothing happens.
 
@@ -296,19 +263,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         self._link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        return cast(int, await self._received(tag, Want.LENGTH))
-
-    def _to_receive_into(self, buffer: Buffer) -> Pinned:
-        pins = Pinned(buffer, writable=True)
-        pins.check_copies()  # small messages are in memory of ours first
-        check_reaches(self._link.engine, pins)
-        return pins
-
-    async def _received(self, tag: int, want: Want, pins: Pinned | None = None) -> Any:
-        return await completed(self._link.receive(tag, want, pins), self._link.engine)
+        return cast(int, await completed(self._link.receiving.receive(tag, Want.LENGTH), self._link.engine))
 
     def messages(self, tag: int = 0) -> Messages:
-        """The messages of a lane as an asynchronous iterator, which ends when the peer closes.
+        """The messages of a tag queue as an asynchronous iterator, which ends when the peer closes.
 
         It can be used again after a timeout: nothing is lost.
         """
@@ -331,12 +289,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
         self._link.check()
-        return self._link.submit_message(tag, data)
+        sending = self._link.sending
+        sent = sending.send_short(tag, data)
+        return None if sent is True else sent or sending.submit(tag, data)
 
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
         tag = check_tag(tag)
         self._link.check()
-        return self._link.receive(tag, Want.INTO, self._to_receive_into(buffer))
+        receiving = self._link.receiving
+        return receiving.wait(tag, receiving.prepare(buffer))
 
     # ---- the byte stream ----
 
@@ -364,15 +325,18 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             self._check_stream()
             await trio.lowlevel.checkpoint_if_cancelled()
             link = self._link
-            link.check_sendable()
-            if self._wrote_short(data):
+            sending = link.sending
+            sending.check()
+            # An empty message would be the end of the stream.
+            short = type(data) in (bytes, bytearray) and 0 < len(data) <= sending.credit.window // 4
+            if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return
             waited = False
             refuse_pointers(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
-                cut = stream.pieces(len(flat), link.outbound.window, link.outbound.threshold)
-                write = stream.Write(partial(link.submit, wire.STREAM), flat, cut)
+                cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold)
+                write = stream.Write(lambda piece: sending.submit(wire.STREAM, flat[piece]), cut)
                 try:
                     while (pending := write.advance()) is not None:
                         await link.engine.waiting.wait(pending, watch=True)
@@ -381,17 +345,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                     write.cancel()
             if not waited:
                 await link.engine.waiting.schedule_point()
-
-    def _wrote_short(self, data: Buffer) -> bool:
-        """Whether it is a small write, and was sent as small messages are."""
-        link = self._link
-        data = short(data)
-        if type(data) is not bytes or not 0 < len(data) <= link.outbound.window // 4:
-            return False  # an empty message would be the end
-        if not link.take_short(wire.STREAM, data):
-            return False
-        link.post_bytes(wire.STREAM, data)
-        return True
 
     @enable_ki_protection
     async def wait_send_all_might_not_block(self) -> None:
@@ -403,9 +356,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._sending.hold():
             self._check_stream()
             await trio.lowlevel.checkpoint()
-            await self._link.wait_room(wire.STREAM)
+            await self._link.sending.wait_room(wire.STREAM)
             self._check_stream()
-            self._link.check_sendable()
+            self._link.sending.check()
 
     @enable_ki_protection
     async def send_eof(self) -> None:
@@ -419,13 +372,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if self._eof_sent:
                 await trio.lowlevel.checkpoint()
                 return
-            pending = self._link.submit(wire.STREAM, b"")
+            pending = self._link.sending.submit(wire.STREAM, b"")
             self._eof_sent = True
             try:
                 await completed(pending, self._link.engine)
             except trio.Cancelled:
-                if isinstance(pending, QueuedSend) and pending.sending is None:
-                    self._eof_sent = False  # it was waiting for credit
+                if pending is not None and pending.waits_for_credit:
+                    self._eof_sent = False
                 raise
 
     @enable_ki_protection
@@ -443,28 +396,21 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._receiving.hold():
             self._link.check()
             await trio.lowlevel.checkpoint_if_cancelled()
-            incoming = self._link.incoming
-            if incoming.readable:
-                await self._link.engine.waiting.schedule_point()
+            engine, receiving = self._link.engine, self._link.receiving
+            buffered = receiving.stream
+            if buffered.readable:
+                await engine.waiting.schedule_point()
             else:
-                piece = self._next_piece()
+                piece = receiving.next_piece()
                 if piece is not None:
-                    await self._link.engine.waiting.schedule_point()
+                    await engine.waiting.schedule_point()
                 else:
                     try:
-                        piece = await self._received(wire.STREAM, Want.BYTES)
+                        piece = cast(bytes, await completed(receiving.receive(wire.STREAM, Want.BYTES), engine))
                     except trio.EndOfChannel:
                         piece = b""
-                incoming.feed(piece, self._next_piece)
-            return incoming.take(max_bytes)
-
-    def _next_piece(self) -> bytes | None:
-        lane = self._link.lanes.get(wire.STREAM)
-        if lane is not None and lane.run is not None:
-            return self._link.take_run(lane)
-        if lane is None or lane.ready_now() is None:
-            return None
-        return cast(bytes, self._link.receive(wire.STREAM, Want.BYTES).result())
+                buffered.feed(piece, receiving.next_piece)
+            return buffered.take(max_bytes)
 
     # ---- the end ----
 
@@ -494,20 +440,20 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         link = self._link
         link.engine.check_thread()
-        if link.closed or link.closing or not link.engine.usable:
+        if link.handshake.closing or not link.engine.usable:
             self._endpoint._closing = True
             await trio.lowlevel.checkpoint()
             return
-        link.begin_close()
+        link.closing.begin()
         self._endpoint._closing = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
-            await link.close_gracefully()
+            await link.closing.close_gracefully()
         except trio.Cancelled:
             _close_in_background(link)
             raise
         except BaseException:
-            link.close_now()
+            link.closing.close_now()
             raise
         await trio.lowlevel.cancel_shielded_checkpoint()
 
@@ -540,7 +486,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         link = self._link
-        if not link.closed and not link.closing and not link.engine.birth.inherited:
+        if not link.handshake.closing and not link.engine.birth.inherited:
             warn_resource(f"unclosed {self!r}", self)
             self._endpoint._closing = True
             link.on_unclosed = None
@@ -548,13 +494,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         link = self._link
-        state = "closed" if link.closing else "broken" if link.core.error is not None else "open"
+        state = "closed" if link.handshake.closing else "broken" if link.core.error is not None else "open"
         return f"<trio_ucx.Connection to {link.core.label}, {state}>"
 
 
 @attrs.define(eq=False, repr=False)
 class Messages(metaclass=OpenedNotConstructed):
-    """The messages of one lane: see :meth:`Connection.messages`."""
+    """The messages of one tag queue: see :meth:`Connection.messages`."""
 
     _connection: Connection
     _tag: int
@@ -576,11 +522,11 @@ class Messages(metaclass=OpenedNotConstructed):
 def _close_in_background(link: Link) -> None:
     async def run() -> None:
         try:
-            await link.close_gracefully()
+            await link.closing.close_gracefully()
         except trio.BrokenResourceError:
             pass  # nobody is there to be told
         finally:
-            link.close_now()
+            link.closing.close_now()
 
     if not link.engine.spawn_background(run, f"trio_ucx closing {link.core.label}"):
-        link.close_now()
+        link.closing.close_now()

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .ucp._buffers import Buffer, Pinned
-from .ucp._tag import SHORT
 
 #: The most mutable data that `send_nowait` copies.
 NOWAIT_COPY_LIMIT = 2**20
-
-
-def short(data: Buffer) -> Buffer:
-    """A small bytearray as bytes, which are quicker to copy than it is to pin; anything else as it is."""
-    return bytes(data) if type(data) is bytearray and len(data) <= SHORT else data
 
 
 def immutable(data: Buffer) -> Buffer:

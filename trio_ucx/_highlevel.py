@@ -19,8 +19,8 @@ from ._handshake.client import Connecting, Entry
 from ._handshake.facts import SharedMemory
 from ._handshake.registry import Registry
 from ._handshake.server import Acceptor
+from ._link import Options
 from ._listener import Listener
-from ._session import Options
 from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
 from ._wire import MAX_WINDOW, MIN_WINDOW

@@ -2,7 +2,7 @@
 
 A connection begins with an exchange on the control socket (``_handshake/exchange.py``), in which each side chooses the
 id under which *it* wants to be written to. From then on everything over UCX is a tag message with the tag
-``id << 32 | lane``. Lanes below 2**31 are the user's tags; of those above, three are in use:
+``id << 32 | queue``. Tag queues below 2**31 are the user's tags; of those above, three are in use:
 
     CONTROL   small frames: the greeting, credits, the close handshake
     STREAM    the byte stream; an empty message is its end
@@ -34,8 +34,8 @@ MIN_THRESHOLD = 64  # more than MAX_FRAME
 #: The greatest number of an endpoint: UCX has 16 bits for it.
 MAX_NUMBER = 0xFFFF
 
-#: A run of messages in a batch: their lane, the length of each, their number; then the messages.
-RUN_HEAD = struct.Struct("<IHH")
+#: The head of packed messages in a batch: their tag queue, the length of each, their number. The messages follow.
+PACKED_HEAD = struct.Struct("<IHH")
 #: No batch is longer.
 MAX_BATCH = 4096
 
@@ -57,14 +57,14 @@ def is_connection_id(number: int) -> bool:
     return 0x8000_0000 <= number <= 0xFFFF_FFFF
 
 
-def check_lane(lane: int) -> None:
+def check_queue(queue: int) -> None:
     """Refuses a tag queue that is neither the user's nor the byte stream's.
 
     Raises:
         ProtocolError: it is reserved.
     """
-    if lane > MAX_TAG and lane != STREAM:
-        raise ProtocolError(f"the peer wrote to the reserved lane {lane}")
+    if queue > MAX_TAG and queue != STREAM:
+        raise ProtocolError(f"the peer wrote to the reserved tag queue {queue}")
 
 
 # ---- control frames ----
@@ -99,13 +99,13 @@ class Stalled:
 
 @attrs.frozen
 class Admit:
-    """The receiver waits at this lane: one message for it may be sent whatever the credit.
+    """The receiver waits at this tag queue: one message for it may be sent whatever the credit.
 
-    It says so after ``received`` messages had arrived. If a later one was for this lane, it is void: that one is what
+    It was sent after ``received`` messages had arrived. If a later one was for this queue, it is void: that one is what
     the receiver waits for.
     """
 
-    lane: int
+    queue: int
     received: int
     kind: ClassVar[int] = 3
     format: ClassVar[str] = "<BIQ"
@@ -177,5 +177,5 @@ def decode_frame(data: bytes) -> Frame:
         if not least <= value <= most:
             raise ProtocolError(f"a malformed control frame: {cls.__name__} with {value}, not {least} to {most}")
     if cls is Admit:
-        check_lane(fields[0])
+        check_queue(fields[0])
     return cls(*fields)

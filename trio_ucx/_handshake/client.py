@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 import attrs
 import trio
 
-from .._link import Link
-from .._session import Options
+from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError
 from ..ucp._numbering import FILLERS_AT_ONCE, MAX_FILLERS

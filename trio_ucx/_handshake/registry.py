@@ -15,9 +15,8 @@ from collections.abc import Callable
 from outcome import Error, Value
 
 from .. import _wire as wire
-from .._link import Link
+from .._link import Link, Options, Transport
 from .._native import ucx
-from .._session import Options
 from .._version import __version__
 from .._wire import ProtocolError
 from ..ucp import Feature, UCXError, Worker, WorkerAddress
@@ -307,15 +306,15 @@ class Introduction:
             core.on_failure = None
             core.close()
 
-    # ---- the mailbox, until the link has it ----
+    # ---- the sink of its messages, until the link is that ----
 
-    def message_came(self, lane: int, handle: int, length: int) -> None:
+    def message_arrived(self, queue: int, handle: int, length: int) -> None:
         self.registry.engine.mail.discard(handle)
         self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
 
-    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
         while True:
-            number = _greeting(data[:length]) if count and lane == wire.CONTROL else None
+            number = _greeting(data[:length]) if count and queue == wire.CONTROL else None
             if number is None or number in self._greetings or len(self._greetings) > MAX_DECLINED:
                 self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something else than its greeting"))
                 return
@@ -324,7 +323,7 @@ class Introduction:
             link = self._open_if_greeted()
             if link is not None:
                 if count:
-                    link.run_came(lane, count, length, data)
+                    link.receiving.packed_arrived(queue, count, length, data)
                 return
             if not count:
                 return
@@ -343,17 +342,24 @@ class Introduction:
         control.exchange.greeted()
         facts = self.theirs.facts
         link = Link(
-            self.registry.worker, core, self.id, facts.connection_id, facts.window, facts.threshold, self.options
+            self.registry.worker,
+            Transport(core, facts.connection_id),
+            self.id,
+            facts.connection_id,
+            facts.window,
+            facts.threshold,
+            self.options,
         )
         link.late_greetings = self.late_greetings - self._greetings
-        link.control_socket = control
+        closing = link.closing
+        closing.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
-        link.lingers = not self._shared_memory
-        link.on_closed = self._end_isolation
+        closing.lingers = not self._shared_memory
+        closing.on_closed = self._end_isolation
         if self._end_isolation is None and self.leads is not None and self.number is not None:
             number, numbers = self.number, self.numbers
-            link.keep_endpoint = lambda core: numbers.keep(number, core)
-        control.on_event, control.on_lost = link.control_said, link.control_lost
+            closing.keep_endpoint = lambda core: numbers.keep(number, core)
+        control.on_event, control.on_lost = closing.control_said, closing.control_lost
         self.answer.finish(Value(link))
         return link
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import trio
 
-from .._link import Link
-from .._session import Options
+from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
 from ..ucp import _descriptors as descriptors

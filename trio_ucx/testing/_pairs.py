@@ -51,7 +51,7 @@ async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> 
         for size in (2048, 1):
             try:
                 while True:
-                    connection._link.submit_nowait(wire.STREAM, bytes(size))
+                    connection._link.sending.submit_nowait(wire.STREAM, bytes(size))
             except trio.WouldBlock:
                 pass
     return pair

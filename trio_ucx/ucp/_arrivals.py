@@ -217,7 +217,11 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             raise self._gone()
         engine.check()
         pins = self._pin(buffer, writable=writable)
-        check_reaches(engine, pins)
+        try:
+            check_reaches(engine, pins)
+        except ValueError:
+            pins.release()
+            raise
         native = arrival.take()
         verdict = lib.tu_am_receive(engine.handle, native, pins.native_list())
         self._received = True

@@ -14,11 +14,11 @@ from ._status import UCXError
 
 if TYPE_CHECKING:
     from ._engine import Engine
-    from ._mail import Mailbox
+    from ._mail import TagSink
     from ._operations import EndpointCore
 
 FIELDS = lib.TU_RECORD_FIELDS
-_OPERATION, _RUN, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
+_OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
 
 
 def deliver(engine: Engine, rows: list[int]) -> None:
@@ -36,18 +36,19 @@ def deliver(engine: Engine, rows: list[int]) -> None:
                         operation.complete(-status, length, tag)
                     except BaseException as error:
                         operation.internal_error(error)
-            elif kind == _RUN:
-                engine.messages += id
-                mailbox = mail.boxes.get(tag >> 32)
-                if mailbox is not None:
-                    mailbox.run_came(tag & 0xFFFFFFFF, id, length, mail.received(pointer, id * length))
+            elif kind == _PACKED:
+                engine.messages += id  # their number, in records of this kind
+                sink = mail.boxes.get(tag >> 32)
+                if sink is not None:
+                    data = mail.arena[pointer : pointer + id * length].tobytes()
+                    sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
             elif kind == _MESSAGE:
                 engine.messages += 1
-                mailbox = mail.boxes.get(tag >> 32)
-                if mailbox is None:
+                sink = mail.boxes.get(tag >> 32)
+                if sink is None:
                     mail.nobodys(tag, pointer)
                 else:
-                    mailbox.message_came(tag & 0xFFFFFFFF, pointer, length)
+                    sink.message_arrived(tag & 0xFFFFFFFF, pointer, length)
             else:
                 _deliver_rare(engine, kind, id, -status, length, pointer)
         except BaseException as error:
@@ -56,8 +57,8 @@ def deliver(engine: Engine, rows: list[int]) -> None:
 
 def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
     """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
-    owner: Mailbox | EndpointCore | None = None
-    if kind in (_RUN, _MESSAGE):
+    owner: TagSink | EndpointCore | None = None
+    if kind in (_PACKED, _MESSAGE):
         owner = engine.mail.boxes.get(tag >> 32)
     elif kind == lib.TU_RECORD_STREAM:
         owner = engine.endpoints.get(id)

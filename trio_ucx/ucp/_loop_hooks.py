@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class DeferredBatch(Protocol):
-    """A connection that may have small messages to be sent as one."""
+    """The sending part of a connection, with small messages that wait to be sent as one."""
 
-    def send_held(self) -> None:
+    def send_batch(self) -> None:
         """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
 
     def internal_error(self, error: BaseException) -> None:
@@ -67,7 +67,7 @@ class BeforeWait(_Hook):
         batches, self.batches = self.batches, set()
         for batch in batches:
             try:
-                batch.send_held()
+                batch.send_batch()
             except BaseException as error:
                 batch.internal_error(error)
 

@@ -19,13 +19,13 @@ logger = logging.getLogger("trio_ucx")
 CONNECTION_BIT = 1 << 63
 
 
-class Mailbox(Protocol):
+class TagSink(Protocol):
     """Takes the messages of one connection."""
 
-    def message_came(self, lane: int, handle: int, length: int) -> None:
+    def message_arrived(self, queue: int, handle: int, length: int) -> None:
         """A message arrived, and is UCX's until it is received."""
 
-    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
         """``count`` small messages of the same length arrived; 0: a message that was announced as small was not."""
 
     def queue_stopped(self, error: UCXError) -> None:
@@ -41,13 +41,14 @@ class Mail:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         #: What takes the messages of a connection id, while it is open.
-        self.boxes: dict[int, Mailbox] = {}
+        self.boxes: dict[int, TagSink] = {}
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
         #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
         self._thresholds: collections.Counter[int] = collections.Counter()
         self._warned = False
-        self._arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
+        #: Where C code receives small messages; a record says at which offset.
+        self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
         """From now on, such messages come here."""
@@ -71,10 +72,6 @@ class Mail:
             self._thresholds -= collections.Counter({threshold: 1})
             if self._engine.handle is not None:
                 self.claim()
-
-    def received(self, place: int, size: int) -> bytes:
-        """The bytes of a run that was received there."""
-        return self._arena[place : place + size].tobytes()
 
     def nobodys(self, tag: int, message: int) -> None:
         """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""

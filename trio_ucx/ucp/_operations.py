@@ -74,9 +74,17 @@ class Operation(Pending):
         self.doing = doing
         self.endpoint = endpoint
         self.left_over = False
-        engine.in_flight[id] = self
-        if endpoint is not None:
-            endpoint.pending.add(self)
+        if id:  # else it waits to be posted
+            engine.in_flight[id] = self
+            if endpoint is not None:
+                endpoint.pending.add(self)
+
+    def posted(self, id: int) -> None:
+        """UCX has begun it, after it has waited."""
+        self.id = id
+        self.engine.in_flight[id] = self
+        if self.endpoint is not None:
+            self.endpoint.pending.add(self)
 
     def complete(self, status: int, length: int, tag: int) -> None:
         """UCX is done with it. Called once, by the engine."""

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from .._native import lib
-from ._buffers import Pinned
+from ._buffers import Buffer, Pinned
 from ._engine import Engine
 from ._memory_kinds import MemoryType
 from ._operations import EndpointCore, Operation, with_companion
@@ -18,17 +18,37 @@ from ._status import Status, UCXError, error_from_status
 _HOST = lib.TU_MEMORY_HOST
 
 
+def pin(engine: Engine, data: Buffer, *, writable: bool = False, copies: bool = False) -> Pinned:
+    """Pins a buffer for an operation, which releases it.
+
+    Args:
+        copies: the library, too, copies to it and from it.
+
+    Raises:
+        TypeError, ValueError: not a buffer that can be used so.
+    """
+    pins = Pinned(data, writable=writable)
+    try:
+        if copies:
+            pins.check_copies()
+        if pins.memory > _HOST:
+            check_reaches(engine, pins)
+    except BaseException:
+        pins.release()
+        raise
+    return pins
+
+
 def check_reaches(engine: Engine, pins: Pinned) -> None:
     """Refuses memory that the worker's transports do not reach, which UCX would take for host memory.
 
     Raises:
-        ValueError: ``pins`` are such, and released.
+        ValueError: ``pins`` are such.
     """
     if pins.memory <= _HOST:
         return
     kind = MemoryType(pins.memory - 1)
     if not lib.tu_worker_memory_types(engine.handle) >> kind & 1:
-        pins.release()
         raise ValueError(
             f"the transports of this worker do not reach {kind.name} memory: its option TLS (UCX_TLS) must have "
             f"{'rocm' if 'ROCM' in kind.name else 'cuda'} in it, and UCX a device and its module for it"

@@ -127,11 +127,11 @@ class _Probe:
         boxes[tag] = self
         return tag
 
-    def run_came(self, lane: int, count: int, length: int, data: bytes) -> None:
+    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
         """The worker has received it."""
         self.arrived = True
 
-    def message_came(self, lane: int, handle: int, length: int) -> None:
+    def message_arrived(self, queue: int, handle: int, length: int) -> None:
         self._target.mail.discard(handle)
         self.arrived = True
 
@@ -257,8 +257,8 @@ class ReceiveQueue:
         )
         for core in failing:
             core.fail(error)
-        for mailbox in list(engine.mail.boxes.values()):
-            mailbox.queue_stopped(error)
+        for sink in list(engine.mail.boxes.values()):
+            sink.queue_stopped(error)
         engine.settle()
 
 

@@ -17,7 +17,7 @@ from ._buffers import Buffer, Pinned
 from ._context import Feature
 from ._inbox import Inbox, Piece
 from ._operations import EndpointCore, Operation
-from ._posting import check_reaches, pending_operation
+from ._posting import pending_operation, pin
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
     core.engine.check()
     core.check()
     core.engine.context.require(Feature.STREAM, "sending on a UCP stream")
-    pins = Pinned(data)
-    check_reaches(core.engine, pins)
+    pins = pin(core.engine, data)
     core.unflushed = True
     verdict = lib.tu_stream_send(core.handle, pins.native_list())
     return pending_operation(core.engine, verdict, pins, "sending on a UCP stream", core)

@@ -9,7 +9,7 @@ from ._buffers import Buffer, Pinned
 from ._context import Feature
 from ._engine import Engine
 from ._operations import EndpointCore, Operation, ReceiveOperation
-from ._posting import check_reaches, pending_operation
+from ._posting import pending_operation, pin
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
 
@@ -52,11 +52,16 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
     check_feature(core.engine)
     if type(data) is bytes and len(data) <= SHORT and not sync:
         return post_bytes_send(core, data, tag)
-    pins = Pinned(data)
-    return post_pinned_send(core, pins, tag, sync=sync)
+    pins = pin(core.engine, data)
+    core.unflushed = True
+    if pins.many is None and not sync:
+        verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, tag)
+    else:
+        verdict = lib.tu_tag_send(core.handle, pins.native_list(), tag, sync)
+    return pending_operation(core.engine, verdict, pins, "sending a message", core)
 
 
-def post_bytes_send(core: EndpointCore, data: bytes, tag: int, kind: type[Operation] = Operation) -> Operation | None:
+def post_bytes_send(core: EndpointCore, data: bytes, tag: int) -> Operation | None:
     """The short way for bytes that UCX will hardly keep: they are pinned only if it does."""
     core.unflushed = True
     verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)
@@ -67,27 +72,14 @@ def post_bytes_send(core: EndpointCore, data: bytes, tag: int, kind: type[Operat
     except BaseException:
         core.engine.keep(verdict, data)
         raise
-    return pending_operation(core.engine, verdict, pins, "sending a message", core, kind)
-
-
-def post_pinned_send(
-    core: EndpointCore, pins: Pinned, tag: int, *, sync: bool = False, kind: type[Operation] = Operation
-) -> Operation | None:
-    check_reaches(core.engine, pins)
-    core.unflushed = True
-    if pins.many is None and not sync:
-        verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, tag)
-    else:
-        verdict = lib.tu_tag_send(core.handle, pins.native_list(), tag, sync)
-    return pending_operation(core.engine, verdict, pins, "sending a message", core, kind)
+    return pending_operation(core.engine, verdict, pins, "sending a message", core)
 
 
 def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:
     """Posts a receive; the value when a message was there already."""
     engine.check()
     check_feature(engine)
-    pins = Pinned(buffer, writable=True)
-    check_reaches(engine, pins)
+    pins = pin(engine, buffer, writable=True)
     if pins.many is None:
         verdict = lib.tu_tag_receive_one(
             engine.handle, pins.address, pins.size, pins.memory, tag, mask, engine.received

@@ -15,7 +15,7 @@ from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
-from ._buffers import Buffer, Pinned
+from ._buffers import Buffer
 from ._chains import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
@@ -23,7 +23,7 @@ from ._endpoint import Endpoint
 from ._engine import Engine
 from ._listener import ListenerCore, RawListener, check_port
 from ._opening import EndpointOptions, ErrorMode
-from ._posting import check_reaches, completed, pending_operation, post_flush
+from ._posting import completed, pending_operation, pin, post_flush
 from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._statistics import WorkerStatistics
@@ -321,8 +321,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise ValueError("this message is at another worker")
         self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        pins = Pinned(buffer, writable=True)
-        check_reaches(self._engine, pins)
+        pins = pin(self._engine, buffer, writable=True)
         if pins.size < message.length:
             size = pins.size
             pins.release()

@@ -1,4 +1,4 @@
-"""Small messages that follow each other closely, and go as one: in order, whole, and soon."""
+"""Small messages that follow each other closely are sent as one: in order, whole, and soon."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._flow import MESSAGE_OVERHEAD
+from trio_ucx._batch import LONGEST_MESSAGE, Batch
+from trio_ucx._credit import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
-from trio_ucx._outbox import LONGEST_MESSAGE, Outbox
 
 Messages = list[tuple[int, bytes]]
 
@@ -23,38 +23,38 @@ Messages = list[tuple[int, bytes]]
 def taken_apart(batch: bytes) -> Messages:
     messages = []
     while batch:
-        lane, length, count = wire.RUN_HEAD.unpack_from(batch)
-        batch = batch[wire.RUN_HEAD.size :]
+        queue, length, count = wire.PACKED_HEAD.unpack_from(batch)
+        batch = batch[wire.PACKED_HEAD.size :]
         for _ in range(count):
-            messages.append((lane, batch[:length]))
+            messages.append((queue, batch[:length]))
             batch = batch[length:]
     return messages
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, wire.STREAM]), st.binary(max_size=40) | st.just(bytes(1024)))))
 def test_a_batch_is_what_was_added(messages: Messages) -> None:
-    outbox = Outbox()
+    batch = Batch()
     batches = []
-    for lane, data in messages:
-        if outbox.add(lane, data):
-            batches.append(outbox.take())
-            assert not outbox.parts
-    batches.append(outbox.take())
-    assert all(len(batch) <= wire.MAX_BATCH for batch in batches)
-    assert [message for batch in batches for message in taken_apart(batch)] == messages
+    for queue, data in messages:
+        if batch.add(queue, data):
+            batches.append(b"".join(batch.take()))
+            assert not batch.parts
+    batches.append(b"".join(batch.take()))
+    assert all(len(one) <= wire.MAX_BATCH for one in batches)
+    assert [message for one in batches for message in taken_apart(one)] == messages
 
 
 def test_very_many_empty_messages() -> None:
-    outbox = Outbox()
+    batch = Batch()
     for _ in range(70_000):
-        assert not outbox.add(1, b"")
-    assert taken_apart(outbox.take()) == [(1, b"")] * 70_000
+        assert not batch.add(1, b"")
+    assert taken_apart(b"".join(batch.take())) == [(1, b"")] * 70_000
 
 
 def test_c_knows_the_same_numbers() -> None:
     assert lib.TU_BATCH_QUEUE == wire.BATCH
     assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
-    assert wire.RUN_HEAD.size == lib.TU_GROUP_HEAD
+    assert wire.PACKED_HEAD.size == lib.TU_GROUP_HEAD
     assert LONGEST_MESSAGE <= lib.TU_SMALL_MESSAGE
 
 
@@ -63,42 +63,42 @@ def batches(worker: ucp.Worker) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_each_lane_keeps_its_order(worker: ucp.Worker, seed: int) -> None:
-    """All ways to send, all sizes, several lanes and the byte stream: nothing overtakes what was sent before."""
+async def test_each_queue_keeps_its_order(worker: ucp.Worker, seed: int) -> None:
+    """All ways to send, all sizes, several tag queues and the byte stream: nothing overtakes what was sent before."""
     chance = random.Random(seed)
-    sent: dict[int, list[bytes]] = {lane: [] for lane in (0, 1, 2)}
+    sent: dict[int, list[bytes]] = {tag: [] for tag in (0, 1, 2)}
     stream = bytearray()
     sizes = [0, 1, 8, 8, 8, 8, 100, 1000, 1024, 1025, 4000, 10_000]
 
     async def send(client: trio_ucx.Connection) -> None:
         for number in range(1500):
-            lane = chance.choice([0, 0, 0, 1, 2])
+            tag = chance.choice([0, 0, 0, 1, 2])
             data = pattern(chance.choice(sizes if chance.random() < 0.95 else [70_000, 200_000]), number)
             way = chance.random()
             if way < 0.1 and data:
                 stream.extend(data)
                 await client.send_all(data)
                 continue
-            sent[lane].append(data)
+            sent[tag].append(data)
             try:
                 if way < 0.7:
-                    client.send_nowait(data, lane)
+                    client.send_nowait(data, tag)
                     continue
             except trio.WouldBlock:
                 pass
             if way > 0.9:
                 async with worker.open_request_group() as group:
-                    group.send(client, data, lane)
+                    group.send(client, data, tag)
             else:
-                await client.send(data, lane)
+                await client.send(data, tag)
 
     async with open_pair(worker) as (client, server):
-        got: dict[int, list[bytes]] = {lane: [] for lane in sent}
+        got: dict[int, list[bytes]] = {tag: [] for tag in sent}
         read = bytearray()
 
-        async def receive(lane: int) -> None:
-            async for data in server.messages(lane):
-                got[lane].append(data)
+        async def receive(tag: int) -> None:
+            async for data in server.messages(tag):
+                got[tag].append(data)
 
         async def read_all() -> None:
             async for chunk in server:
@@ -106,8 +106,8 @@ async def test_each_lane_keeps_its_order(worker: ucp.Worker, seed: int) -> None:
 
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                for lane in sent:
-                    nursery.start_soon(receive, lane)
+                for tag in sent:
+                    nursery.start_soon(receive, tag)
                 nursery.start_soon(read_all)
                 await send(client)
                 await client.aclose()

@@ -11,17 +11,25 @@ import trio.testing
 from helpers import open_pair, open_peer, pattern, until
 
 from trio_ucx import ucp
-from trio_ucx._flow import ANNOUNCEMENT, LARGE_OVERHEAD, LONGEST_SMALL, MESSAGE_OVERHEAD, Inbound, Outbound, cost
+from trio_ucx._credit import (
+    ANNOUNCEMENT,
+    LARGE_OVERHEAD,
+    LONGEST_SMALL,
+    MESSAGE_OVERHEAD,
+    ReceiveCredit,
+    SendCredit,
+    cost,
+)
 from trio_ucx._wire import ProtocolError
 
 
 @attrs.define(eq=False)
-class Ticket:
-    lane: int
+class Send:
+    queue: int
     size: int
 
 
-def ready(out: Outbound) -> list[object]:
+def ready(out: SendCredit[Send]) -> list[object]:
     return list(iter(out.next_ready, None))
 
 
@@ -35,44 +43,44 @@ def test_costs() -> None:
 
 
 def test_credit_runs_out_and_comes_back() -> None:
-    out, into = Outbound(4096, 0), Inbound(4096, 0)
+    out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
     sent = 0
     size = 1024 - MESSAGE_OVERHEAD
     while out.take(1, size):
         into.arrived(1, size)
         sent += 1
     assert sent == 4 and out.credit == 0
-    ticket = Ticket(1, size)
-    out.enqueue(ticket)
-    assert out.must_tell() and not out.must_tell()
+    send = Send(1, size)
+    out.wait(send)
+    assert out.must_report() and not out.must_report()
     assert into.peer_stalled() == 0
-    granted = into.consumed(size) or into.looked(1)[0]
+    granted = into.consumed(size) or into.found_empty(1)[0]
     assert granted == 1024
     out.grant(granted, into.received)
-    assert ready(out) == [ticket] and out.credit == 0
+    assert ready(out) == [send] and out.credit == 0
 
 
-def test_nobody_overtakes_within_a_lane_nor_starves_a_large_message() -> None:
-    out = Outbound(4096, 0)
+def test_nobody_overtakes_within_a_queue_nor_starves_a_large_message() -> None:
+    out = SendCredit(4096, 0)
     assert out.take(1, 3000)
-    large, small, other = Ticket(1, 2000), Ticket(1, 1), Ticket(2, 1)
-    for ticket in (large, small, other):
-        assert not out.take(ticket.lane, ticket.size)
-        out.enqueue(ticket)
+    large, small, other = Send(1, 2000), Send(1, 1), Send(2, 1)
+    for send in (large, small, other):
+        assert not out.take(send.queue, send.size)
+        out.wait(send)
     out.grant(cost(3000, 0), 1)
     assert ready(out) == [large, small, other]
 
 
-def test_admitted_lane_overtakes() -> None:
-    out, into = Outbound(4096, 0), Inbound(4096, 0)
+def test_admitted_queue_overtakes() -> None:
+    out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
     assert out.take(1, 4096 - LARGE_OVERHEAD)
     into.arrived(1, 4096 - LARGE_OVERHEAD)
-    blocked, wanted, second = Ticket(1, 100), Ticket(2, 9000), Ticket(2, 1)
-    for ticket in (blocked, wanted, second):
-        out.enqueue(ticket)
-    assert out.must_tell() and into.peer_stalled() == 0
-    assert into.looked(2) == (0, True)
-    assert into.looked(2) == (0, False)
+    blocked, wanted, second = Send(1, 100), Send(2, 9000), Send(2, 1)
+    for send in (blocked, wanted, second):
+        out.wait(send)
+    assert out.must_report() and into.peer_stalled() == 0
+    assert into.found_empty(2) == (0, True)
+    assert into.found_empty(2) == (0, False)
     out.admit(2, into.received)
     assert ready(out) == [wanted] and out.credit < 0
     into.arrived(2, 9000)
@@ -81,7 +89,7 @@ def test_admitted_lane_overtakes() -> None:
 
 
 def test_admission_is_void_when_a_message_is_on_its_way() -> None:
-    out = Outbound(4096, 0)
+    out = SendCredit(4096, 0)
     assert out.take(2, 4096 - LARGE_OVERHEAD)
     out.admit(2, 0)
     assert not out.take(2, 100)
@@ -90,14 +98,14 @@ def test_admission_is_void_when_a_message_is_on_its_way() -> None:
 
 
 def test_nonsense_from_the_peer() -> None:
-    out = Outbound(4096, 0)
+    out = SendCredit(4096, 0)
     with pytest.raises(ProtocolError, match="granted more"):
         out.grant(1, 0)
     with pytest.raises(ProtocolError, match="not sent"):
         out.admit(1, 1)
-    with pytest.raises(ProtocolError, match="too many lanes"):
-        for lane in range(2**17):
-            out.admit(lane, 0)
+    with pytest.raises(ProtocolError, match="too many tag queues"):
+        for queue in range(2**17):
+            out.admit(queue, 0)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -105,12 +113,12 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
     """Two halves joined by queues, with messages and frames at random speeds; nothing stalls for ever."""
     chance = random.Random(seed)
     window = chance.choice([4096, 10_000])
-    out, into = Outbound(window, 0), Inbound(window, 0)
-    to_send = [Ticket(chance.randrange(4), chance.choice([0, 10, 1000, 3000, 12_000])) for _ in range(60)]
-    expected = {lane: [t.size for t in to_send if t.lane == lane] for lane in range(4)}
-    got: dict[int, list[int]] = {lane: [] for lane in range(4)}
-    wire: list[Ticket] = []
-    unread: dict[int, list[int]] = {lane: [] for lane in range(4)}
+    out, into = SendCredit(window, 0), ReceiveCredit(window, 0)
+    to_send = [Send(chance.randrange(4), chance.choice([0, 10, 1000, 3000, 12_000])) for _ in range(60)]
+    expected = {queue: [t.size for t in to_send if t.queue == queue] for queue in range(4)}
+    got: dict[int, list[int]] = {queue: [] for queue in range(4)}
+    wire: list[Send] = []
+    unread: dict[int, list[int]] = {queue: [] for queue in range(4)}
     back: list[tuple[str, int, int]] = []
     stalls = 0
 
@@ -121,36 +129,36 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
     for _ in range(20_000):
         action = chance.randrange(5)
         if action == 0 and to_send:
-            ticket = to_send.pop(0)
-            if out.take(ticket.lane, ticket.size):
-                wire.append(ticket)
+            send = to_send.pop(0)
+            if out.take(send.queue, send.size):
+                wire.append(send)
             else:
-                out.enqueue(ticket)
-                stalls += out.must_tell()
+                out.wait(send)
+                stalls += out.must_report()
         elif action == 1 and wire:
-            ticket = wire.pop(0)
-            into.arrived(ticket.lane, ticket.size)
-            unread[ticket.lane].append(ticket.size)
+            send = wire.pop(0)
+            into.arrived(send.queue, send.size)
+            unread[send.queue].append(send.size)
         elif action == 2 and back:
             kind, value, received = back.pop(0)
             out.grant(value, received) if kind == "grant" else out.admit(value, received)
             wire.extend(ready(out))  # type: ignore[arg-type]
-            if out.queue:
-                stalls += out.must_tell()
+            if out.waiting:
+                stalls += out.must_report()
         elif action == 3 and stalls:
             stalls -= 1
             grant(into.peer_stalled())
         elif action == 4:
-            lane = chance.choice([0, 0, 0, 1, 2, 3])
-            if len(got[lane]) < len(expected[lane]):
-                if unread[lane]:
-                    got[lane].append(unread[lane].pop(0))
-                    grant(into.consumed(got[lane][-1]))
+            queue = chance.choice([0, 0, 0, 1, 2, 3])
+            if len(got[queue]) < len(expected[queue]):
+                if unread[queue]:
+                    got[queue].append(unread[queue].pop(0))
+                    grant(into.consumed(got[queue][-1]))
                 else:
-                    amount, admit = into.looked(lane)
+                    amount, admit = into.found_empty(queue)
                     grant(amount)
                     if admit:
-                        back.append(("admit", lane, into.received))
+                        back.append(("admit", queue, into.received))
         admitted = sum(size for sizes in unread.values() for size in sizes[-1:])
         assert sum(map(sum, unread.values())) <= window + admitted
         if got == expected:
@@ -185,7 +193,7 @@ async def test_silent_receivers_hold_their_windows(transports: str) -> None:
             nursery.start_soon(check, size, count)
 
 
-async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
+async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=16384) as (client, server), trio.open_nursery() as nursery:
 
         async def flood() -> None:
@@ -211,7 +219,7 @@ async def test_unread_lane_does_not_block_others(worker: ucp.Worker) -> None:
                 assert await server.receive(1) == pattern(1000, number)
 
 
-async def test_polling_a_lane_with_receive_nowait_lets_messages_in(worker: ucp.Worker) -> None:
+async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
 
         async def flood() -> None:

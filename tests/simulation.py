@@ -1,0 +1,727 @@
+"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is the real thing.
+
+Each end has a real :class:`Connection` over a real :class:`Link`; its messages reach the other end by way of the real
+``ucp._delivery``, in the records that C code makes of them: small messages are packed with their neighbours, and
+batches taken apart. Of UCX itself is simulated what matters to the rules: messages from a threshold on stay with
+their sender until the receiver's transfer has read them there, out of the sender's pinned buffer; a small message
+may have to wait as well, while UCX is *busy*; and closing an endpoint ends what is in flight there. All of that takes
+as long as the test wants.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+import trio_ucx
+from trio_ucx import _byte_stream as stream
+from trio_ucx import _wire as wire
+from trio_ucx._handshake.exchange import Aborted
+from trio_ucx._link import Link, Options, Transport, closing, sending
+from trio_ucx._native import ffi, lib
+from trio_ucx._tag_queue import Want
+from trio_ucx.ucp import Status, UCXError
+from trio_ucx.ucp._buffers import Pinned
+from trio_ucx.ucp._delivery import deliver, deliver_failures
+from trio_ucx.ucp._operations import EndpointCore, Operation
+from trio_ucx.ucp._pending import Pending
+
+#: What was reported as internal errors of trio_ucx.
+internal_errors: list[BaseException] = []
+
+SMALL = 1024  # up to this length C code receives messages
+
+
+@attrs.define(eq=False)
+class InFlight:
+    """A message between two ends: on the wire, then held by the receiver's UCX."""
+
+    queue: int
+    #: None: it stays in this buffer of the sender's.
+    data: bytes | None
+    pins: Pinned | None = None
+    #: The sender's operation, if UCX has not told the sender yet that it is done with the buffer.
+    operation: int = 0
+    sender: SimulatedTransport | None = None
+
+    @property
+    def size(self) -> int:
+        if self.data is not None:
+            return len(self.data)
+        assert self.pins is not None
+        return self.pins.size
+
+    def taken(self) -> None:
+        """The sender's UCX is done with it."""
+        operation, self.operation = self.operation, 0
+        assert self.sender is not None
+        if operation and self.sender.core.handle is not None:  # else the operation ends with the endpoint
+            self.sender.engine.complete(operation, Status.OK)
+
+
+@attrs.define(eq=False)
+class Moving:
+    """A transfer into memory."""
+
+    id: int
+    pins: Pinned
+    message: InFlight
+
+
+class SimulatedMail:
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self.boxes: dict[int, Any] = {}
+        self.arena = memoryview(b"")
+
+    def expect_rendezvous(self, threshold: int) -> None:
+        pass
+
+    def forget_rendezvous(self, threshold: int) -> None:
+        pass
+
+    def nobodys(self, tag: int, message: int) -> None:
+        self.discard(message)
+
+    def discard(self, message: int) -> None:
+        self._engine.held.pop(message).taken()
+
+
+class SimulatedEngine:
+    """What the connection's code uses of a worker."""
+
+    usable = True
+    handle: Any = "worker"
+
+    def __init__(self) -> None:
+        self.mail = SimulatedMail(self)
+        self.in_flight: dict[int, Any] = {}
+        self.unrecorded: dict[int, object] = {}
+        self.endpoints: dict[int, EndpointCore] = {}
+        self.children: dict[int, Callable[[], None]] = {}
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.failures: list[tuple[int, int]] = []
+        self.left_over = 0
+        self.turns = 0
+        self.messages = 0
+        self.batches = self
+        self.waiting = SimpleNamespace(poll_at_once=lambda: False)
+        self.lingering = SimpleNamespace(close_one=lambda core: None, drained=lambda core: None)
+        self.birth = SimpleNamespace(inherited=False)
+        #: The messages that UCX holds here, by handle.
+        self.held: dict[int, InFlight] = {}
+        #: The sending halves with a deferred batch.
+        self.deferred: set[Any] = set()
+        self.errors: list[BaseException] = []
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def complete(self, id: int, status: int) -> None:
+        operation = self.in_flight.pop(id)
+        operation.complete(status, 0, 0)
+
+    def check(self) -> None:
+        pass
+
+    def defer(self, deferred: Any) -> None:
+        self.deferred.add(deferred)
+
+    def send_deferred(self) -> None:
+        deferred, self.deferred = self.deferred, set()
+        for one in deferred:
+            one.send_batch()
+
+    def settle(self) -> None:
+        pass
+
+    def watch_events(self) -> None:
+        pass
+
+    def suspect_queue(self) -> None:
+        pass
+
+    def undisturbed(self, function: Callable[[], None]) -> bool:
+        function()
+        return False
+
+    def keep(self, id: int, what: object) -> None:
+        self.unrecorded[id] = what
+
+    def internal_error(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+    def spawn(self, function: object, name: str) -> None:
+        raise AssertionError("an abort arrives after all messages here")
+
+
+class SimulatedEndpoint(EndpointCore):
+    __slots__ = ("transport",)
+    transport: SimulatedTransport
+
+    def _force_close(self) -> None:
+        self._let_go()
+        self.transport.closed()
+        self.closed_here()
+
+    def under_way(self) -> list[Operation]:
+        return []  # UCX, which would describe them, is not here
+
+    def fail(self, error: UCXError, *, linger: bool = False) -> None:
+        assert error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
+        if self.handle is not None and self.error is None:
+            self.transport.wire.clear()  # the peer has gone, too
+        super().fail(error)
+
+
+#: On the wire: what the control socket says of an abort.
+ABORT = "abort"
+
+
+class SimulatedTransport(Transport):
+    """UCX between two ends."""
+
+    __slots__ = ("busy", "dying", "peer", "threshold", "transfers", "wire")
+    engine: Any
+    peer: SimulatedTransport
+
+    def __init__(self, core: EndpointCore, threshold: int) -> None:
+        super().__init__(core, 0)
+        self.threshold = threshold
+        #: What is on its way to the peer.
+        self.wire: collections.deque[InFlight | tuple[str, int]] = collections.deque()
+        #: Whether UCX keeps what it is given until it arrives.
+        self.busy = False
+        #: Transfers into memory here.
+        self.transfers: list[Moving] = []
+        #: Operations that closing the endpoint has ended; their records are still to come.
+        self.dying: list[int] = []
+
+    # ---- what a link asks ----
+
+    def send_bytes(self, queue: int, data: bytes) -> int:
+        assert self.core.handle is not None
+        assert type(data) is bytes
+        message = InFlight(queue, data, sender=self)
+        self.wire.append(message)
+        if self.busy:
+            message.operation = self.engine.next_id()
+        return message.operation
+
+    def send(self, queue: int, pins: Pinned) -> int:
+        assert self.core.handle is not None
+        stays = 0 < self.threshold <= pins.size
+        message = InFlight(queue, None if stays else pins.copy(pins.size), pins if stays else None, sender=self)
+        if stays or self.busy:
+            message.operation = self.engine.next_id()
+        self.wire.append(message)
+        return message.operation
+
+    def receive(self, handle: int, pins: Pinned) -> int:
+        message = self.engine.held.pop(handle)
+        if message.data is None:
+            moving = Moving(self.engine.next_id(), pins, message)
+            self.transfers.append(moving)
+            return moving.id
+        write(pins, message.data)
+        return 0
+
+    # ---- what happens ----
+
+    def closed(self) -> None:
+        """The endpoint was closed."""
+        self.dying += [operation.id for operation in self.core.pending]
+
+    @property
+    def can_deliver(self) -> bool:
+        return bool(self.wire) and self.peer.core.handle is not None
+
+    def deliver(self, most: int = 1) -> bool:
+        """The next things on the wire arrive at the peer, in one call to C there. Returns whether something did."""
+        if not self.can_deliver:
+            return False
+        peer = self.peer
+        engine = peer.engine
+        engine.turns += 1
+        rows: list[list[int]] = []
+        arena = bytearray()
+
+        def packed(queue: int, count: int, length: int, data: bytes) -> None:
+            if rows and rows[-1][0] == lib.TU_RECORD_PACKED and rows[-1][3:5] == [length, tag_of(queue)]:
+                rows[-1][1] += count
+            else:
+                rows.append([lib.TU_RECORD_PACKED, count, 0, length, tag_of(queue), len(arena)])
+            arena.extend(data)
+
+        aborted = None
+        taken: list[InFlight] = []
+        for _ in range(min(most, len(self.wire))):
+            thing = self.wire.popleft()
+            if isinstance(thing, tuple):
+                aborted = thing[1]
+                break
+            if thing.size <= SMALL or thing.queue == wire.BATCH:
+                assert thing.data is not None
+                if thing.queue == wire.BATCH:
+                    for queue, count, length, data in taken_apart(thing.data):
+                        packed(queue, count, length, data)
+                else:
+                    packed(thing.queue, 1, len(thing.data), thing.data)
+                taken.append(thing)
+            else:
+                handle = engine.next_id()
+                engine.held[handle] = thing
+                rows.append([lib.TU_RECORD_MESSAGE, 0, 0, thing.size, tag_of(thing.queue), handle])
+                if thing.data is not None:
+                    taken.append(thing)
+        engine.mail.arena = memoryview(bytes(arena))
+        deliver(engine, [field for row in rows for field in row])
+        deliver_failures(engine)
+        for message in taken:
+            message.taken()
+        if aborted is not None and peer.core.handle is not None:
+            peer.core.owner.control_said(Aborted(aborted))
+        return True
+
+    def finish_transfer(self, which: int) -> bool:
+        """One of the transfers into memory here ends, or an operation of an endpoint that was closed."""
+        if self.dying:
+            operation = self.dying.pop(which % len(self.dying))
+            if operation in self.engine.in_flight:
+                self.engine.complete(operation, Status.CANCELED)
+            return True
+        if not self.transfers:
+            return False
+        moving = self.transfers.pop(which % len(self.transfers))
+        message = moving.message
+        sender = message.sender
+        assert sender is not None and message.pins is not None
+        if sender.core.handle is None or self.core.handle is None:
+            self.engine.complete(moving.id, Status.CONNECTION_RESET)
+            return True
+        assert message.pins._exports, "the buffer was released while UCX used it"
+        write(moving.pins, message.pins.copy(message.pins.size))
+        self.engine.complete(moving.id, Status.OK)
+        message.taken()
+        return True
+
+
+def write(pins: Pinned, data: bytes) -> None:
+    """Writes to pinned memory, as UCX does, bytes objects included."""
+    assert pins._exports, "the memory was released while UCX used it"
+    assert len(data) <= pins.size
+    if pins.many is None:
+        ffi.memmove(pins.address, data, len(data))
+    else:
+        pins.fill(memoryview(data))
+
+
+def tag_of(queue: int) -> int:
+    """The UCX tag of a message; each engine here has one connection, with the id 0."""
+    return queue
+
+
+def taken_apart(batch: bytes) -> list[tuple[int, int, int, bytes]]:
+    """The packed messages of a batch: queue, count, length, data."""
+    groups = []
+    while batch:
+        queue, length, count = wire.PACKED_HEAD.unpack_from(batch)
+        end = wire.PACKED_HEAD.size + length * count
+        groups.append((queue, count, length, batch[wire.PACKED_HEAD.size : end]))
+        batch = batch[end:]
+    return groups
+
+
+class SimulatedControlSocket:
+    def __init__(self, transport: SimulatedTransport) -> None:
+        self._transport = transport
+
+    def abort(self, sent: int = 0) -> None:
+        self._transport.wire.append((ABORT, sent))
+
+    def close(self) -> None:
+        pass
+
+
+@attrs.define(eq=False)
+class Sent:
+    data: bytes
+    pending: Pending | None = None
+    cancelled: bool = False
+    failed: bool = False
+    #: What a mutable buffer of the user's holds it.
+    buffer: bytearray | None = None
+
+
+@attrs.define(eq=False)
+class Receiver:
+    """A receive that waits."""
+
+    pending: Any
+    tag: int
+    buffer: bytearray | None
+
+
+class Side:
+    """A program at one end: it sends, receives, writes, reads, cancels and closes.
+
+    Where a method of ``Connection`` waits, this does what the method does before and after it.
+    """
+
+    def __init__(self, window: int, threshold: int) -> None:
+        self.engine = SimulatedEngine()
+        core = SimulatedEndpoint(self.engine, self.engine.next_id(), "endpoint", "the other")  # type: ignore[arg-type]
+        self.transport = core.transport = SimulatedTransport(core, threshold)
+        worker: Any = SimpleNamespace(context=SimpleNamespace(rendezvous_threshold=threshold), _engine=self.engine)
+        self.link = Link(worker, self.transport, 0, 0, window, threshold, Options(window=window))
+        self.link.closing.control_socket = SimulatedControlSocket(self.transport)
+        self.connection = trio_ucx.Connection._create(self.link, SimpleNamespace())
+        # Messages, by tag.
+        self.sent: dict[int, list[Sent]] = {tag: [] for tag in range(3)}
+        self.received: dict[int, list[bytes | None]] = {tag: [] for tag in range(3)}
+        self.receivers: list[Receiver] = []
+        #: Buffers of the user's that were received into.
+        self.buffers: list[bytearray] = []
+        # The byte stream.
+        self.writes: list[tuple[int, bool]] = []  # size, complete
+        self.write: stream.Write[Any] | None = None
+        self.eof: Pending | None = None
+        self.eof_sent = False
+        self.reading: Any = None
+        self.got = bytearray()
+        self.end: str | None = None
+        # The end.
+        self.closing = False
+        self.said_goodbye = False
+        self.waits_for_ack = False
+        self.clean = False
+
+    @property
+    def open(self) -> bool:
+        return not self.link.handshake.closing
+
+    @property
+    def can_send(self) -> bool:
+        return self.open and self.link.sending.problem() is None
+
+    # ---- messages ----
+
+    def send(self, tag: int, size: int, *, mutable: bool = False) -> None:
+        if not self.can_send:
+            return
+        number = len(self.sent[tag])
+        data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
+        sent = Sent(data, buffer=bytearray(data) if mutable else None)
+        self.sent[tag].append(sent)
+        try:
+            sent.pending = self.connection._submit_send(data if sent.buffer is None else sent.buffer, tag)
+        except trio.BrokenResourceError:
+            sent.failed = True
+
+    def send_nowait(self, tag: int, size: int) -> None:
+        if self.can_send:
+            number = len(self.sent[tag])
+            data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
+            try:
+                self.connection.send_nowait(data, tag)
+            except trio.WouldBlock:
+                return
+            self.sent[tag].append(Sent(data))
+
+    def cancel_send(self, which: int) -> None:
+        waiting = [
+            sent
+            for sents in self.sent.values()
+            for sent in sents
+            if sent.pending is not None and sent.pending.outcome is None and not sent.cancelled
+        ]
+        if waiting:
+            sent = waiting[which % len(waiting)]
+            sent.cancelled = True
+            assert sent.pending is not None
+            sent.pending.abandon()
+
+    def receive(self, tag: int, want: Want, size: int = 20_000) -> None:
+        if not self.open:
+            return
+        receiving = self.link.receiving
+        buffer = None
+        pending: Any
+        if want is Want.INTO:
+            buffer = bytearray(size)
+            self.buffers.append(buffer)
+            pending = receiving.prepare(buffer)
+            data = receiving.take_small(tag, pending.limit)
+            if data is not None:
+                pending.accept(data)
+                self.received[tag].append(bytes(buffer[: len(data)]))
+                return
+            receiving.wait(tag, pending)
+        else:
+            limit = size if want is Want.COPY else receiving.max_message_size
+            data = None if want is Want.LENGTH else receiving.take_small(tag, limit)
+            if data is not None:
+                self.received[tag].append(data)
+                return
+            pending = receiving.receive(tag, want, size)
+        self.receivers.append(Receiver(pending, tag, buffer))
+        self.collect()
+
+    def receive_nowait(self, tag: int) -> None:
+        if self.open:
+            try:
+                data = self.connection.receive_nowait(tag)
+            except (trio.WouldBlock, trio.EndOfChannel, trio.BrokenResourceError):
+                return
+            self.received[tag].append(data)
+
+    def collect(self) -> None:
+        """The tasks run whose receives have ended."""
+        for receiver in [one for one in self.receivers if one.pending.outcome is not None]:
+            self.receivers.remove(receiver)
+            try:
+                value = receiver.pending.result()
+            except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
+                continue
+            except UCXError as error:
+                assert error.status == Status.MESSAGE_TRUNCATED
+                self.received[receiver.tag].append(None)
+                continue
+            if receiver.pending.want is Want.LENGTH:
+                continue
+            self.received[receiver.tag].append(value if receiver.buffer is None else bytes(receiver.buffer[:value]))
+
+    def cancel_receive(self, which: int) -> None:
+        self.collect()
+        if self.receivers:
+            self.receivers.pop(which % len(self.receivers)).pending.abandon()
+
+    # ---- the byte stream ----
+
+    def start_write(self, data: bytes) -> None:
+        if not self.can_send or self.write is not None or self.eof_sent:
+            return
+        self.writes.append((len(data), False))
+        sending = self.link.sending
+        if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
+            self.writes[-1] = len(data), True
+            return
+        cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
+        view = memoryview(data)
+        self.write = stream.Write(lambda piece: sending.submit(wire.STREAM, view[piece]), cut)
+        self.advance()
+
+    def advance(self) -> None:
+        if self.write is None:
+            return
+        try:
+            if self.write.advance() is None:
+                self.writes[-1] = self.writes[-1][0], True
+                self.write = None
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.cancel_write()
+
+    def cancel_write(self) -> None:
+        if self.write is not None:
+            self.write.cancel()
+            self.write = None
+
+    def send_eof(self) -> None:
+        if self.can_send and self.write is None and not self.eof_sent:
+            self.eof_sent = True
+            self.eof = self.link.sending.submit(wire.STREAM, b"")
+
+    def read(self) -> None:
+        if self.end is not None or not self.open:
+            return
+        receiving = self.link.receiving
+        piece: bytes | None = None
+        if self.reading is None:
+            piece = receiving.next_piece()
+            if piece is None:
+                self.reading = receiving.receive(wire.STREAM, Want.BYTES)
+        if self.reading is not None and self.reading.outcome is not None:
+            reading, self.reading = self.reading, None
+            try:
+                piece = reading.result()
+            except trio.EndOfChannel:
+                piece = b""
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                self.end = "broken"
+                return
+        if piece is not None:
+            receiving.stream.feed(piece, receiving.next_piece)
+            while data := receiving.stream.take(1000):
+                self.got += data
+            if receiving.stream.ended:
+                self.end = "eof"
+
+    def cancel_read(self) -> None:
+        if self.reading is not None and self.reading.outcome is None:
+            self.reading.abandon()
+            self.reading = None
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Begins the graceful close, or goes on with it, as ``Closing.close_gracefully``."""
+        closing, handshake = self.link.closing, self.link.handshake
+        if handshake.closed:
+            return
+        if not self.closing:
+            self.cancel_write()
+            self.closing = True
+            closing.begin()
+        if not self.said_goodbye and closing.may_say_goodbye():
+            self.said_goodbye = True
+            self.waits_for_ack = closing.say_goodbye()
+        if self.said_goodbye:
+            answered = not self.waits_for_ack or handshake.acknowledged or self.link.core.handle is None
+            if answered and closing.peer_is_done():
+                try:
+                    closing.finish()
+                    self.clean = True
+                except trio.BrokenResourceError:
+                    pass
+                self.write = None
+
+    def abort(self) -> None:
+        self.link.abort()
+        self.write = None
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """What a :class:`World` needs: deferring depends on the steps alone, and writes of a few KB go in large pieces."""
+    internal_errors.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sending, "perf_counter", lambda: 0.0)
+        patch.setattr(closing, "report", lambda what, error: internal_errors.append(error))
+        patch.setattr(stream, "LARGE_WRITE", 12_000)
+        patch.setattr(stream, "LARGE_PIECE", 8000)
+        yield
+
+
+class World:
+    """Two connected programs."""
+
+    def __init__(self, window: int = 40_000, threshold: int = 5001) -> None:
+        self.sides = [Side(window, threshold) for _ in range(2)]
+        a, b = self.sides
+        a.transport.peer, b.transport.peer = b.transport, a.transport
+        #: Which sides know that the other has gone.
+        self._told: set[Side] = set()
+
+    def other(self, side: Side) -> Side:
+        return self.sides[side is self.sides[0]]
+
+    def notice(self) -> None:
+        """An end that is gone is noticed by the other when all that it had sent has arrived."""
+        for side in self.sides:
+            other = self.other(side)
+            gone = other.link.core.handle is None and not other.transport.wire
+            if gone and side.link.core.handle is not None and side not in self._told:
+                self._told.add(side)
+                side.link.closing.control_lost("ended")
+
+    def run(self, *, act: bool) -> None:
+        """Until nothing happens any more; with ``act`` programs go on reading, and finish what they began."""
+        for _ in range(5000):
+            before = self._state()
+            moved = False
+            for side in self.sides:
+                side.engine.send_deferred()
+                while side.transport.deliver(3):
+                    moved = True
+                while side.transport.finish_transfer(0):
+                    moved = True
+                side.collect()
+                if act:
+                    side.advance()
+                    side.read()
+                    for tag in range(3):
+                        if side.open and not any(one.tag == tag for one in side.receivers):
+                            side.receive(tag, Want.BYTES)
+                    side.collect()
+                    if side.closing:
+                        side.close()
+            self.notice()
+            if not moved and before == self._state():
+                return
+        raise AssertionError("it goes on for ever")
+
+    def _state(self) -> list[object]:
+        return [
+            (
+                *(len(side.got), side.end, side.write, side.link.closed, side.said_goodbye, len(side.transport.wire)),
+                *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
+                *(sum(map(len, side.received.values())), side.link.core.handle is None),
+            )
+            for side in self.sides
+        ]
+
+    def check_messages(self, *, everything: bool = False) -> None:
+        """What was received of each tag is what was sent, in order; nothing twice, and nothing is missing between.
+
+        Args:
+            everything: nothing is missing at the end, either.
+        """
+        for side in self.sides:
+            other = self.other(side)
+            lost = other.link.core.error is not None or side.link.core.error is not None or side.link.closed
+            threshold = side.transport.threshold
+            for tag, received in other.received.items():
+                missing = [
+                    sent.cancelled or sent.failed or (lost and 0 < threshold <= len(sent.data))
+                    for sent in side.sent[tag]
+                ]
+                # How many of what was sent may have been accounted for, by what was received so far.
+                reached = {0}
+                for data in received:
+                    following = set()
+                    for start in reached:
+                        for number in range(start, len(missing)):
+                            if data is None or data == side.sent[tag][number].data:
+                                following.add(number + 1)
+                            if not missing[number]:
+                                break
+                    reached = following
+                    assert reached, f"tag {tag}: {data and data[:2]!r} was received out of order"
+                if everything:
+                    assert any(all(missing[number:]) for number in reached), f"tag {tag}: messages did not arrive"
+
+    def check_errors(self) -> None:
+        assert not internal_errors
+        for side in self.sides:
+            assert not side.engine.errors
+            assert not side.engine.unrecorded
+
+    def check_nothing_left(self) -> None:
+        """After both ends were closed: nothing is in flight, and every buffer is its owner's again."""
+        for side in self.sides:
+            side.collect()
+            assert not side.engine.in_flight, side.engine.in_flight
+            assert side.engine.left_over == 0
+            assert not side.receivers and not side.link.receiving.queues
+            assert not side.link.receiving.detached_receives and side.link.buffers_released()
+            assert not side.link.sending.credit.waiting
+            buffers = [sent.buffer for sents in side.sent.values() for sent in sents if sent.buffer is not None]
+            for buffer in [*side.buffers, *buffers]:
+                buffer.append(0)  # not if it is pinned
+
+    def end(self) -> None:
+        for side in self.sides:
+            side.abort()
+        for side in self.sides:
+            side.transport.wire.clear()
+            while side.transport.finish_transfer(0):
+                pass

@@ -1,0 +1,458 @@
+"""The rules of a connection, carried out over a simulated UCX: any interleaving delivers messages and bytes in order.
+
+Two programs send and receive over :mod:`simulation`, whose every delay the test chooses. Random steps, chosen by
+hypothesis: messages of all sizes and ways, receives of all kinds, writes, reads, cancellations, ends and closes on
+either side; batches that are sent, messages that arrive one by one or many at once, transfers that end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import trio
+from helpers import check_stream, numbered_write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import World, simulated
+
+from trio_ucx import _byte_stream as stream
+from trio_ucx import _wire as wire
+from trio_ucx._credit import ANNOUNCEMENT
+from trio_ucx._link.buffers import PackedMessages
+from trio_ucx._link.closing import Closing
+from trio_ucx._link.receiving import Receiving, Transfer
+from trio_ucx._link.sending import Sending, SendOperation
+from trio_ucx._tag_queue import TagQueue, Want
+
+WINDOWS = [8192, 40_000]  # less and more than an announcement costs
+#: Rendezvous thresholds: more than a batch, so that there are batches; the least with which C code receives all small
+#: messages; none. Less one they are multiples of 8, as the records of numbered_write: pieces end where records do.
+THRESHOLDS = [5001, 5001, 1025, 0]
+SIZES = [0, 1, 8, 8, 8, 8, 300, 1000, 1024, 1025, 3000, 5000, 5001, 12_000]
+RECORDS = [0, 1, 2, 100, 128, 600, 1400, 2200, 2900]
+
+Step = tuple[str, int, int]
+ACTIONS = (
+    *(["deliver"] * 4 + ["transfer"] * 2 + ["flush"]),
+    *(["send"] * 3 + ["send_nowait"] * 3 + ["send_mutable", "cancel_send", "busy"]),
+    *(["receive"] * 4 + ["receive_nowait", "cancel_receive", "cancel_receive"]),
+    *(["write"] * 3 + ["advance", "read", "read", "read", "cancel_read", "cancel_write"]),
+)
+ENDS = ("send_eof", "close", "close", "abort")
+ENDINGS = ("close", "eof", "leave")
+NUMBERS = 3 * len(SIZES)
+
+
+def step(world: World, action: str, which: int, number: int) -> None:
+    side = world.sides[which]
+    tag, size = number % 3, SIZES[number % len(SIZES)]
+    if action == "deliver":
+        side.transport.deliver(number % 8 + 1)
+        world.notice()
+    elif action == "transfer":
+        side.transport.finish_transfer(number)
+    elif action == "flush":
+        side.engine.send_deferred()
+    elif action == "busy":
+        side.transport.busy = not side.transport.busy
+    elif action == "send":
+        side.send(tag, size)
+    elif action == "send_mutable":
+        side.send(tag, size, mutable=True)
+    elif action == "send_nowait":
+        side.send_nowait(tag, size)
+    elif action == "receive":
+        want = list(Want)[number % 4]
+        side.receive(tag, want, 4 if number % 11 == 0 else 20_000)
+    elif action == "receive_nowait":
+        side.receive_nowait(tag)
+    elif action == "write":
+        side.start_write(numbered_write(len(side.writes), RECORDS[number % len(RECORDS)]))
+    elif action in ("cancel_send", "cancel_receive"):
+        getattr(side, action)(number)
+    else:
+        getattr(side, action)()
+
+
+def run_programs(steps: list[Step], ending: str, window: int, threshold: int) -> None:
+    world = World(window, threshold)
+    a, b = world.sides
+    try:
+        for each in steps:
+            step(world, *each)
+            for side in world.sides:
+                side.collect()
+                # One admitted message for each tag queue.
+                admitted = 4 * (max(SIZES[-1], ANNOUNCEMENT) + 512)
+                assert side.link.receiving.credit.unread <= window + admitted
+        world.check_messages()
+        for writer, reader in ((a, b), (b, a)):
+            check_stream(writer.writes, reader.got)
+        _finish(world, ending, aborted=any(action == "abort" for action, _, _ in steps))
+        world.check_errors()
+    finally:
+        world.end()
+    world.check_errors()
+    world.check_nothing_left()
+
+
+def _finish(world: World, ending: str, *, aborted: bool) -> None:
+    """The programs go on until nothing happens, and end."""
+    a, b = world.sides
+    both_closed = a.closing and b.closing
+    if ending == "eof":
+        a.send_eof()
+        b.send_eof()
+    world.run(act=True)
+    if ending != "leave":
+        for side in world.sides:
+            side.cancel_write()
+            if ending == "eof":
+                side.send_eof()
+            world.run(act=True)
+        if ending == "close" and not aborted:
+            a.close()
+            world.run(act=True)
+            b.close()
+            world.run(act=True)
+            # Large sends, and sends beyond the window, to a side that closes, too, end with close_timeout, which is not
+            # simulated.
+            stuck = any(not side.link.sending.finished() for side in world.sides)
+            assert stuck or (a.link.closed and b.link.closed), "the goodbyes hang"
+    world.check_messages(everything=ending == "eof" and not aborted and not a.closing and not b.closing)
+    for writer, reader in ((a, b), (b, a)):
+        cleanly = not aborted and not both_closed and not reader.closing
+        ended = writer.closing or (writer.eof_sent and ending == "eof")
+        check_stream(writer.writes, reader.got, everything=cleanly and ended)
+        waiting = reader.link.sending.credit.waiting or writer.link.sending.credit.waiting
+        if cleanly and ended and not waiting:
+            assert reader.end == "eof"
+        if reader.end == "eof" and not writer.closing and not writer.link.closed:
+            assert writer.eof_sent
+
+
+STEPS = st.tuples(
+    st.one_of(*[st.sampled_from(ACTIONS)] * 4, st.sampled_from(ENDS)),
+    st.integers(0, 1),
+    st.integers(0, NUMBERS - 1),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(STEPS, max_size=80),
+    st.sampled_from(ENDINGS),
+    st.sampled_from(WINDOWS),
+    st.sampled_from(THRESHOLDS),
+)
+def test_any_interleaving_delivers_in_order(steps: list[Step], ending: str, window: int, threshold: int) -> None:
+    with simulated():
+        run_programs(steps, ending, window, threshold)
+
+
+def random_program(seed: int) -> tuple[list[Step], str, int, int]:
+    chance = random.Random(seed)
+    steps = []
+    for _ in range(chance.randrange(20, 120)):
+        action = chance.choice(ACTIONS if chance.random() < 0.98 else ENDS)
+        steps.append((action, chance.randrange(2), chance.randrange(NUMBERS)))
+    return steps, chance.choice(ENDINGS), chance.choice(WINDOWS), chance.choice(THRESHOLDS)
+
+
+PROGRAMS = 300
+
+
+def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths of real small messages among them: packed messages, batches, the short way."""
+    counts: dict[str, int] = {}
+
+    def counted(cls: type, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
+        function = getattr(cls, name)
+
+        def instead(self: Any, *arguments: Any, **options: Any) -> Any:
+            key = f"{cls.__name__}.{name}"
+            counts[key] = counts.get(key, 0) + bool(when(self, *arguments))
+            return function(self, *arguments, **options)
+
+        counts[f"{cls.__name__}.{name}"] = 0
+        monkeypatch.setattr(cls, name, instead)
+
+    counted(Sending, "send_batch", lambda sending: len(sending.batch.parts) > 2)
+    counted(Sending, "send_short")
+    counted(Sending, "_keep")
+    counted(SendOperation, "post")
+    counted(SendOperation, "post_late")
+    counted(SendOperation, "abandon")
+    counted(Receiving, "take_small")
+    counted(Receiving, "packed_arrived", lambda receiving, queue, count, length, data: count > 2)
+    counted(Receiving, "next_piece")
+    counted(Receiving, "receive_nowait")
+    counted(TagQueue, "packed_arrived", lambda queue, packed: queue.receives)
+    counted(TagQueue, "give")
+    counted(TagQueue, "_add_later")
+    counted(TagQueue, "_fill_first")
+    counted(TagQueue, "_detach")
+    counted(TagQueue, "_save")
+    counted(TagQueue, "_missing")
+    counted(PackedMessages, "pop_all")
+    counted(Transfer, "complete")
+    with simulated():
+        for seed in range(PROGRAMS):
+            run_programs(*random_program(seed))
+    assert min(counts.values()) >= 5, counts
+
+
+# ---- the simulation finds faults ----
+
+
+def fault(cls: type, name: str) -> Callable[[Any], Any]:
+    """Registers a fault: this function instead of a method; it gets the method first."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        FAULTS[function.__name__] = (cls, name, function)
+        return function
+
+    return register
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {}
+
+
+@fault(Receiving, "_grant")
+def drops_a_grant(method: Callable[..., Any], receiving: Receiving, amount: int) -> None:
+    if receiving.credit.received % 3:
+        method(receiving, amount)
+
+
+@fault(Receiving, "_grant")
+def grants_too_much(method: Callable[..., Any], receiving: Receiving, amount: int) -> None:
+    method(receiving, amount + 1)
+
+
+@fault(PackedMessages, "pop")
+def doubles_a_packed_message(method: Callable[..., Any], packed: PackedMessages) -> bytes:
+    data: bytes = method(packed)
+    if packed.left == 1 and packed._position:
+        packed._position -= packed.length
+    return data
+
+
+@fault(PackedMessages, "pop_all")
+def forgets_that_packed_messages_were_taken(method: Callable[..., Any], packed: PackedMessages) -> bytes:
+    packed._position = 0
+    data: bytes = method(packed)
+    return data
+
+
+@fault(TagQueue, "next_packed")
+def skips_packed_messages(method: Callable[..., Any], queue: TagQueue) -> None:
+    method(queue)
+    if len(queue._later) > 1:
+        method(queue)
+
+
+@fault(TagQueue, "packed_arrived")
+def lets_packed_messages_overtake(method: Callable[..., Any], queue: TagQueue, packed: PackedMessages) -> int:
+    if queue.messages and not queue.receives and queue.packed is None:
+        queue.packed = packed
+        return 0
+    consumed: int = method(queue, packed)
+    return consumed
+
+
+@fault(TagQueue, "give")
+def gives_a_message_twice(method: Callable[..., Any], queue: TagQueue, data: bytes) -> bool:
+    return bool(method(queue, data)) and not data.startswith(b"\1")
+
+
+@fault(Sending, "send_frame")
+def sends_a_frame_before_the_batch(method: Callable[..., Any], sending: Sending, frame: wire.Frame) -> None:
+    parts, sending.batch.parts = sending.batch.parts, []
+    method(sending, frame)
+    sending.batch.parts = parts
+
+
+@fault(SendOperation, "post")
+def sends_a_message_before_the_batch(method: Callable[..., Any], send: SendOperation) -> SendOperation | None:
+    parts, send.sending.batch.parts = send.sending.batch.parts, []
+    result: SendOperation | None = method(send)
+    send.sending.batch.parts = parts
+    return result
+
+
+@fault(Sending, "send_batch")
+def forgets_the_batch_of_a_full_worker(method: Callable[..., Any], sending: Sending) -> None:
+    if sending.transport.busy:
+        sending.batch.take()
+    else:
+        method(sending)
+
+
+@fault(SendOperation, "post")
+def releases_a_buffer_too_early(method: Callable[..., Any], send: SendOperation) -> SendOperation | None:
+    result: SendOperation | None = method(send)
+    send.release_unsent()
+    return result
+
+
+@fault(Transfer, "complete")
+def keeps_the_buffer_of_a_detached_receive(method: Callable[..., Any], transfer: Transfer, *record: int) -> None:
+    receive = transfer._message.receive
+    if receive is not None and receive.detached:
+        receive.detached = False
+    method(transfer, *record)
+
+
+@fault(Closing, "acknowledge")
+def acknowledges_during_a_transfer(method: Callable[..., Any], closing: Closing) -> None:
+    closing._receiving.transferring = lambda: False  # type: ignore[method-assign]
+    method(closing)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_simulation_finds_faults(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cls, method, function = FAULTS[name]
+    real = getattr(cls, method)
+    monkeypatch.setattr(cls, method, lambda *arguments: function(real, *arguments))
+    with simulated():
+        for seed in range(3 * PROGRAMS):
+            try:
+                run_programs(*random_program(seed))
+            except Exception:
+                return
+    raise AssertionError("no program noticed it")
+
+
+# ---- what is easier to say by itself ----
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with simulated():
+        world = World()
+        yield world
+        world.end()
+        world.check_errors()
+        world.check_nothing_left()
+
+
+LARGE = 2200  # records: the pieces of a write stay with the sender
+
+
+def test_cancelled_piece_is_waited_for_when_something_follows(world: World) -> None:
+    """A large piece that was announced, cancelled, and followed by others would be a hole if the close gave it up."""
+    a, b = world.sides
+    a.start_write(numbered_write(0, LARGE))
+    a.cancel_write()
+    a.start_write(numbered_write(1, 1))
+    a.close()
+    assert not a.said_goodbye
+    world.run(act=True)
+    assert a.link.closed and a.clean
+    check_stream(a.writes, b.got, everything=True)
+    assert len(b.got) > LARGE * 8 / 2 and b.end == "eof"
+
+
+def test_cancelled_piece_at_the_end_is_given_up(world: World) -> None:
+    a, b = world.sides
+    a.start_write(numbered_write(0, 1))
+    a.start_write(numbered_write(1, LARGE))
+    a.cancel_write()
+    a.close()
+    assert a.said_goodbye
+    world.run(act=False)
+    a.close()
+    assert a.link.closed and a.clean
+    b.read()
+    b.read()
+    assert len(b.got) == 8 and b.end == "eof"
+
+
+def test_nothing_is_delivered_behind_a_piece_that_was_lost(world: World) -> None:
+    a, b = world.sides
+    a.start_write(numbered_write(0, LARGE))
+    a.cancel_write()
+    a.start_write(numbered_write(1, 1))  # small: arrives whole
+    a.engine.send_deferred()
+    while a.transport.deliver():
+        pass
+    b.link.closing.control_lost("ended")
+    b.read()
+    b.read()
+    assert b.end == "broken" and not b.got
+
+
+def test_piece_longer_than_allowed_is_an_error(world: World) -> None:
+    receiving = world.sides[0].link.receiving
+    with pytest.raises(wire.ProtocolError, match="allowed"):
+        receiving.check_announcement(wire.STREAM, stream.MAX_PIECE + 1)
+
+
+def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after every transfer: there may be thousands of tag queues with messages."""
+    looks = 0
+
+    def moving(queue: TagQueue) -> bool:
+        nonlocal looks
+        looks += 1
+        return real(queue)
+
+    real = TagQueue.moving.fget
+    assert real is not None
+    monkeypatch.setattr(TagQueue, "moving", property(moving))
+    a, b = world.sides
+    for _ in range(3):
+        a.send(0, 12_000)
+        b.receive(0, Want.INTO)
+        a.transport.deliver(8)
+        assert b.transport.finish_transfer(0)
+        assert a.engine.in_flight == {}
+    assert looks == 0
+    a.send(0, 12_000)
+    a.send(1, 12_000)
+    b.receive(0, Want.INTO)
+    receive = b.receivers[-1]
+    a.transport.deliver(8)
+    a.cancel_send(0)  # its transfer goes on
+    a.cancel_send(0)
+    a.close()
+    assert a.said_goodbye
+    a.transport.deliver(8)
+    assert looks > 0 and b.link.handshake.owes_acknowledgement
+    assert b.transport.finish_transfer(0)
+    assert receive.pending.outcome is not None
+    assert not b.link.handshake.owes_acknowledgement
+    world.run(act=True)
+    assert a.link.closed and a.clean
+
+
+def test_given_up_receive_leaves_its_message_to_the_next_one(world: World) -> None:
+    """An internal error ends a receive whose message is in its buffer: the message is copied out of it."""
+    a, b = world.sides
+    for _ in range(2):
+        a.send(0, 12_000)
+        b.receive(0, Want.INTO)
+    a.transport.deliver(8)
+    assert len(b.transport.transfers) == 2
+    b.transport.finish_transfer(1)  # the second receive has its message, and waits for the first one
+    queue = b.link.receiving.queues[0]
+    queue.give_up(b.receivers[1].pending, trio.BrokenResourceError())
+    b.transport.finish_transfer(0)
+    b.receive(0, Want.BYTES)
+    b.collect()
+    assert b.received[0] == [sent.data for sent in a.sent[0]]
+
+
+@pytest.mark.parametrize("total", [0, 1, 1024, 4095, 4096, 100_000])
+@pytest.mark.parametrize("window", [4096, 2**20])
+@pytest.mark.parametrize("threshold", [0, 1, 1025, 2**16, 2**62])
+def test_pieces_cover_a_write(total: int, window: int, threshold: int) -> None:
+    pieces = list(stream.pieces(total, window, threshold))
+    assert [each.start for each in pieces] == [0, *(each.stop for each in pieces)][: len(pieces)]
+    assert sum(each.stop - each.start for each in pieces) == total
+    assert all(0 < each.stop - each.start <= stream.MAX_PIECE for each in pieces)

@@ -1,0 +1,435 @@
+"""Which receive gets which message: a tag queue by itself, with a mover that only takes notes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from trio_ucx import _tag_queue, ucp
+from trio_ucx._link.buffers import PackedMessages
+from trio_ucx._link.receiving import PendingReceive
+from trio_ucx._tag_queue import Message, Receive, State, TagQueue, Want
+from trio_ucx.ucp._buffers import Pinned
+
+LIMIT = 1 << 40
+
+
+class Mover:
+    """Moves a message when the test says so (or at once); its bytes are its number, repeated."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.at_once = at_once
+        self.moving: list[tuple[Message, Receive | None]] = []
+        self.consumed_ones: list[Message] = []
+        self.discarded: list[Message] = []
+        self.detached_receives: set[Receive] = set()
+
+    def move(self, message: Message, receive: Receive | None) -> None:
+        if receive is None:
+            message.contents = bytes(message.length)
+        if self.at_once:
+            self.write(message, receive)
+            message.state = State.READY
+        else:
+            message.state = State.MOVING
+            self.moving.append((message, receive))
+
+    def write(self, message: Message, receive: Receive | None) -> None:
+        data = bytes([message.handle]) * message.length
+        if receive is None:
+            message.contents = data
+        else:
+            receive.fill(data)
+
+    def finish(self, index: int = 0, error: Exception | None = None) -> None:
+        message, receive = self.moving.pop(index)
+        if error is None:
+            self.write(message, receive)
+        message.queue.moved(message, error)
+
+    def consumed(self, message: Message) -> None:
+        self.consumed_ones.append(message)
+
+    def discard(self, message: Message) -> None:
+        self.discarded.append(message)
+
+    def detached(self, receive: Receive, detached: bool) -> None:
+        (self.detached_receives.add if detached else self.detached_receives.remove)(receive)
+
+    def internal_error(self, error: BaseException) -> None:
+        raise error
+
+
+def wait(queue: TagQueue, want: Want, limit: int = LIMIT, buffer: bytearray | None = None) -> PendingReceive:
+    pins = None if buffer is None else Pinned(buffer, writable=True)
+    receive = PendingReceive(queue.mover, want, pins, limit)  # type: ignore[arg-type]
+    receive.queue = queue
+    queue.wait(receive)
+    return receive
+
+
+def into(queue: TagQueue, size: int) -> tuple[PendingReceive, bytearray]:
+    buffer = bytearray(size)
+    return wait(queue, Want.INTO, size, buffer), buffer
+
+
+def value(receive: PendingReceive) -> object:
+    assert receive.outcome is not None
+    return receive.outcome.unwrap()
+
+
+def free(buffer: bytearray) -> bool:
+    try:
+        buffer.append(0)
+    except BufferError:
+        return False
+    buffer.pop()
+    return True
+
+
+def test_small_messages_are_moved_at_once_and_kept() -> None:
+    mover = Mover(at_once=True)
+    queue = TagQueue(1, mover)
+    queue.arrived(7, 3, whole=True)
+    assert queue.ready_now() is not None
+    receive, buffer = into(queue, 5)
+    assert (value(receive), buffer) == (3, b"\7\7\7\0\0")
+    assert queue.idle and free(buffer)
+
+
+def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    queue.arrived(7, 3, whole=False)
+    assert not mover.moving and queue.ready_now() is None
+    receive, buffer = into(queue, 3)
+    assert [to is receive for _, to in mover.moving] == [True]
+    assert not free(buffer)
+    mover.finish()
+    assert value(receive) == 3 and buffer == b"\7\7\7" and free(buffer)
+
+
+def test_length_is_told_and_the_message_stays() -> None:
+    queue = TagQueue(1, Mover(at_once=True))
+    asked = [wait(queue, Want.LENGTH) for _ in range(2)]
+    taken = wait(queue, Want.BYTES)
+    after = wait(queue, Want.LENGTH)
+    queue.arrived(1, 4, whole=True)
+    assert [value(receive) for receive in asked] == [4, 4]
+    assert value(taken) == b"\1" * 4
+    assert after.outcome is None
+    queue.arrived(2, 5, whole=True)
+    assert value(after) == 5
+
+
+def test_receives_complete_in_order() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 3) for _ in range(3)]
+    for number in (1, 2, 3):
+        queue.arrived(number, 3, whole=False)
+    assert len(mover.moving) == 3  # they overlap
+    mover.finish(2)
+    mover.finish(1)
+    assert [receive.outcome for receive, _ in receives] == [None] * 3
+    mover.finish(0)
+    assert [buffer for _, buffer in receives] == [b"\1\1\1", b"\2\2\2", b"\3\3\3"]
+
+
+def test_cancelled_in_the_middle_the_next_one_gets_it() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    queue.arrived(1, 3, whole=False)
+    receive, buffer = into(queue, 3)
+    assert receive.abandon()
+    assert len(mover.detached_receives) == 1 and not free(buffer)
+    following = wait(queue, Want.BYTES)
+    assert len(mover.moving) == 1  # no second transfer
+    mover.finish()
+    assert value(following) == b"\1\1\1"
+    assert not mover.detached_receives and free(buffer)
+
+
+def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    (first, first_buffer), (second, second_buffer) = into(queue, 3), into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    mover.finish(1)  # the second message is in the second buffer already
+    first.abandon()
+    assert second.outcome is None
+    mover.finish(0)
+    assert value(second) == 3 and second_buffer == b"\1\1\1"  # nevertheless the first message comes first
+    assert free(first_buffer) and free(second_buffer)
+    third = wait(queue, Want.BYTES)
+    assert value(third) == b"\2\2\2"
+
+
+def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 2)
+    queue.arrived(1, 3, whole=False)
+    with pytest.raises(ucp.UCXError, match="3 bytes .* has 2"):
+        value(receive)
+    assert [message.handle for message in mover.discarded] == [1] == [m.handle for m in mover.consumed_ones]
+    assert free(buffer) and queue.idle
+
+
+def test_failed_transfer() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    other = wait(queue, Want.BYTES)
+    queue.arrived(1, 3, whole=False)
+    mover.finish(error=OSError("lost"))
+    with pytest.raises(OSError, match="lost"):
+        value(receive)
+    assert free(buffer) and other.outcome is None
+    queue.fail_unserved(EOFError())
+    with pytest.raises(EOFError):
+        value(other)
+
+
+def test_the_end_serves_what_is_there() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [wait(queue, Want.BYTES) for _ in range(2)]
+    asked = wait(queue, Want.LENGTH)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    queue.arrived(3, 3, whole=False)
+    queue.drop_held()  # the third: its sender has gone
+    queue.fail_unserved(EOFError())
+    with pytest.raises(EOFError):
+        value(asked)
+    mover.finish()
+    mover.finish()
+    assert [value(receive) for receive in receives] == [b"\1\1\1", b"\2\2\2"]
+
+
+def test_transfers_that_will_never_end() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=True)
+    queue.give_up_moving(OSError("died"))
+    with pytest.raises(OSError, match="died"):
+        value(receive)
+    assert queue.idle and not free(buffer)
+    mover.finish(error=OSError())  # if UCX lets go after all
+    mover.finish()
+    assert queue.idle and free(buffer) and not mover.detached_receives
+
+
+def test_close_with_transfers_under_way() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    queue.close(EOFError())
+    with pytest.raises(EOFError):
+        value(receive)
+    assert [message.handle for message in mover.discarded] == [2]
+    assert not free(buffer)
+    mover.finish(error=OSError())
+    assert free(buffer) and not mover.detached_receives
+
+
+@pytest.mark.sample(100)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_programs_lose_nothing(seed: int) -> None:
+    """Arrivals, receives of all kinds, cancels and completions in any order: each message once, whole, in order."""
+    chance = random.Random(seed)
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    arrived = 0
+    got: list[bytes] = []
+    waiting: list[tuple[PendingReceive, bytearray | None]] = []
+    buffers: list[bytearray] = []
+
+    def collect() -> None:
+        for receive, buffer in list(waiting):
+            if receive.outcome is not None:
+                waiting.remove((receive, buffer))
+                result = receive.outcome.unwrap()
+                if receive.want is Want.LENGTH:
+                    continue
+                got.append(result if buffer is None else bytes(buffer[:result]))
+
+    for _ in range(200):
+        action = chance.random()
+        if action < 0.25 and arrived < 60:
+            arrived += 1
+            queue.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
+        elif action < 0.55:
+            want = chance.choice(list(Want))
+            buffer = bytearray(6) if want is Want.INTO else None
+            if buffer is not None:
+                buffers.append(buffer)
+            waiting.append((wait(queue, want, LIMIT if buffer is None else 6, buffer), buffer))
+        elif action < 0.7 and waiting:
+            index = chance.randrange(len(waiting))
+            if waiting[index][0].outcome is None:
+                waiting.pop(index)[0].abandon()
+        elif mover.moving:
+            mover.finish(chance.randrange(len(mover.moving)))
+        collect()
+    while len(got) < arrived:
+        receive = wait(queue, Want.BYTES)
+        waiting.append((receive, None))
+        while mover.moving:
+            mover.finish(chance.randrange(len(mover.moving)))
+        collect()
+    for receive, _ in waiting:
+        receive.abandon()
+    assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
+    assert queue.idle and not mover.detached_receives
+    assert all(free(buffer) for buffer in buffers)
+
+
+def take_small(queue: TagQueue, limit: int) -> bytes | None:
+    """What ``Receiving.take_small`` does with the queue."""
+    packed = queue.packed
+    if packed is None or packed.length > limit:
+        return None
+    data = packed.pop()
+    if not packed.left:
+        queue.next_packed()
+    return data
+
+
+def packed(*messages: bytes) -> PackedMessages:
+    return PackedMessages(len(messages), len(messages[0]), b"".join(messages))
+
+
+def test_packed_messages_keep_their_order_with_others() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    queue.packed_arrived(packed(b"aa", b"bb", b"cc"))
+    queue.packed_arrived(packed(b"ddd"))
+    queue.arrived(1, 5, whole=True)
+    assert not queue.idle and len(mover.moving) == 1
+    mover.finish()
+    queue.packed_arrived(packed(b"e", b"f"))
+    assert take_small(queue, 2) == b"aa"
+    receives = [wait(queue, Want.BYTES, 100) for _ in range(7)]
+    assert [value(receive) for receive in receives[:3]] == [b"bb", b"cc", b"ddd"]
+    assert len(value(receives[3])) == 5
+    assert [value(receive) for receive in receives[4:6]] == [b"e", b"f"]
+    assert receives[6].outcome is None
+    queue.packed_arrived(packed(b"gg", b"hh"))
+    assert value(receives[6]) == b"gg"
+    assert take_small(queue, 2) == b"hh"
+    assert queue.idle
+
+
+def test_packed_messages_for_receives_of_every_kind() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    length = wait(queue, Want.LENGTH, 1 << 62)
+    receive, buffer = into(queue, 10)
+    short, _ = into(queue, 1)
+    whole = wait(queue, Want.BYTES, 100)
+    queue.packed_arrived(packed(b"one", b"two", b"six", b"ten"))
+    assert value(length) == 3
+    assert value(receive) == 3
+    assert buffer[:3] == b"one"
+    with pytest.raises(ucp.UCXError, match="3 bytes is too long, the buffer has 1"):
+        value(short)
+    assert value(whole) == b"six"
+    queue.unpack()
+    assert value(wait(queue, Want.BYTES, 3)) == b"ten"
+    assert queue.idle
+    queue.packed_arrived(packed(b"more"))
+    assert take_small(queue, 2) is None, "too long: left to a receive, which says so"
+    assert queue.ready_now() is not None
+
+
+def test_unread_packed_messages_keep_little_memory() -> None:
+    messages = [bytes([number]) * 100 for number in range(250)]
+    many = packed(*messages)
+    for number, message in enumerate(messages):
+        assert many.pop() == message
+        assert len(many._data) <= 2 * 100 * (250 - number) + 4096
+    assert many.left == 0
+    some = packed(*messages)
+    some.pop()
+    assert some.pop_all() == b"".join(messages[1:])
+
+
+def test_packed_messages_of_a_queue_that_failed_or_closed() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover, sequential=True)
+    queue.arrived(1, 5, whole=False)
+    queue.drop_held(trio.BrokenResourceError())
+    assert queue.packed_arrived(packed(b"x", b"y")) == 2, "nothing is delivered behind what is missing"
+    assert queue.idle is False and queue.packed is None
+    other = TagQueue(2, mover)
+    other.packed_arrived(packed(b"x"))
+    other.close(trio.ClosedResourceError())
+    assert other.idle
+
+
+def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tag_queue, "FRESH_AHEAD", 10)
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [wait(queue, Want.BYTES) for _ in range(4)]
+    for number in (1, 2, 3, 4):
+        queue.arrived(number, 6, whole=False)
+    assert len(mover.moving) == 2
+    mover.finish(0)
+    assert len(mover.moving) == 2  # the next one
+    mover.finish(1)
+    mover.finish(0)
+    mover.finish(0)
+    assert [value(receive) for receive in receives] == [bytes([number]) * 6 for number in (1, 2, 3, 4)]
+
+
+def test_transfers_into_users_buffers_are_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tag_queue, "FRESH_AHEAD", 10)
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 6) for _ in range(4)]
+    for number in (1, 2, 3, 4):
+        queue.arrived(number, 6, whole=False)
+    assert len(mover.moving) == 4
+    for _ in range(4):
+        mover.finish(0)
+    assert [buffer[0] for _, buffer in receives] == [1, 2, 3, 4]
+
+
+def test_transfer_that_was_not_recorded_keeps_its_buffer() -> None:
+    """UCX has begun it, so the buffer must stay, whatever becomes of the receive."""
+
+    class Unlucky(Mover):
+        def move(self, message: Message, receive: Receive | None) -> None:
+            super().move(message, receive)
+            raise RuntimeError("could not be recorded")
+
+    queue = TagQueue(1, Unlucky())
+    queue.arrived(1, 3, whole=False)
+    buffer = bytearray(3)
+    with pytest.raises(RuntimeError):
+        wait(queue, Want.INTO, 3, buffer)
+    [receive] = queue.receives
+    queue.give_up(receive, trio.BrokenResourceError())
+    assert not free(buffer)
+
+
+def test_one_small_message_goes_to_a_waiting_receive() -> None:
+    queue = TagQueue(1, Mover())
+    receive = wait(queue, Want.BYTES)
+    assert queue.give(b"one") and value(receive) == b"one"
+    length, (into_buffer, buffer) = wait(queue, Want.LENGTH), into(queue, 5)
+    assert not queue.give(b"two")  # the length is asked for first
+    assert queue.packed_arrived(packed(b"two")) == 0
+    assert value(length) == 3 and value(into_buffer) == 3 and buffer == b"two\0\0"
+    _, _ = into(queue, 1)
+    assert not queue.give(b"too long")

@@ -1,0 +1,60 @@
+"""Batches: small messages that follow each other closely are sent as one. Pure.
+
+Handing a message to UCX costs several times as much as preparing it, over TCP a system call. So when small messages
+follow each other closely, only the first is sent at once; the others are collected into a *batch*, a message that the
+receiver's C code takes apart (``worker.c``). ``ucp/_between.py`` says when it is sent at the latest.
+
+A batch consists of groups of packed messages: a head (tag queue, length of each message, their number), then the
+messages, one after the other.
+"""
+
+from __future__ import annotations
+
+from . import _wire as wire
+
+#: Longer messages are sent by themselves.
+LONGEST_MESSAGE = 1024
+_MOST_IN_A_GROUP = 2**16 - 1
+
+
+class Batch:
+    """The small messages of one connection that were not sent yet."""
+
+    __slots__ = ("_count", "_head", "_length", "_queue", "_size", "parts")
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        #: The heads and the messages, in order. Empty when nothing waits.
+        self.parts: list[bytes] = []
+        self._size = 0
+        # The last group, and where its head belongs.
+        self._queue = -1
+        self._length = self._count = self._head = 0
+
+    def add(self, queue: int, data: bytes) -> bool:
+        """Adds a message of up to LONGEST_MESSAGE. Returns whether to :meth:`take` now: another may find no room."""
+        if queue != self._queue or len(data) != self._length or self._count == _MOST_IN_A_GROUP:
+            self._end_group()
+            self._queue = queue
+            self._length = len(data)
+            self._count = 0
+            self._head = len(self.parts)
+            self.parts.append(b"")
+            self._size += wire.PACKED_HEAD.size
+        self.parts.append(data)
+        self._count += 1
+        self._size += self._length
+        return self._size > wire.MAX_BATCH - wire.PACKED_HEAD.size - LONGEST_MESSAGE
+
+    def _end_group(self) -> None:
+        if self.parts:
+            self.parts[self._head] = wire.PACKED_HEAD.pack(self._queue, self._length, self._count)
+
+    def take(self) -> list[bytes]:
+        """The parts of a batch of all that was added; the next one is empty."""
+        self._end_group()
+        parts = self.parts
+        self._begin()
+        return parts

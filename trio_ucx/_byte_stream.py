@@ -1,0 +1,134 @@
+"""The byte stream over a tag queue: how writes are cut into messages, and what a cancelled write withdraws. Pure.
+
+A small write is one message, which the receiver's library holds until it is read: no write waits for the other side
+while the window has room. A write of ``LARGE_WRITE`` bytes or more goes in pieces that stay with the sender until they
+are read, and then move without a copy on the way. An empty message ends the stream.
+
+What arrives is a prefix of what was written, whatever is cancelled. Pieces are sent in order. When a write is
+cancelled, the pieces that were not sent are withdrawn, the last first; those that were sent stay. A graceful close
+gives up pieces that the receiver has yet to ask for only if nothing follows them (:class:`Tail`). The receiver, in
+turn, delivers nothing behind a piece that was lost (``TagQueue.sequential``).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+#: Small enough to be sent without waiting for the receiver, large enough that their number does not matter.
+SMALL_PIECE = 60 * 1024
+#: From this size on, waiting for the receiver costs less than copying.
+LARGE_WRITE = 256 * 1024
+#: Small enough that a receiver can hold one in memory, large enough that their number does not matter.
+LARGE_PIECE = 2**20
+#: No piece may be longer.
+MAX_PIECE = 2**22
+#: How many pieces of one write are in flight at once.
+AHEAD = 3
+#: A read joins small pieces up to this size.
+READ_SIZE = 64 * 1024
+
+
+def pieces(total: int, window: int, threshold: int) -> Iterator[slice]:
+    """How to cut a write of ``total`` bytes.
+
+    Args:
+        window: the receiver's; no piece takes more than a quarter of it.
+        threshold: from how many bytes on a message stays with its sender; 0: it never does.
+    """
+    small = min(SMALL_PIECE, max(1, window // 4))
+    if 0 < threshold <= LARGE_PIECE and total >= LARGE_WRITE:
+        count = -(-total // LARGE_PIECE)
+        size = -(-total // (64 * count)) * 64  # alike: a small rest would be no piece that stays here
+    else:
+        size = small if not threshold else min(small, max(1, threshold - 1))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+class Piece(Protocol):
+    """A piece whose send goes on."""
+
+    @property
+    def outcome(self) -> object | None:
+        """None as long as it goes on."""
+
+    def result(self) -> Any:
+        """Raises what it failed with."""
+
+    def abandon(self) -> bool:
+        """Its write was cancelled: withdraws it if it was not sent."""
+
+
+_Piece = TypeVar("_Piece", bound=Piece)
+
+
+class Write(Generic[_Piece]):
+    """A write that goes on: its pieces are submitted in order, a few ahead of what the receiver has taken."""
+
+    def __init__(self, submit: Callable[[slice], _Piece | None], cut: Iterator[slice]) -> None:
+        self._submit = submit
+        self._cut = cut
+        self._in_flight: collections.deque[_Piece] = collections.deque()
+
+    def advance(self) -> _Piece | None:
+        """Submits what may be submitted. Returns what has to finish before there is more to do; None: all is done.
+
+        Raises:
+            Exception: what a piece failed with; then :meth:`cancel` the rest.
+        """
+        while True:
+            while self._in_flight and self._in_flight[0].outcome is not None:
+                self._in_flight.popleft().result()
+            piece = next(self._cut, None) if len(self._in_flight) < AHEAD else None
+            if piece is None:
+                return self._in_flight[0] if self._in_flight else None
+            pending = self._submit(piece)
+            if pending is not None:
+                self._in_flight.append(pending)
+
+    def cancel(self) -> None:
+        """The write is given up: withdraws what was not sent."""
+        while self._in_flight:
+            self._in_flight.pop().abandon()  # the last first: what was sent is a prefix
+
+
+class Sent(Protocol):
+    """A piece that was sent, and stays here until the receiver asks for it."""
+
+    #: Whether its task was cancelled.
+    cancelled: bool
+
+    @property
+    def outcome(self) -> object | None:
+        """None as long as it stays."""
+
+
+_Sent = TypeVar("_Sent", bound=Sent)
+
+
+class Tail(Generic[_Sent]):
+    """The last pieces of the stream, as far as they stay here until the receiver asks for them."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self) -> None:
+        self.pieces: list[_Sent] = []
+
+    def clear(self) -> None:
+        """A piece was sent that cannot be taken back: everything before it must arrive."""
+        if self.pieces:
+            self.pieces = []
+
+    def add(self, piece: _Sent) -> None:
+        """A piece was sent that stays here."""
+        self.pieces = [earlier for earlier in self.pieces if earlier.outcome is None]
+        self.pieces.append(piece)
+
+    def spare(self) -> list[_Sent]:
+        """The pieces that were cancelled, and behind which there is none that was not."""
+        start = len(self.pieces)
+        while start and self.pieces[start - 1].cancelled and self.pieces[start - 1].outcome is None:
+            start -= 1
+        return self.pieces[start:]

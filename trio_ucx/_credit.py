@@ -1,0 +1,256 @@
+"""Credit: how much each side may send to the other. Pure; one class for each direction.
+
+Each side promises to hold at most ``window`` bytes of unread messages of the other. The sender (:class:`SendCredit`)
+counts what it has sent and what the peer has granted back. The receiver (:class:`ReceiveCredit`) counts the same,
+grants what was read (GRANT), and notices a peer that sends more than it may. Every message costs its payload plus an
+overhead; one that stays with its sender until it is received (rendezvous) costs only what UCX keeps of its
+announcement.
+
+*Tag queues do not block each other.* All messages share the window, so a tag queue that nobody reads can use it up. A
+sender without credit says so (STALLED, once for each grant). A receiver that waits at an empty tag queue then admits
+the next message of that queue whatever the credit (ADMIT). The message is charged all the same, so credit may go below
+zero. An ADMIT is void when a message of that queue was already on its way. So there is never more than one admitted
+message of a queue that nobody has read.
+
+Sends wait for credit in one list, first come first served, so that small messages do not starve a large one. An
+admitted queue may overtake.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Generic, Protocol, TypeVar
+
+from ._wire import ProtocolError
+
+#: What an unread message of up to LONGEST_SMALL costs besides its payload: Python objects. Measured: 240 to 290 bytes
+#: for the only message of a tag queue, 75 to 110 for one of many.
+MESSAGE_OVERHEAD = 288
+#: What a longer one costs besides its payload.
+LARGE_OVERHEAD = 512
+LONGEST_SMALL = 1024
+#: What a message costs in all that stays with its sender: the objects, and UCX's buffer with its announcement, which is
+#: one receive segment of shared memory (8,256 bytes), less over TCP.
+ANNOUNCEMENT = 8960
+
+#: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
+_REMEMBERED = 1024
+#: Admissions that a peer may have given us and we have not used. An honest one gives one for each queue it waits at.
+MAX_ADMISSIONS = 1 << 16
+
+
+def cost(length: int, threshold: int) -> int:
+    """What a message of ``length`` bytes costs, sent with the rendezvous threshold ``threshold`` (0: none)."""
+    if threshold and length >= threshold:
+        return ANNOUNCEMENT
+    return length + (MESSAGE_OVERHEAD if length <= LONGEST_SMALL else LARGE_OVERHEAD)
+
+
+class Waiting(Protocol):
+    """A send that waits for credit."""
+
+    queue: int
+    size: int
+
+
+_Send = TypeVar("_Send", bound=Waiting)
+
+
+class SendCredit(Generic[_Send]):
+    """What we may send, and the sends that wait for it."""
+
+    def __init__(self, window: int, threshold: int) -> None:
+        self.window = window
+        self.threshold = threshold
+        self.credit = window
+        #: The number of messages that were charged.
+        self.sent = 0
+        self.waiting: collections.deque[_Send] = collections.deque()
+        #: How many of them are for each tag queue.
+        self._waiting_for: collections.Counter[int] = collections.Counter()
+        #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
+        self._arrived_there = 0
+        self._last: dict[int, int] = {}
+        self._remembered = _REMEMBERED
+        self._admitted: set[int] = set()
+        #: Whether STALLED was sent since the last grant.
+        self._reported = False
+
+    def stays(self, size: int) -> bool:
+        """Whether a message of this size stays with us until the peer receives it."""
+        return 0 < self.threshold <= size
+
+    def take(self, queue: int, size: int) -> bool:
+        """Charges a message if it may be sent now, and returns whether it may."""
+        if self._waiting_for and queue in self._waiting_for:
+            return False  # behind those of its queue
+        if queue not in self._admitted and (self.waiting or cost(size, self.threshold) > self.credit):
+            return False
+        self._charge(queue, size)
+        return True
+
+    def take_short(self, queue: int, size: int) -> bool:
+        """Does the same in the simple case, which is the usual one; if it returns False, ask :meth:`take`."""
+        # cost(), written out: this runs for every small message.
+        amount = size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD)
+        if self.waiting or self._admitted or amount > self.credit or 0 < self.threshold <= size:
+            return False
+        self.credit -= amount
+        self.sent += 1
+        self._last[queue] = self.sent
+        if len(self._last) > self._remembered:
+            self._forget()
+        return True
+
+    def _charge(self, queue: int, size: int) -> None:
+        self._admitted.discard(queue)
+        self.credit -= cost(size, self.threshold)
+        self.sent += 1
+        self._last[queue] = self.sent
+        if len(self._last) > self._remembered:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._last = {queue: last for queue, last in self._last.items() if last > self._arrived_there}
+        self._remembered = max(_REMEMBERED, 2 * len(self._last))
+
+    def wait(self, send: _Send) -> None:
+        """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
+        self.waiting.append(send)
+        self._waiting_for[send.queue] += 1
+
+    def withdraw(self, send: _Send) -> None:
+        self.waiting.remove(send)
+        self._waiting_for[send.queue] -= 1
+        if not self._waiting_for[send.queue]:
+            del self._waiting_for[send.queue]
+
+    def grant(self, amount: int, received: int) -> None:
+        """GRANT arrived.
+
+        Raises:
+            ProtocolError: it grants more than was sent.
+        """
+        self._arrived(received)
+        if self.credit + amount > self.window:
+            raise ProtocolError("the peer granted more than it had been sent")
+        self.credit += amount
+        self._reported = False
+
+    def admit(self, queue: int, received: int) -> None:
+        """ADMIT arrived.
+
+        Raises:
+            ProtocolError: the peer waits at an unlikely number of tag queues.
+        """
+        self._arrived(received)
+        if self._last.get(queue, 0) <= received:
+            self._admitted.add(queue)
+            if len(self._admitted) > MAX_ADMISSIONS:
+                raise ProtocolError("the peer waits at too many tag queues")
+
+    def _arrived(self, received: int) -> None:
+        if not self._arrived_there <= received <= self.sent:
+            raise ProtocolError("the peer counts messages that were not sent")
+        self._arrived_there = received
+
+    def next_ready(self) -> _Send | None:
+        """Removes the send that must go next from those that wait, if it may go now; it is charged."""
+        send: _Send | None = None
+        if self.waiting and self._admitted:
+            send = next((waiting for waiting in self.waiting if waiting.queue in self._admitted), None)
+        if send is None and self.waiting and cost(self.waiting[0].size, self.threshold) <= self.credit:
+            send = self.waiting[0]
+        if send is not None:
+            self.withdraw(send)
+            self._charge(send.queue, send.size)
+        return send
+
+    def has_room(self, queue: int) -> bool:
+        """Whether a small message of this queue could be sent now."""
+        if queue in self._waiting_for:
+            return False
+        return queue in self._admitted or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
+
+    def must_report(self) -> bool:
+        """Whether STALLED is due because something cannot be sent; from then on it counts as sent."""
+        reported, self._reported = self._reported, True
+        return not reported
+
+
+class ReceiveCredit:
+    """What the peer may send."""
+
+    def __init__(self, window: int, threshold: int) -> None:
+        self.window = window
+        self.threshold = threshold
+        #: What the messages cost that arrived and were not granted back.
+        self.outstanding = 0
+        #: What the messages cost that arrived and were not read.
+        self.unread = 0
+        #: The number of messages that arrived.
+        self.received = 0
+        #: Whether the peer is known to have something to send and no credit for it.
+        self.stalled = False
+        #: The least amount that is granted without being asked for.
+        self._worthwhile = max(window // 4, 1)
+        #: Tag queues whose next message was admitted, until one arrives.
+        self._admitted: set[int] = set()
+
+    def arrived(self, queue: int, size: int) -> None:
+        """A message arrived.
+
+        Raises:
+            ProtocolError: the peer had no credit for it.
+        """
+        amount = cost(size, self.threshold)
+        self.received += 1
+        self.outstanding += amount
+        self.unread += amount
+        if self.outstanding > self.window and queue not in self._admitted:
+            raise ProtocolError(f"the peer ignores its credit: {self.outstanding} bytes sent, {self.window} allowed")
+        self._admitted.discard(queue)
+
+    def packed_arrived(self, count: int, size: int) -> bool:
+        """Charges ``count`` messages of one size in the simple case; if it returns False, charge them one by one."""
+        amount = count * (size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD))  # cost()
+        if self._admitted or self.outstanding + amount > self.window or 0 < self.threshold <= size:
+            return False
+        self.received += count
+        self.outstanding += amount
+        self.unread += amount
+        return True
+
+    def consumed(self, size: int, count: int = 1) -> int:
+        """``count`` messages of this size were read. Returns the amount to grant, 0 for none yet."""
+        if 0 < self.threshold <= size:
+            self.unread -= count * ANNOUNCEMENT
+        else:
+            self.unread -= count * (size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD))  # cost()
+        if self.outstanding - self.unread < self._worthwhile:
+            return 0
+        return self._due(self._worthwhile)
+
+    def _due(self, least: int) -> int:
+        amount = self.outstanding - self.unread
+        if amount < max(least, 1):
+            return 0
+        self.outstanding -= amount
+        self.stalled = False  # a peer that still is will say so
+        return amount
+
+    def peer_stalled(self) -> int:
+        """STALLED arrived. Returns the amount to grant."""
+        amount = self._due(1)
+        self.stalled = amount == 0
+        return amount
+
+    def found_empty(self, queue: int) -> tuple[int, bool]:
+        """A receiver found this queue empty. Returns the amount to grant, and whether to admit its next message."""
+        if not self.stalled:
+            return 0, False
+        amount = self._due(1)
+        if queue in self._admitted:
+            return amount, False
+        self._admitted.add(queue)
+        return amount, True

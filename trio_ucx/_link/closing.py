@@ -1,0 +1,302 @@
+"""Closing: the close handshake, and what is done when the peer has closed, was lost, or misbehaves.
+
+The graceful close
+==================
+
+1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for.
+2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
+   drops it when we close with unread input; acknowledged means that it has arrived.
+3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_close_handshake`` says why).
+4. Close the endpoint by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
+
+All within ``close_timeout``. When the closing task is cancelled, a system task goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from .. import _wire as wire
+from .._close_handshake import CloseHandshake, Peer
+from ..ucp import Status, UCXError
+from ..ucp._contained import contained, report
+from ..ucp._operations import EndpointCore, live_handles, under_way
+from ..ucp._status import broken
+from .receiving import Receiving
+from .sending import Sending
+from .transport import Transport
+
+#: Seconds to wait for the peer to say that it has our ACK; that is all that is missing then.
+DONE_TIMEOUT = 1.0
+#: Seconds to wait for messages that a peer had sent before it aborted.
+ABORT_GRACE = 0.5
+
+
+class ControlSocket(Protocol):
+    """Tells the peer, and us, that the other side has gone."""
+
+    def abort(self, sent: int = 0) -> None:
+        """Tells the peer that this side closes by force, after so many messages over UCX, and closes the socket."""
+
+    def close(self) -> None:
+        """Closes."""
+
+
+class Closing:
+    """The end of a connection.
+
+    Args:
+        close_timeout: seconds for the graceful close.
+        unregister: called once, when the endpoint has been closed or passed on: the engine forgets the connection.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        handshake: CloseHandshake,
+        sending: Sending,
+        receiving: Receiving,
+        close_timeout: float,
+        unregister: Callable[[], None],
+    ) -> None:
+        self.core = transport.core
+        self.engine = transport.engine
+        self.handshake = handshake
+        #: Tells that the peer aborted, ended or vanished.
+        self.control_socket: ControlSocket | None = None
+        #: Takes the endpoint of a connection that was closed gracefully.
+        self.keep_endpoint: Callable[[EndpointCore], None] | None = None
+        #: Called when the connection has been closed.
+        self.on_closed: Callable[[], None] | None = None
+        #: Whether the endpoint is closed a moment later than the peer closed its own; not over shared memory.
+        self.lingers = False
+        self._sending = sending
+        self._receiving = receiving
+        self._timeout = close_timeout
+        self._deadline = math.inf
+        self._unregister = unregister
+        self._aborted = False
+
+    # ---- the handshake ----
+
+    def goodbye_arrived(self) -> None:
+        self.handshake.goodbye_arrived()
+        self._end()
+        self.acknowledge()
+
+    def ack_arrived(self) -> None:
+        self.handshake.acknowledged = True
+        self._sending.send_frame(wire.Done())
+        self.core.changed()
+
+    def done_arrived(self) -> None:
+        self.handshake.done_arrived()
+        self.core.changed()
+        if self.handshake.peer is Peer.CLOSING and not self.handshake.closing:
+            self._peer_closed()
+
+    def acknowledge(self) -> None:
+        """Sends ACK if it is owed, and no transfer from the peer is in flight."""
+        handshake = self.handshake
+        if handshake.owes_acknowledgement and not self._receiving.transferring():
+            handshake.owes_acknowledgement = False
+            self._sending.send_frame(wire.GoodbyeAck())
+            self.core.changed()
+
+    def _end(self) -> None:
+        """The peer has sent GOODBYE, or was lost: ends what waits for it."""
+        problem = self._sending.problem()
+        assert problem is not None
+        self._receiving.peer_ended(None if self.handshake.peer is Peer.CLOSING else problem)
+        self._sending.fail_all(problem)
+
+    # ---- the graceful close ----
+
+    def begin(self) -> None:
+        """From here on the user can do nothing with the connection any more."""
+        self.handshake.closing = True
+        error = trio.ClosedResourceError("this connection was closed")
+        self._receiving.stop(error)
+        # Messages that wait for credit are waited for; a write to the byte stream in another task ends, as in Trio.
+        self._sending.withdraw_stream(error)
+
+    async def close_gracefully(self) -> None:
+        """Does the handshake, then closes; by force at the deadline. Can be cancelled, and called again.
+
+        Raises:
+            trio.BrokenResourceError: what was sent may not have been delivered.
+        """
+        core = self.core
+        self._deadline = min(self._deadline, trio.current_time() + self._timeout)
+        with trio.move_on_at(self._deadline):
+            await core.wait_until(self.may_say_goodbye)
+            if self.say_goodbye():
+                self.engine.watch_events()
+                await core.wait_until(lambda: core.handle is None or self.handshake.acknowledged)
+            with trio.move_on_after(DONE_TIMEOUT):
+                self.engine.watch_events()
+                await core.wait_until(self.peer_is_done)
+        self.finish()
+
+    def may_say_goodbye(self) -> bool:
+        return self._sending.finished() and self.core.sends_done()
+
+    def say_goodbye(self) -> bool:
+        """Sends GOODBYE, and returns whether that makes sense."""
+        if self._sending.problem() is not None or self.handshake.acknowledged:
+            return False
+        self._sending.send_frame(wire.Goodbye())
+        return True
+
+    def peer_is_done(self) -> bool:
+        """Whether the peer does not wait for anything from us."""
+        return self.core.handle is None or not self.handshake.peer_waits
+
+    def finish(self) -> None:
+        """Closes by force.
+
+        Raises:
+            trio.BrokenResourceError: what was sent may not have been delivered, and nobody was told yet.
+        """
+        undelivered = self._sending.undelivered
+        waiting_for = under_way(self.core.under_way()) if undelivered else ""
+        error = self.core.error
+        self.close_now()
+        if undelivered and not self.handshake.error_reported:
+            if error is not None:
+                reason = str(error)
+            elif self.handshake.peer is Peer.CLOSING:
+                reason = "the peer closed the connection first"
+            else:
+                limit = f"close_timeout, {self._timeout} seconds"
+                reason = f"the peer did not acknowledge within {limit}{waiting_for}"
+            raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.core.origin)
+
+    # ---- the peer has gone ----
+
+    def cut_off(self, reason: str) -> None:
+        """The peer cannot be reached any more."""
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}")
+        self.core.fail(error, linger=self.lingers)
+
+    def lost(self) -> None:
+        """Called by the endpoint when it has failed. Never raises."""
+        if not contained(self._lost) and self.core.error is not None:
+            text = f"the connection to {self.core.label} broke: {self.core.error}"
+            self._end_waits(broken(text, self.core.error, self.core.origin))
+        if self.control_socket is not None:
+            contained(self.control_socket.abort)  # nothing can arrive over UCX any more: the peer need not wait for it
+
+    def _lost(self) -> None:
+        if self.handshake.closed:
+            return
+        problem = self.core.problem()
+        assert problem is not None
+        self._receiving.give_up_transfers(problem)
+        if self.handshake.lost():
+            self._end()
+        self.core.changed()
+
+    def _peer_closed(self) -> None:
+        """The peer has closed, and has our ACK: lets go of what it did not take."""
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed")
+        if self._pass_endpoint_on(error):
+            self.lost()
+        else:
+            self.core.fail(error, linger=self.lingers)
+
+    def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
+        """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""
+        if not self.core.reusable or self.keep_endpoint is None:
+            return False
+        self.keep_endpoint(self.core.pass_on(error))
+        self.engine.watch_events()  # which also closes it when no other connection comes
+        return True
+
+    def control_said(self, event: object) -> None:
+        """An event from the control socket; after the exchange that can only be ABORT.
+
+        Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
+        """
+        self._aborted = True
+        sent: int = getattr(event, "sent", 0)
+        if self._receiving.credit.received < sent:
+            self.engine.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
+        else:
+            self.cut_off("aborted the connection")
+
+    async def _cut_off_later(self, sent: int) -> None:
+        deadline = trio.current_time() + ABORT_GRACE
+        credit = self._receiving.credit
+        while self.core.handle is not None and credit.received < sent and trio.current_time() < deadline:
+            await trio.sleep(0.005)
+        if self.engine.usable:
+            try:
+                self.cut_off("aborted the connection")
+            except Exception as error:
+                self.internal_error(error)
+
+    def control_lost(self, reason: str, cause: BaseException | None = None) -> None:
+        """The peer's end of the control socket was closed, or its host does not answer.
+
+        Args:
+            cause: the internal error that ended the control socket, if one did.
+        """
+        if cause is not None:
+            self.internal_error(cause)
+        elif not self._aborted:
+            if self.handshake.peer is Peer.CLOSING:
+                self._peer_closed()
+            else:
+                self.cut_off(f"ended or vanished: {reason}")
+
+    # ---- by force ----
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends the connection, and no other, after an exception in our own code. Never raises."""
+        report(f"an internal error of trio_ucx, in the connection to {self.core.label}, which ends", error)
+        contained(self.core.fail_inside, error)
+        self._end_waits(broken(f"the connection to {self.core.label} broke: an internal error: {error!r}", error))
+
+    def _end_waits(self, error: Exception) -> None:
+        """Ends all waits, because the connection cannot go on. Never raises."""
+        self._receiving.end_waits(error)
+        self._sending.end_waits(error)
+        contained(self.core.changed)
+
+    def abort(self) -> None:
+        """Closes by force, at once; the peer is told on the control socket."""
+        # Undisturbed, so that who waits is told that we closed it, whatever the peer has done meanwhile.
+        if not self.handshake.closed and self.engine.undisturbed(self._abort):
+            self.engine.settle()
+
+    def _abort(self) -> None:
+        self._sending.send_batch()
+        if self.control_socket is not None:
+            self.control_socket.abort(self._sending.credit.sent)
+        self.close_now()
+
+    def close_now(self) -> None:
+        """Closes the endpoint, or passes it on, and ends everything that waits. Closed already: no effect."""
+        handshake = self.handshake
+        if handshake.closed:
+            return
+        handshake.closing = handshake.closed = True
+        self.core.on_close = None
+        graceful = handshake.acknowledged or handshake.peer is Peer.CLOSING
+        if not (graceful and not self._sending.undelivered and self._pass_endpoint_on()):
+            self.core.close()
+        if self.control_socket is not None:
+            self.control_socket.close()
+        self._unregister()
+        error = trio.ClosedResourceError("this connection was closed")
+        self._receiving.close(error)
+        self._sending.fail_all(error)
+        self.core.changed()
+        live_handles.closed("connection")
+        if self.on_closed is not None:
+            self.on_closed()

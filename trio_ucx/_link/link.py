@@ -1,0 +1,148 @@
+"""What is behind a Connection: joins sending, receiving and closing, and the engine with them.
+
+It outlives the Connection object. Everything in this folder runs in plain functions, which the engine calls while it
+delivers, or the user's task; only the graceful close waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import trio
+
+from .. import _wire as wire
+from .._close_handshake import CloseHandshake
+from ..ucp import Worker
+from ..ucp._operations import live_handles
+from .closing import Closing
+from .receiving import Receiving
+from .sending import Sending
+from .transport import Transport
+
+
+@attrs.frozen
+class Options:
+    """What a user can choose about a Connection."""
+
+    close_timeout: float = 10
+    window: int = 2**20
+    max_message_size: int = 2**30
+
+
+class Link:
+    """One connection, over an endpoint.
+
+    Attributes:
+        my_id, peer_id: the ids under which this side and the peer are written to.
+        local_address, remote_address: of the control socket.
+        late_greetings: numbers of endpoints that the peer had made and could not keep; what it sent by them may still
+            arrive.
+        on_unclosed: called when the worker closes before the link; the Connection sets it, and warns.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        transport: Transport,
+        my_id: int,
+        peer_id: int,
+        peer_window: int,
+        peer_threshold: int,
+        options: Options,
+    ) -> None:
+        self.worker = worker
+        self.engine = transport.engine
+        self.core = core = transport.core
+        self.my_id = my_id
+        self.peer_id = peer_id
+        self.local_address: tuple[str, int] | None = None
+        self.remote_address: tuple[str, int] | None = None
+        self.late_greetings: set[int] = set()
+        self.on_unclosed: Callable[[], None] | None = None
+        self.handshake = handshake = CloseHandshake()
+        threshold = worker.context.rendezvous_threshold or 0
+        self.sending = Sending(transport, handshake, peer_window, threshold)
+        self.receiving = Receiving(
+            transport,
+            handshake,
+            self.sending,
+            options.window,
+            peer_threshold,
+            options.max_message_size,
+            on_frame=self._frame_arrived,
+            acknowledge=lambda: self.closing.acknowledge(),
+        )
+        self.closing = Closing(
+            transport, handshake, self.sending, self.receiving, options.close_timeout, self._unregister
+        )
+        mail = self.engine.mail
+        mail.boxes[my_id] = self.receiving
+        mail.expect_rendezvous(peer_threshold)
+        self.engine.children[my_id] = self._unclosed
+        core.owner = self.closing
+        core.on_failure = self.closing.lost
+        core.on_close = self.closing.close_now
+        live_handles.opened("connection")
+
+    def check(self) -> None:
+        """Refuses use after the close.
+
+        Raises:
+            trio.ClosedResourceError: the connection was closed.
+            Others: see ``Engine.check``.
+        """
+        self.engine.check()
+        if self.handshake.closing:
+            raise trio.ClosedResourceError("this connection was closed")
+
+    @property
+    def closed(self) -> bool:
+        return self.handshake.closed
+
+    def abort(self) -> None:
+        """See :meth:`Closing.abort`."""
+        self.closing.abort()
+
+    def _frame_arrived(self, frame: wire.Frame) -> None:
+        """A control frame arrived.
+
+        Raises:
+            wire.ProtocolError: the peer must not send it.
+        """
+        match frame:
+            case wire.Grant(amount=amount, received=received):
+                self.sending.credit.grant(amount, received)
+                self.sending.send_waiting()
+            case wire.Admit(queue=queue, received=received):
+                self.sending.credit.admit(queue, received)
+                self.sending.send_waiting()
+            case wire.Stalled():
+                self.receiving.peer_stalled()
+            case wire.Goodbye():
+                self.closing.goodbye_arrived()
+            case wire.GoodbyeAck():
+                self.closing.ack_arrived()
+            case wire.Done():
+                self.closing.done_arrived()
+            case wire.Hello(number=number):
+                if number not in self.late_greetings:
+                    raise wire.ProtocolError("a second greeting")
+                self.late_greetings.remove(number)
+
+    def buffers_released(self) -> bool:
+        """Whether no buffer of a cancelled send or receive belongs to the library."""
+        return not self.receiving.detached_receives and self.core.buffers_released()
+
+    def _unclosed(self) -> None:
+        """The worker closes."""
+        if self.on_unclosed is not None:
+            self.on_unclosed()
+        self.abort()
+
+    def _unregister(self) -> None:
+        """The endpoint has been closed: the engine forgets the connection."""
+        engine = self.engine
+        engine.children.pop(self.my_id, None)
+        engine.mail.boxes.pop(self.my_id, None)
+        engine.mail.forget_rendezvous(self.receiving.credit.threshold)

@@ -1,0 +1,471 @@
+"""Receiving: messages, from the engine's delivery to the user's call. Owns the tag queues, the transfers, the grants.
+
+Small messages arrive packed: C code has received them, and they wait in their tag queue until they are taken. All
+others are announced, and UCX holds them until a :class:`Transfer` brings them to memory: to a user's buffer, which its
+:class:`PendingReceive` owns, or to fresh memory, which the transfer owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import trio
+from outcome import Error, Value
+
+from .. import _byte_stream as stream
+from .. import _wire as wire
+from .._close_handshake import CloseHandshake, Peer
+from .._credit import ReceiveCredit
+from .._tag_queue import Message, Receive, State, TagQueue, Want
+from ..ucp import Status, UCXError
+from ..ucp._buffers import Buffer, Pinned, new_bytes
+from ..ucp._contained import contained
+from ..ucp._operations import Operation
+from ..ucp._pending import Pending
+from ..ucp._posting import pin
+from ..ucp._status import error_from_status
+from .buffers import PackedMessages, StreamBuffer
+from .sending import Sending
+from .transport import Transport
+
+#: Tag queues in which nothing is, and which are kept all the same: one is used again and again, most often.
+IDLE_QUEUES = 64
+
+
+class Receiving:
+    """The receiving half of a connection: a ``ucp._mail.TagSink`` and a ``_tag_queue.Mover``.
+
+    Args:
+        on_frame: called with each control frame.
+        acknowledge: called when a transfer has ended and an ACK is owed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        handshake: CloseHandshake,
+        sending: Sending,
+        window: int,
+        peer_threshold: int,
+        max_message_size: int,
+        *,
+        on_frame: Callable[[wire.Frame], None],
+        acknowledge: Callable[[], None],
+    ) -> None:
+        self.transport = transport
+        self.core = transport.core
+        self.engine = transport.engine
+        self.handshake = handshake
+        self.credit = ReceiveCredit(window, peer_threshold)
+        self.max_message_size = max_message_size
+        self.queues: dict[int, TagQueue] = {}
+        self.stream = StreamBuffer()
+        self.bytes_received = 0
+        #: Receives whose task is gone, and whose buffer a message is written to.
+        self.detached_receives: set[Receive] = set()
+        self._sending = sending
+        self._on_frame = on_frame
+        self._acknowledge = acknowledge
+
+    def queue(self, number: int) -> TagQueue:
+        queue = self.queues.get(number)
+        if queue is None:
+            queue = self.queues[number] = TagQueue(number, self, sequential=number == wire.STREAM)
+        return queue
+
+    def _forget_idle(self, queue: TagQueue) -> None:
+        if len(self.queues) > IDLE_QUEUES and queue.idle:
+            self.queues.pop(queue.number, None)
+
+    # ---- messages arrive ----
+
+    def packed_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
+        """Small messages of one length arrived, one after the other in ``data``."""
+        try:
+            if count == 0:
+                raise wire.ProtocolError(f"a message of {length} bytes that did not arrive in one piece")
+            if number > wire.MAX_TAG:
+                if number == wire.CONTROL:
+                    for index in range(count):
+                        self._on_frame(wire.decode_frame(data[index * length : (index + 1) * length]))
+                    return
+                wire.check_queue(number)
+            if not self.credit.packed_arrived(count, length):
+                if count > 1:  # those that the peer had credit for count, whatever comes after them
+                    for index in range(count):
+                        self.packed_arrived(number, 1, length, data[index * length : (index + 1) * length])
+                    return
+                self.credit.arrived(number, length)
+        except wire.ProtocolError as error:
+            self._refuse(error)
+            return
+        self.bytes_received += len(data)
+        queue = self.queues.get(number) or self.queue(number)
+        if count == 1 and queue.receives and queue.give(data):
+            consumed = 1
+        else:
+            consumed = queue.packed_arrived(PackedMessages(count, length, data))
+        if consumed and (amount := self.credit.consumed(length, consumed)):
+            self._grant(amount)
+
+    def message_arrived(self, number: int, handle: int, length: int) -> None:
+        """A message was announced, and UCX holds it."""
+        try:
+            self.check_announcement(number, length)
+            self.credit.arrived(number, length)
+        except wire.ProtocolError as error:
+            self.transport.discard(handle)
+            self._refuse(error)
+            return
+        self.bytes_received += length
+        threshold = self.credit.threshold
+        self.queue(number).arrived(handle, length, whole=length < threshold if threshold else None)
+
+    def check_announcement(self, number: int, length: int) -> None:
+        """Refuses a message that nobody may send.
+
+        Raises:
+            wire.ProtocolError: it is that.
+        """
+        if number == wire.CONTROL:  # control frames are so small that C code receives them
+            raise wire.ProtocolError(f"a control frame of {length} bytes")
+        wire.check_queue(number)
+        if number == wire.STREAM and length > stream.MAX_PIECE:
+            raise wire.ProtocolError(f"a piece of {length} bytes of the byte stream; {stream.MAX_PIECE} are allowed")
+
+    def _refuse(self, error: wire.ProtocolError) -> None:
+        """Cuts off a peer that does not keep to the protocol."""
+        failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
+        failure.__cause__ = error
+        self.core.fail(failure)
+
+    def queue_stopped(self, error: UCXError) -> None:
+        """The worker's shared-memory queue has stopped. An endpoint that uses it has failed already."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: the connection ends. Never raises."""
+        self.core.internal_error(error)
+
+    # ---- the short way ----
+
+    def take_small(self, number: int, limit: int) -> bytes | None:
+        """Takes the first message of a tag queue if it is a packed one of at most ``limit`` bytes.
+
+        If none is there, and no schedule point is due, polls for one.
+        """
+        queue = self.queues.get(number)
+        if queue is None:
+            return None
+        packed = queue.packed
+        if packed is None:
+            waiting = self.engine.waiting
+            if not queue.idle or self.credit.stalled or not waiting.poll_at_once():
+                return None
+            waiting.went_on()
+            packed = queue.packed
+            if packed is None:
+                return None
+        if packed.length > limit:
+            return None
+        data = packed.pop()
+        if not packed.left:
+            queue.next_packed()
+        amount = self.credit.consumed(packed.length)
+        if amount:
+            self._grant(amount)
+        return data
+
+    # ---- receives ----
+
+    def receive(self, number: int, want: Want, size: int = 0) -> PendingReceive:
+        """Queues a receive that has no buffer of the user's; ``size`` is the limit for ``Want.COPY``."""
+        if want is Want.LENGTH:
+            limit = 1 << 63
+        elif want is Want.COPY:
+            limit = size
+        else:
+            limit = stream.MAX_PIECE if number == wire.STREAM else self.max_message_size
+        return self.wait(number, PendingReceive(self, want, None, limit))
+
+    def prepare(self, buffer: Buffer) -> PendingReceive:
+        """A receive into a user's buffer, which it pins. Then :meth:`take_small` for it, or :meth:`wait`.
+
+        Raises:
+            TypeError, ValueError: not a buffer to receive into.
+        """
+        # Small messages are in memory of ours first, so it must be possible to copy them to the buffer.
+        pins = pin(self.engine, buffer, writable=True, copies=True)
+        return PendingReceive(self, Want.INTO, pins, pins.size)
+
+    def wait(self, number: int, receive: PendingReceive) -> PendingReceive:
+        """Queues a receive, which may complete at once. (The caller has checked that the connection is open.)"""
+        queue = receive.queue = self.queue(number)
+        queue.wait(receive)
+        if receive.outcome is None:
+            self._end_unserved(queue)
+            if receive.outcome is None:
+                self.found_empty(number)
+        self._forget_idle(queue)
+        return receive
+
+    def receive_nowait(self, number: int) -> bytes:
+        """Takes the first message of a tag queue if it is there.
+
+        Raises:
+            trio.WouldBlock: it is not.
+            Others: the peer has gone; the message is too long.
+        """
+        queue = self.queues.get(number)
+        if queue is None or (queue.packed is None and queue.ready_now() is None):
+            self.engine.settle()
+            queue = self.queues.get(number)
+        if queue is not None and queue.packed is not None:
+            data = self.take_small(number, self.max_message_size)
+            if data is not None:
+                return data
+        if queue is None or queue.ready_now() is None:
+            if queue is None or not queue.messages:
+                error = self.end_error()
+                if error is not None:
+                    if isinstance(error, trio.BrokenResourceError):
+                        self.handshake.error_reported = True
+                    raise error
+                self.found_empty(number)
+            raise trio.WouldBlock
+        return cast(bytes, self.receive(number, Want.BYTES).result())
+
+    def next_piece(self) -> bytes | None:
+        """Takes what is there of the byte stream: one message, or packed messages all at once."""
+        queue = self.queues.get(wire.STREAM)
+        if queue is None:
+            return None
+        packed = queue.packed
+        if packed is not None:
+            count, data = packed.left, packed.pop_all()
+            queue.next_packed()
+            amount = self.credit.consumed(packed.length, count)
+            if amount:
+                self._grant(amount)
+            return data
+        if queue.ready_now() is None:
+            return None
+        return cast(bytes, self.receive(wire.STREAM, Want.BYTES).result())
+
+    # ---- grants ----
+
+    def _grant(self, amount: int) -> None:
+        self._sending.send_frame(wire.Grant(amount, self.credit.received))
+
+    def found_empty(self, number: int) -> None:
+        """A receiver found the tag queue empty: if that is for want of credit, admits its next message."""
+        if not self.credit.stalled:
+            return
+        amount, admit = self.credit.found_empty(number)
+        if amount:
+            self._grant(amount)
+        if admit:
+            self._sending.send_frame(wire.Admit(number, self.credit.received))
+
+    def peer_stalled(self) -> None:
+        """STALLED arrived."""
+        granted = self.credit.peer_stalled()
+        if granted:
+            self._grant(granted)
+        for queue in [queue for queue in self.queues.values() if queue.receives and not queue.messages]:
+            self.found_empty(queue.number)
+
+    # ---- what the tag queues ask ----
+
+    def move(self, message: Message, receive: Receive | None) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        memory = None
+        if receive is None:
+            message.contents = new_bytes(message.length)
+            pins = memory = Pinned(message.contents)
+        else:
+            assert isinstance(receive, PendingReceive) and receive.pins is not None
+            pins = receive.pins
+        verdict = self.transport.receive(message.handle, pins)
+        message.handle = 0
+        message.state = State.READY if verdict == 0 else State.MOVING
+        if verdict > 0:
+            try:
+                Transfer(self, verdict, message, memory)
+            except BaseException as error:
+                self.engine.keep(verdict, (pins, message))
+                raise RuntimeError("an operation that UCX has begun could not be recorded") from error
+            self.engine.settle()
+            return
+        if memory is not None:
+            memory.release()
+        if verdict < 0:
+            self.transfer_ended(message, verdict)
+
+    def transfer_ended(self, message: Message, status: int) -> None:
+        """UCX has finished writing a message to memory, or will not."""
+        error: Exception | None = None
+        if status != Status.OK:
+            error = self.core.problem() or error_from_status(status, "receiving a message", self.core.origin)
+        queue = message.queue
+        queue.moved(message, error)
+        if not self.handshake.closed:
+            self._end_unserved(queue)
+            self._forget_idle(queue)
+            if self.handshake.owes_acknowledgement:
+                self._acknowledge()
+
+    def consumed(self, message: Message) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        amount = self.credit.consumed(message.length)
+        if amount:
+            self._grant(amount)
+
+    def discard(self, message: Message) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        self.transport.discard(message.handle)
+
+    def detached(self, receive: Receive, detached: bool) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        if detached:
+            self.detached_receives.add(receive)
+        else:
+            self.detached_receives.discard(receive)
+            self.core.changed()
+
+    # ---- the end ----
+
+    def end_error(self) -> Exception | None:
+        """What a receive gets for which no message is there; None while one may arrive."""
+        if self.handshake.closing:
+            return trio.ClosedResourceError("this connection was closed")
+        if self.handshake.peer is Peer.CLOSING:
+            return trio.EndOfChannel("the peer closed the connection")
+        return self.core.problem()
+
+    def _end_unserved(self, queue: TagQueue) -> None:
+        error = queue.failure or self.end_error()
+        if error is not None and queue.fail_unserved(error) and isinstance(error, trio.BrokenResourceError):
+            self.handshake.error_reported = True
+
+    def transferring(self) -> bool:
+        """Whether messages are being written to memory."""
+        return any(queue.moving for queue in self.queues.values())
+
+    def give_up_transfers(self, problem: Exception) -> None:
+        """The messages on their way will not arrive whole."""
+        for queue in list(self.queues.values()):
+            queue.give_up_moving(problem)
+
+    def peer_ended(self, problem: Exception | None) -> None:
+        """No message will arrive any more; ``problem``: the peer was lost."""
+        for queue in list(self.queues.values()):
+            queue.drop_held(problem)
+            self._end_unserved(queue)
+            self._forget_idle(queue)
+
+    def end_waits(self, error: Exception) -> None:
+        """Ends all receives, after an internal error. Never raises."""
+        for queue in list(self.queues.values()):
+            for receive in list(queue.receives):
+                contained(queue.give_up, receive, error)
+
+    def stop(self, error: Exception) -> None:
+        """The connection is about to close: ends all receives."""
+        for queue in self.queues.values():
+            for receive in list(queue.receives):
+                queue.give_up(receive, error, closing=True)
+
+    def close(self, error: Exception) -> None:
+        """The connection is closed: drops all messages."""
+        for queue in list(self.queues.values()):
+            queue.close(error)
+        self.queues.clear()
+
+
+class PendingReceive(Pending):
+    """A receive: a ``_tag_queue.Receive``. Owns the user's buffer, if it has one, until it ends or is detached."""
+
+    __slots__ = ("_receiving", "detached", "limit", "message", "pins", "queue", "want")
+
+    queue: TagQueue
+
+    def __init__(self, receiving: Receiving, want: Want, pins: Pinned | None, limit: int) -> None:
+        super().__init__()
+        self._receiving = receiving
+        self.want = want
+        self.pins = pins
+        self.limit = limit
+        self.message: Message | None = None
+        self.detached = False
+
+    def accept(self, contents: bytes) -> None:
+        """Takes a message that is there, without having waited.
+
+        Raises:
+            RuntimeError: the device of the buffer failed.
+        """
+        try:
+            self.fill(contents)
+        finally:
+            self.release()
+
+    def fill(self, contents: bytes) -> None:
+        if self.pins is not None:
+            self.pins.fill(memoryview(contents))
+
+    def save(self, length: int) -> bytes:
+        assert self.pins is not None
+        return self.pins.copy(length)
+
+    def succeed(self, value: Any) -> None:
+        try:
+            if self.pins is not None:
+                self.pins.release()
+        finally:
+            self.finish(Value(value))
+
+    def fail(self, error: Exception) -> None:
+        try:
+            if not self.detached:
+                self.release()
+        finally:
+            self.finish(Error(error))
+
+    def fail_too_long(self, length: int) -> None:
+        what = "max_message_size is" if self.want is Want.BYTES else "the buffer has"
+        text = f"a message of {length} bytes is too long, {what} {self.limit}; it was dropped"
+        self.fail(UCXError(Status.MESSAGE_TRUNCATED, text))
+
+    def release(self) -> None:
+        if self.pins is not None:
+            self.pins.release()
+
+    def abandon(self) -> bool:
+        self.queue.cancel(self)
+        return True
+
+    def internal_error(self, error: BaseException) -> None:
+        self._receiving.internal_error(error)
+
+
+class Transfer(Operation):
+    """A message on its way into memory; owns that memory if it is fresh. Else the receive owns the buffer."""
+
+    __slots__ = ("_memory", "_message", "_receiving")
+
+    def __init__(self, receiving: Receiving, id: int, message: Message, memory: Pinned | None) -> None:
+        super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.core.label}")
+        self._receiving = receiving
+        self._message = message
+        self._memory = memory
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self.release()
+        if self._memory is not None:
+            self._memory.release()
+        self.finish(Value(None))
+        self._receiving.transfer_ended(self._message, status)
+
+    def internal_error(self, error: BaseException) -> None:
+        self._receiving.internal_error(error)

@@ -1,0 +1,389 @@
+"""Sending: messages, from the user's call to UCX. Owns the credit, the batch, and the tail of the byte stream.
+
+A message goes one of three ways:
+
+* The short way (:meth:`Sending.send_short`): bytes that are sent at once, or added to the batch. No object is made for
+  them.
+* At once: a :class:`SendOperation` pins the message and hands it to UCX.
+* Later: the same, after it has waited for credit.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import trio
+from outcome import Error, Outcome, Value
+
+from .. import _wire as wire
+from .._batch import LONGEST_MESSAGE, Batch
+from .._byte_stream import Tail
+from .._close_handshake import CloseHandshake, Peer
+from .._credit import SendCredit
+from ..ucp import Status, UCXError
+from ..ucp._arming import MOMENT
+from ..ucp._buffers import Buffer, Pinned
+from ..ucp._contained import contained
+from ..ucp._operations import Operation
+from ..ucp._posting import pending_operation, pin
+from ..ucp._status import broken
+from ..ucp._tag import SHORT
+from .transport import Transport
+
+
+class Sending:
+    """The sending half of a connection."""
+
+    def __init__(self, transport: Transport, handshake: CloseHandshake, peer_window: int, threshold: int) -> None:
+        self.transport = transport
+        self.core = transport.core
+        self.engine = transport.engine
+        self.handshake = handshake
+        self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
+        self.batch = Batch()
+        self.tail: Tail[SendOperation] = Tail()
+        self.bytes_sent = 0
+        #: Messages that were given to UCX, and whose task was cancelled before UCX was done with them; or that failed.
+        self.cancelled = 0
+        self.failed = 0
+        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it.
+        self._defers = not self.credit.stays(wire.MAX_BATCH)
+        # When the last short message was sent, and how often the worker had made progress by then.
+        self._sent_at = 0.0
+        self._sent_turn = 0
+        self._posting = False
+
+    # ---- whether ----
+
+    def problem(self) -> Exception | None:
+        """Why nothing can be sent, if so."""
+        if self.handshake.peer is Peer.CLOSING:
+            return broken("the peer closed the connection", self.core.error, self.core.origin)
+        return self.core.problem()
+
+    def check(self) -> None:
+        """Raises the reason why nothing can be sent, if there is one."""
+        problem = self.problem()
+        if problem is not None:
+            self.handshake.error_reported = True
+            raise problem
+
+    def may_send(self, queue: int) -> bool:
+        """Whether a small message could be sent, or would fail; if not, the peer is told."""
+        if self.problem() is not None or self.handshake.closing or self.credit.has_room(queue):
+            return True
+        self.report_stalled()
+        return False
+
+    async def wait_room(self, queue: int) -> None:
+        """Waits until a small message could be sent, or would fail."""
+        await self.core.wait_until(lambda: self.may_send(queue))
+
+    # ---- the short way ----
+
+    def send_short(self, queue: int, data: Buffer) -> SendOperation | bool:
+        """Sends a short message, if nothing is in its way.
+
+        Returns:
+            False if something is: use :meth:`submit`. True if the message was sent, or added to the batch. Else the
+            operation, because UCX could not take it yet.
+        """
+        if type(data) is not bytes:
+            if type(data) is not bytearray or len(data) > SHORT:
+                return False
+            data = bytes(data)  # which costs less than to pin it
+        size = len(data)
+        core = self.core
+        if size > SHORT or core.error is not None or core.handle is None or self.handshake.peer is not Peer.OPEN:
+            return False
+        if not self.credit.take_short(queue, size):
+            return False
+        self.bytes_sent += size
+        if queue == wire.STREAM and self.tail.pieces:
+            self.tail.clear()
+        batch = self.batch
+        if size <= LONGEST_MESSAGE:
+            defer = True
+            if not batch.parts:
+                # Does it closely follow another? Not where its sender waited for anything in between.
+                now = perf_counter()
+                turns = self.engine.turns
+                defer = turns == self._sent_turn and now - self._sent_at < MOMENT and self._defers
+                self._sent_at = now
+                self._sent_turn = turns
+                if defer:
+                    self.engine.batches.defer(self)
+            if defer:
+                if batch.add(queue, data):
+                    self.send_batch()
+                return True
+        elif batch.parts:
+            self.send_batch()
+            problem = core.problem()
+            if problem is not None:
+                self.send_failed(reported=True)
+                raise problem
+        verdict = self.transport.send_bytes(queue, data)
+        return True if verdict == 0 else self._keep(verdict, queue, data)
+
+    def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
+        """UCX has not taken a short message yet, and needs it until it has."""
+        try:
+            if verdict < 0:
+                self.core.told = True
+                raise self.core.error_of(verdict, "sending a message")
+            try:
+                send = SendOperation(self, queue, Pinned(data))
+                send.posted(verdict)
+            except BaseException:
+                self.engine.keep(verdict, data)
+                raise
+        except Exception:
+            self.send_failed(reported=queue != wire.BATCH)  # the senders of a batch's messages have gone on
+            raise
+        self.engine.settle()
+        return send
+
+    def send_batch(self) -> None:
+        """See :class:`ucp._loop_hooks.DeferredBatch`."""
+        if not self.batch.parts:
+            return
+        core = self.core
+        try:
+            parts = self.batch.take()
+            if core.handle is None:
+                return
+            self.engine.counters["batches"] += 1
+            data = b"".join(parts)
+            verdict = self.transport.send_bytes(wire.BATCH, data)
+            if verdict:
+                self._keep(verdict, wire.BATCH, data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
+            if core.error is None:
+                core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
+            self.engine.settle()
+        except Exception as error:  # the sends of these messages have returned already
+            self.internal_error(error)
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: the connection ends. Never raises."""
+        self.core.internal_error(error)
+
+    # ---- the other ways ----
+
+    def submit(self, queue: int, data: Buffer) -> SendOperation | None:
+        """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
+
+        Raises:
+            trio.BrokenResourceError: nothing can be sent any more.
+            TypeError, ValueError: not a buffer that can be sent.
+        """
+        self.check()
+        send = SendOperation(self, queue, pin(self.engine, data))
+        if self.credit.take(queue, send.size):
+            return send.post()
+        self.credit.wait(send)
+        self.report_stalled()
+        return send
+
+    def submit_nowait(self, queue: int, data: Buffer) -> None:
+        """Sends a message now.
+
+        Raises:
+            trio.WouldBlock: there is no credit.
+            Others: as for :meth:`submit`.
+        """
+        self.check()
+        send = SendOperation(self, queue, pin(self.engine, data))
+        if not self.credit.take(queue, send.size):
+            send.release_unsent()
+            self.report_stalled()
+            raise trio.WouldBlock
+        send.post()
+
+    def send_waiting(self) -> None:
+        """Sends what has waited for credit and may be sent now."""
+        if self._posting:
+            return  # posting one can deliver credit for the next: the loop below sees it
+        self._posting = True
+        try:
+            while (send := self.credit.next_ready()) is not None:
+                send.post_late()
+        finally:
+            self._posting = False
+        self.core.changed()
+        if self.credit.waiting:
+            self.report_stalled()
+
+    def report_stalled(self) -> None:
+        if self.credit.must_report():
+            self.send_frame(wire.Stalled())
+
+    def send_frame(self, frame: wire.Frame) -> None:
+        """Sends a control frame, which costs no credit. Never raises."""
+        core = self.core
+        if core.handle is None:
+            return
+        if self.batch.parts:
+            self.send_batch()
+            if core.handle is None:
+                return
+        try:
+            data = wire.encode_frame(frame)
+            verdict = self.transport.send_bytes(wire.CONTROL, data)
+            if verdict:
+                try:
+                    pins = Pinned(data)
+                except BaseException:
+                    self.engine.keep(verdict, data)
+                    raise
+                pending_operation(self.engine, verdict, pins, "sending a message", core)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
+            pass  # the failure of the connection is reported elsewhere
+        except Exception as error:  # else a peer that waits for this frame would wait for ever
+            self.internal_error(error)
+
+    def send_failed(self, *, reported: bool) -> None:
+        """A message that nobody had cancelled was not sent; ``reported``: and its task is told."""
+        self.failed += 1
+        if reported:
+            self.handshake.error_reported = True
+
+    # ---- the end ----
+
+    def _in_flight(self) -> list[SendOperation]:
+        return [operation for operation in self.core.pending if isinstance(operation, SendOperation)]
+
+    def finished(self) -> bool:
+        """Whether GOODBYE may be sent: what is still in flight was cancelled and nobody misses it, or is lost."""
+        if self.problem() is not None:
+            return True
+        if self.credit.waiting:
+            return False
+        spare = self.tail.spare()
+        return all(send.cancelled and (send.queue != wire.STREAM or send in spare) for send in self._in_flight())
+
+    def withdraw_stream(self, error: Exception) -> None:
+        """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""
+        for send in [send for send in self.credit.waiting if send.queue == wire.STREAM]:
+            send.withdraw(error)
+        self.send_waiting()
+
+    def fail_all(self, problem: Exception) -> None:
+        """Ends all sends, because the connection has ended."""
+        for send in self._in_flight():
+            if send.outcome is None and not send.left_over:
+                send.finish(Error(problem))  # it waits for the peer to ask for it
+                send.leave_over()
+        for send in list(self.credit.waiting):
+            send.withdraw(problem)
+            self.handshake.error_reported = True
+        self.send_waiting()
+
+    def end_waits(self, error: Exception) -> None:
+        """Ends the sends that wait for credit, after an internal error. Never raises."""
+        for send in list(self.credit.waiting):
+            contained(send.withdraw, error)
+
+    @property
+    def undelivered(self) -> bool:
+        """Whether something that was sent, and not cancelled, may not have reached the peer."""
+        return bool(self.credit.waiting) or self.handshake.undelivered(self.credit.sent, self.cancelled, self.failed)
+
+
+class SendOperation(Operation):
+    """A message on its way out: it waits for credit, then for UCX. Owns its buffer all the time."""
+
+    __slots__ = ("cancelled", "queue", "sending", "size")
+
+    def __init__(self, sending: Sending, queue: int, pins: Pinned) -> None:
+        super().__init__(sending.engine, 0, pins, "sending a message", sending.core)
+        self.sending = sending
+        self.queue = queue
+        self.size = pins.size
+        #: Whether its task was cancelled, so that nobody misses it if it does not arrive.
+        self.cancelled = False
+
+    @property
+    def waits_for_credit(self) -> bool:
+        return not self.id and self.outcome is None
+
+    def post(self) -> SendOperation | None:
+        """Gives the message, which is charged, to UCX. Returns None when UCX has taken it.
+
+        Raises:
+            trio.BrokenResourceError, UCXError: it cannot be sent; its buffer is released.
+        """
+        sending = self.sending
+        core = sending.core
+        try:
+            if sending.batch.parts:
+                sending.send_batch()
+            problem = core.problem()
+            if problem is not None:
+                raise problem
+            assert self.pins is not None
+            verdict = sending.transport.send(self.queue, self.pins)
+            if verdict < 0:
+                core.told = True
+                raise core.error_of(verdict, self.doing)
+        except Exception:
+            self.release_unsent()
+            sending.send_failed(reported=True)
+            raise
+        sending.bytes_sent += self.size
+        stays = verdict > 0 and sending.credit.stays(self.size)
+        if self.queue == wire.STREAM and not stays:
+            sending.tail.clear()
+        if verdict == 0:
+            self.release_unsent()
+            return None
+        try:
+            self.posted(verdict)
+        except BaseException:
+            sending.engine.keep(verdict, self.pins)
+            raise
+        if self.queue == wire.STREAM and stays:
+            sending.tail.add(self)
+        sending.engine.settle()
+        return self
+
+    def post_late(self) -> None:
+        """Does the same after it has waited for credit, when its task is told by its outcome."""
+        try:
+            if self.post() is None:
+                self.finish(Value(None))
+        except Exception as error:
+            self.finish(Error(error))
+
+    def release_unsent(self) -> None:
+        """Releases the buffer, which UCX has not got, or does not need any more."""
+        if self.pins is not None:
+            self.pins.release()
+
+    def withdraw(self, error: Exception) -> None:
+        """Ends it while it waits for credit."""
+        try:
+            self.sending.credit.withdraw(self)
+            self.release_unsent()
+        finally:
+            self.finish(Error(error))
+
+    def finish(self, result: Outcome[Any]) -> None:
+        if self.id and self.outcome is None and isinstance(result, Error) and not self.cancelled:
+            self.sending.send_failed(reported=self.awaited or self.notify is not None)
+        super().finish(result)
+
+    def abandon(self) -> bool:
+        if self.outcome is not None:
+            return True
+        if self.id:
+            self.sending.cancelled += 1
+            self.cancelled = True
+            self.leave_over()
+        else:
+            self.sending.credit.withdraw(self)
+            self.release_unsent()
+            self.sending.send_waiting()  # it may have been in others' way
+        return True

@@ -1,0 +1,53 @@
+"""The calls into UCX of one connection. The simulation in ``tests/test_link.py`` takes this module's place."""
+
+from __future__ import annotations
+
+from .._native import lib
+from ..ucp._buffers import Pinned
+from ..ucp._operations import EndpointCore
+
+_HOST = lib.TU_MEMORY_HOST
+
+
+class Transport:
+    """Sends and receives the messages of one connection over its endpoint.
+
+    Sending and receiving return a verdict: 0, UCX is done with the memory; more than 0, the id of an operation in
+    flight, which needs the memory until its record arrives; less than 0, a status.
+    """
+
+    __slots__ = ("_prefix", "core", "engine")
+
+    def __init__(self, core: EndpointCore, peer_id: int) -> None:
+        self.core = core
+        self.engine = core.engine
+        #: What the tags of our messages have in common.
+        self._prefix = peer_id << 32
+
+    def send_bytes(self, queue: int, data: bytes) -> int:
+        """Sends bytes that UCX will hardly keep: they are pinned only if it does."""
+        core = self.core
+        core.unflushed = True
+        return lib.tu_tag_send_one(core.handle, data, len(data), _HOST, self._prefix | queue)
+
+    def send(self, queue: int, pins: Pinned) -> int:
+        core = self.core
+        core.unflushed = True
+        if pins.many is None:
+            return lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, self._prefix | queue)
+        return lib.tu_tag_send(core.handle, pins.native_list(), self._prefix | queue, False)
+
+    def receive(self, handle: int, pins: Pinned) -> int:
+        """Receives a message that UCX holds."""
+        engine = self.engine
+        if pins.many is None:
+            return lib.tu_message_receive_one(
+                engine.handle, handle, pins.address, pins.size, pins.memory, engine.received
+            )
+        return lib.tu_message_receive(engine.handle, handle, pins.many, engine.received)
+
+    def discard(self, handle: int) -> None:
+        """Drops a message that UCX holds."""
+        engine = self.engine
+        if engine.handle is not None:
+            engine.mail.discard(handle)

@@ -1,0 +1,592 @@
+"""Tag queues: the messages of one tag that arrived, the receives that wait for them, and which gets which. Pure.
+
+A tag queue pairs its messages with its receives in order: the first message goes to the first receive. Receives
+complete in order, too, so a message is never overtaken when a receive is cancelled.
+
+A message is HELD while UCX has it, MOVING while UCX writes it to memory, READY when it is in memory. A small message is
+moved to memory of ours as soon as it arrives; a large one only when there is a receive for it, to the buffer of that
+receive. If that receive is cancelled meanwhile, the transfer goes on, and the receive keeps its buffer, *detached* from
+its task. When the transfer ends, the message is saved out of the buffer, which then is its owner's again, and the next
+receive of the queue gets the message, whichever that is.
+
+When the peer is lost, messages that had not arrived whole are missing among those that had. The tag queue of the byte
+stream is *sequential*: it delivers nothing behind a message that is missing.
+
+The queue decides; it never touches memory. A :class:`Receive` owns a buffer of the user's, and copies to it and from
+it. A :class:`Mover` begins transfers. :class:`Packed` messages give out their bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from typing import Any, Protocol
+
+
+class State(enum.Enum):
+    HELD = enum.auto()
+    MOVING = enum.auto()
+    READY = enum.auto()
+
+
+class Want(enum.Enum):
+    BYTES = enum.auto()
+    COPY = enum.auto()  # bytes, to be copied to a small buffer of the user's, whose size is the limit
+    INTO = enum.auto()
+    LENGTH = enum.auto()  # wait_message: does not take the message
+
+
+class Message:
+    """A message of a tag queue."""
+
+    __slots__ = ("contents", "error", "handle", "length", "queue", "receive", "state", "whole")
+
+    def __init__(self, queue: TagQueue, handle: int, length: int) -> None:
+        self.queue = queue
+        #: Whether UCX is known to have the whole message.
+        self.whole = False
+        self.handle = handle
+        self.length = length
+        self.state = State.HELD
+        #: Its bytes, if they are, or will be, in memory of ours.
+        self.contents: bytes | None = None
+        #: Why it could not be saved out of a buffer of the user's.
+        self.error: Exception | None = None
+        #: The receive whose buffer it lies in or is written to.
+        self.receive: Receive | None = None
+
+
+class Packed(Protocol):
+    """Small messages of one length that are READY: what was received of such at once."""
+
+    #: The length of each.
+    length: int
+    #: How many were not taken yet.
+    left: int
+
+    def pop(self) -> bytes:
+        """Takes the first of them."""
+
+    def pop_all(self) -> bytes:
+        """Takes all that are left, one after the other."""
+
+
+class Receive(Protocol):
+    """A receive that waits, or whose message is being written to its buffer. Owns that buffer, if there is one."""
+
+    want: Want
+    #: The longest message that it can take.
+    limit: int
+    #: The message that lies in its buffer or is written to it.
+    message: Message | None
+    #: Whether its task is gone, while a message is written to its buffer.
+    detached: bool
+
+    def fill(self, contents: bytes) -> None:
+        """Copies a message to its buffer, if it has one.
+
+        Raises:
+            RuntimeError: the device of the buffer failed.
+        """
+
+    def save(self, length: int) -> bytes:
+        """Copies a message out of its buffer.
+
+        Raises:
+            RuntimeError: the device of the buffer failed.
+            MemoryError: there is no memory for the copy.
+        """
+
+    def succeed(self, value: Any) -> None:
+        """Releases the buffer, and ends with a value."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends with an error, and releases the buffer unless it is detached."""
+
+    def fail_too_long(self, length: int) -> None:
+        """Fails because the message is longer than its limit, and was dropped."""
+
+    def release(self) -> None:
+        """Releases the buffer: the task is gone, and so is the transfer."""
+
+
+class Mover(Protocol):
+    """Moves messages to memory, and keeps the books."""
+
+    def move(self, message: Message, receive: Receive | None) -> None:
+        """Begins to write a HELD message to the buffer of a receive, or to fresh memory.
+
+        Sets its state to READY if that is done at once, else to MOVING, and calls ``TagQueue.moved`` later.
+
+        Raises:
+            MemoryError: there is not enough memory; the message stays HELD.
+        """
+
+    def consumed(self, message: Message) -> None:
+        """The user has taken the message, or it was dropped."""
+
+    def discard(self, message: Message) -> None:
+        """Nobody wants a HELD message."""
+
+    def detached(self, receive: Receive, detached: bool) -> None:
+        """The buffer of a receive now belongs to the library, or no longer does."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: the connection ends. Never raises."""
+
+
+#: Transfers of one queue that may go on at once.
+AHEAD = 8
+#: How many bytes those may be that come before one into memory of ours. More large ones at once would keep as much
+#: fresh memory in use, which costs more than the transfer; a user's buffer is there anyway.
+FRESH_AHEAD = 2**24
+
+
+#: Used instead of an empty deque, which takes 600 bytes: a peer can make us open a tag queue with an empty message.
+_NOTHING: Any = ()
+#: Up to so many are kept in a list rather than a deque, for the same reason.
+_FEW = 8
+
+
+class TagQueue:
+    """One tag queue of a connection, in the receiving direction."""
+
+    __slots__ = (
+        "_again",
+        "_later",
+        "_settling",
+        "failure",
+        "messages",
+        "mover",
+        "number",
+        "packed",
+        "receives",
+        "sequential",
+    )
+
+    def __init__(self, number: int, mover: Mover, *, sequential: bool = False) -> None:
+        self.number = number
+        self.mover = mover
+        self.sequential = sequential
+        #: Why nothing is delivered any more: in a sequential queue a message is missing.
+        self.failure: Exception | None = None
+        #: The first packed messages, which come before all others; while there are any, no receive waits.
+        self.packed: Packed | None = None
+        self._later: collections.deque[Packed] | list[Packed] = _NOTHING
+        self.messages: collections.deque[Message] | list[Message] = _NOTHING
+        self.receives: collections.deque[Receive] = _NOTHING
+        self._settling = False
+        self._again = False
+
+    @property
+    def idle(self) -> bool:
+        return not (self.messages or self.receives or self.packed) and self.failure is None
+
+    # ---- messages arrive ----
+
+    def arrived(self, handle: int, length: int, *, whole: bool | None) -> None:
+        """A message arrived.
+
+        Args:
+            whole: whether UCX has the whole message; False if it stays with its sender until it is received, None if
+                that is not known. Unless it is False, a message without a receive is moved to memory of ours.
+        """
+        message = Message(self, handle, length)
+        message.whole = whole is True
+        if self.failure is not None:
+            self._drop(message)
+            return
+        self._add_messages([message])
+        self.settle()
+        if whole is not False and message.state is State.HELD and message in self.messages:
+            try:
+                self.mover.move(message, None)
+            except MemoryError:
+                return  # UCX keeps the message until it is received
+            self.settle()
+
+    def give(self, data: bytes) -> bool:
+        """A small message arrived by itself, and receives wait: gives it to the first, if that is all there is to do.
+
+        Returns:
+            False if it is not: use :meth:`packed_arrived`.
+        """
+        if self.messages or self._settling or self.failure is not None:
+            return False
+        receive = self.receives[0]
+        if receive.want is Want.LENGTH or len(data) > receive.limit:
+            return False
+        if receive.want is Want.INTO:
+            self._fill_first(receive, data)
+        else:
+            self.receives.popleft()
+            receive.succeed(data)
+        return True
+
+    def packed_arrived(self, packed: Packed) -> int:
+        """Packed messages arrived. Returns how many of them were consumed at once."""
+        if self.failure is not None:
+            return packed.left
+        before = packed.left
+        if not self.messages and not self._settling:
+            while self.receives and packed.left:
+                receive = self.receives[0]
+                if receive.want is Want.LENGTH or packed.length > receive.limit:
+                    break
+                if receive.want is Want.INTO:
+                    self._fill_first(receive, packed.pop())
+                else:
+                    data = packed.pop()
+                    self.receives.popleft()
+                    receive.succeed(data)
+            if not self.receives:
+                if packed.left:
+                    if self.packed is None:
+                        self.packed = packed
+                    else:
+                        self._add_later(packed)
+                return before - packed.left
+        consumed = before - packed.left
+        self._add_messages(self._messages_of(packed))
+        self.settle()
+        return consumed
+
+    def _fill_first(self, receive: Receive, data: bytes) -> None:
+        """Gives a message to the first receive, which has a buffer."""
+        try:
+            receive.fill(data)
+        except RuntimeError as error:
+            self._remove(receive)
+            receive.fail(error)
+        else:
+            self._remove(receive)
+            receive.succeed(len(data))
+
+    def _add_later(self, packed: Packed) -> None:
+        later = self._later
+        if not later:
+            self._later = [packed]
+        else:
+            if type(later) is list and len(later) >= _FEW:
+                self._later = later = collections.deque(later)
+            later.append(packed)
+
+    def next_packed(self) -> None:
+        """The first packed messages are used up: goes on to the next ones."""
+        if self._later:
+            self.packed = self._later[0]
+            del self._later[0]
+        else:
+            self.packed = None
+
+    def _add_messages(self, messages: list[Message]) -> None:
+        if self.messages:
+            if type(self.messages) is list and len(self.messages) >= _FEW:
+                self.messages = collections.deque(self.messages)
+            self.messages.extend(messages)
+        else:
+            self.messages = messages if len(messages) <= _FEW else collections.deque(messages)
+
+    def _messages_of(self, packed: Packed) -> list[Message]:
+        messages = []
+        while packed.left:
+            message = Message(self, 0, packed.length)
+            message.state = State.READY
+            message.contents = packed.pop()
+            messages.append(message)
+        return messages
+
+    def unpack(self) -> None:
+        """Turns packed messages into messages like all others."""
+        ready: list[Message] = []
+        while self.packed is not None:
+            ready += self._messages_of(self.packed)
+            self.next_packed()
+        if ready:
+            self.messages = collections.deque([*ready, *self.messages]) if self.messages or len(ready) > _FEW else ready
+
+    # ---- receives ----
+
+    def wait(self, receive: Receive) -> None:
+        """Adds a receive, which may complete at once."""
+        self.unpack()
+        if self.receives is _NOTHING:
+            self.receives = collections.deque()
+        self.receives.append(receive)
+        self.settle()
+
+    def ready_now(self) -> Message | None:
+        """The message that a receive could have without waiting."""
+        self.unpack()
+        if self.messages and not self.receives and self.messages[0].state is State.READY:
+            return self.messages[0]
+        return None
+
+    def cancel(self, receive: Receive) -> None:
+        """The task of a receive was cancelled."""
+        self.receives.remove(receive)
+        message = receive.message
+        if message is None:
+            receive.release()
+        elif message.state is State.READY:
+            self._save(message)
+            receive.release()
+        else:
+            self._detach(receive)
+        self.settle()
+
+    def _detach(self, receive: Receive) -> None:
+        """The task of a receive is gone, while a message is written to its buffer: it keeps the buffer until then."""
+        receive.detached = True
+        self.mover.detached(receive, True)
+
+    def _remove(self, receive: Receive) -> None:
+        """Removes a receive that is about to end. Anything that may fail is done before."""
+        if self.receives[0] is receive:
+            self.receives.popleft()
+        else:
+            self.receives.remove(receive)
+
+    # ---- transfers ----
+
+    def moved(self, message: Message, error: Exception | None) -> None:
+        """A MOVING message is READY, or will never be."""
+        receive = message.receive
+        detached = receive is not None and receive.detached
+        if receive is not None and detached:
+            self.mover.detached(receive, False)
+        if message not in self.messages:  # given up before
+            self._part(message)
+        elif error is not None:
+            self._missing(message, error)
+            self.messages.remove(message)
+            self._part(message)
+            if receive is None or detached:  # it was for whoever is first
+                receive = self.receives[0] if self.receives and self.receives[0].want is not Want.LENGTH else None
+            if receive is not None:
+                self._remove(receive)
+                receive.fail(error)
+            self.mover.consumed(message)
+        else:
+            message.state = State.READY
+            if detached:
+                self._save(message)
+        self.settle()
+
+    def _part(self, message: Message) -> None:
+        """A message has nothing to do with a user's buffer any more. A detached receive lets go of its buffer."""
+        receive, message.receive = message.receive, None
+        if receive is not None:
+            receive.message = None
+            if receive.detached:
+                receive.release()
+
+    def _save(self, message: Message) -> None:
+        """Copies a READY message out of a user's buffer: from now on it is in memory of ours."""
+        if message.receive is not None:
+            try:
+                message.contents = message.receive.save(message.length)
+            except (RuntimeError, MemoryError) as error:
+                message.error = error
+            self._part(message)
+
+    def settle(self) -> None:
+        """Completes what can be completed, in order, and begins transfers for the receives that are next."""
+        # Beginning a transfer can deliver others, which settle, too: then once more.
+        self._again = True
+        if self._settling:
+            return
+        self._settling = True
+        try:
+            while self._again:
+                self._again = False
+                while self._complete_first():
+                    pass
+                self._move_ahead()
+        finally:
+            self._settling = False
+
+    def _complete_first(self) -> bool:
+        if not self.messages or not self.receives:
+            return False
+        message, receive = self.messages[0], self.receives[0]
+        if receive.want is Want.LENGTH:
+            self.receives.popleft()
+            receive.succeed(message.length)
+            return True
+        if receive.message is not None and receive.message is not message:
+            # A cancellation shifted the pairs: another message lies in its buffer, or is on its way there.
+            if receive.message.state is not State.READY:
+                return False
+            self._save(receive.message)
+        if message.length > receive.limit:
+            return self._too_long(message, receive)
+        if message.state is State.HELD:
+            try:
+                self._move(message, receive)
+            except MemoryError as error:
+                return self._no_memory(message, receive, error)
+        if not self.messages or self.messages[0] is not message or not self.receives or self.receives[0] is not receive:
+            return True  # it could not be moved, and its receive has failed; or that was cancelled
+        if message.state is not State.READY:
+            return False
+        self._deliver(message, receive)
+        return True
+
+    def _too_long(self, message: Message, receive: Receive) -> bool:
+        if message.state is State.MOVING:
+            return False
+        self._drop_first(message)
+        self._remove(receive)
+        receive.fail_too_long(message.length)
+        return True
+
+    def _no_memory(self, message: Message, receive: Receive, cause: MemoryError) -> bool:
+        """Not enough memory for the first message: drops it, unless it is a piece of the byte stream."""
+        fate = "it can be read again" if self.sequential else "it was dropped; receive_into takes a buffer of yours"
+        error = MemoryError(f"there is no memory for a message of {message.length} bytes: {fate}")
+        error.__cause__ = cause
+        if not self.sequential:
+            self._drop_first(message)
+        self._remove(receive)
+        receive.fail(error)
+        return True
+
+    def _drop_first(self, message: Message) -> None:
+        """Drops the first message, which does not suit the first receive."""
+        del self.messages[0]
+        self._part(message)
+        self._drop(message)
+
+    def _drop(self, message: Message) -> None:
+        if message.state is State.HELD:
+            self.mover.discard(message)
+        self.mover.consumed(message)
+
+    def _move(self, message: Message, receive: Receive) -> None:
+        if receive.want is Want.INTO:
+            message.receive = receive
+            receive.message = message
+            try:
+                self.mover.move(message, receive)
+            except BaseException:
+                if message.state is State.HELD:  # else UCX may be writing to the buffer
+                    self._part(message)
+                raise
+        else:
+            self.mover.move(message, None)
+
+    def _move_ahead(self) -> None:
+        """Begins the transfers of receives that are not first, so that they overlap."""
+        if len(self.receives) < 2 or len(self.messages) < 2:
+            return
+        takers = [receive for receive in self.receives if receive.want is not Want.LENGTH][:AHEAD]
+        before = 0
+        for message, receive in zip(list(self.messages), takers, strict=False):
+            if before >= FRESH_AHEAD and receive.want is not Want.INTO:
+                return
+            before += message.length
+            if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
+                try:
+                    self._move(message, receive)
+                except MemoryError:
+                    return  # raised when its turn comes
+                if self._again:
+                    return  # things may have changed
+
+    def _deliver(self, message: Message, receive: Receive) -> None:
+        if message.receive is not receive:
+            self._save(message)
+        if receive.want is Want.INTO and message.receive is not receive and message.error is None:
+            assert message.contents is not None
+            try:
+                receive.fill(message.contents)
+            except RuntimeError as error:
+                message.error = error
+        self._part(message)
+        del self.messages[0]
+        self._remove(receive)
+        if message.error is not None:
+            receive.fail(message.error)
+        else:
+            receive.succeed(message.length if receive.want is Want.INTO else message.contents)
+        self.mover.consumed(message)
+
+    # ---- the end ----
+
+    def drop_held(self, error: Exception | None = None) -> None:
+        """The messages that their sender still has will not arrive: ``error``; None: nobody misses them."""
+        held = [message for message in self.messages if message.state is State.HELD and not message.whole]
+        for message in held:
+            if message in self.messages:
+                self._missing(message, error)
+                self.messages.remove(message)
+                self._drop(message)
+        self.settle()
+
+    def _missing(self, message: Message, error: Exception | None) -> None:
+        """A message will not arrive: in a sequential queue, nothing behind it counts."""
+        if not self.sequential:
+            return
+        self.failure = self.failure or error
+        while self.messages[-1] is not message:
+            rest = self.messages.pop()
+            assert rest.receive is None, "the byte stream is not received into users' buffers"
+            self._drop(rest)
+
+    def give_up_moving(self, error: Exception) -> None:
+        """The messages on their way will not arrive whole. UCX may keep their buffers for a while, or for ever."""
+        for message in [message for message in self.messages if message.state is State.MOVING]:
+            if message in self.messages:
+                self._missing(message, error)
+                self.messages.remove(message)
+                self.mover.consumed(message)
+                if message.receive is not None and not message.receive.detached:
+                    self.give_up(message.receive, error)
+        self.settle()
+
+    @property
+    def moving(self) -> bool:
+        """Whether a message is being written to memory."""
+        return any(message.state is State.MOVING for message in self.messages)
+
+    def fail_unserved(self, error: Exception) -> bool:
+        """No message will arrive any more: ends the receives for which none is there, and returns if there were any."""
+        self.settle()
+        before = len(self.receives)
+        served = len(self.messages)
+        for receive in list(self.receives):
+            if receive.want is not Want.LENGTH:
+                served -= 1
+            if served < 0 or (receive.want is Want.LENGTH and served <= 0):
+                self._remove(receive)
+                receive.fail(error)
+        return len(self.receives) < before
+
+    def give_up(self, receive: Receive, error: Exception, *, closing: bool = False) -> None:
+        """Ends a receive whatever its state; a transfer keeps its buffer until UCX lets go of it.
+
+        Args:
+            closing: no receive will come for a message in its buffer.
+        """
+        message = receive.message
+        if message is not None:
+            if message.state is State.MOVING:
+                self._detach(receive)
+            elif closing:
+                self._part(message)
+            else:
+                self._save(message)
+        self._remove(receive)
+        receive.fail(error)
+
+    def close(self, error: Exception) -> None:
+        """We closed: nobody gets anything any more."""
+        self.packed = None
+        self._later = _NOTHING
+        for receive in list(self.receives):
+            self.give_up(receive, error, closing=True)
+        messages, self.messages = self.messages, _NOTHING
+        for message in messages:
+            if message.state is State.HELD:
+                self.mover.discard(message)
