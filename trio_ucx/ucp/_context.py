@@ -211,7 +211,7 @@ class Context(metaclass=OpenedNotConstructed):
         size = _memory_units(_effective("SEG_SIZE", self.config) or "8k")
         return max(0, (size or 8192) - 128)
 
-    def check_evaluation(self) -> None:
+    def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
         if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
@@ -291,10 +291,10 @@ class Context(metaclass=OpenedNotConstructed):
                 engine.close_now()
         self.destroy_postponed()
         for memory in list(self.memories):
-            memory.close_unasked()
+            memory._close_unasked()
         self._destroy_if_unused()
 
-    def released(self, engine: Engine) -> None:
+    def _released(self, engine: Engine) -> None:
         """A worker of it was destroyed, in whatever thread."""
         self.engines.discard(engine)
         self._destroy_if_unused()
@@ -304,7 +304,7 @@ class Context(metaclass=OpenedNotConstructed):
         postponed, self.postponed = self.postponed, []
         self.postponed += [destroy for destroy in postponed if not destroy()]
 
-    def released_memory(self, memory: Memory) -> None:
+    def _released_memory(self, memory: Memory) -> None:
         """A memory of it was closed, in whatever thread."""
         self.memories.discard(memory)
         self._destroy_if_unused()

@@ -112,7 +112,7 @@ def query_name(core: EndpointCore) -> str:
 def evaluate(core: EndpointCore, nbytes: int) -> float:
     core.engine.settle()  # a failure that UCX has not told yet
     core.check()
-    core.engine.context.check_evaluation()
+    core.engine.context._check_evaluation()
     seconds = ffi.new("double *")
     status = lib.tu_endpoint_evaluate(core.handle, nbytes, seconds)
     if status == Status.NO_RESOURCE:

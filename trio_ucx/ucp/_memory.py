@@ -280,9 +280,9 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if self._pins is not None:
             self._pins.release()
         live_handles.closed("memory")
-        self.context.released_memory(self)
+        self.context._released_memory(self)
 
-    def close_unasked(self) -> None:
+    def _close_unasked(self) -> None:
         """Its context ends. Memory that is in use stays."""
         warn_resource(f"unclosed {self!r}", self)
         with suppress(BufferError):
