@@ -324,32 +324,6 @@ class RequestChain(ChainBuilder):
         code = lib.TU_ATOMIC_COMPARE_SWAP
         return self._atomic("compare_swap", code, remote, (expected, value), offset, bits, options)
 
-    def _atomic(
-        self,
-        name: str,
-        code: int,
-        remote: Any,
-        values: tuple[Any, ...],
-        offset: Any,
-        bits: int,
-        options: dict[str, Any],
-    ) -> ChainRequest:
-        if type(bits) is not int or bits not in (32, 64):
-            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
-        self._check_access(remote, Access.ATOMIC, "use atomics on")
-        low, high = -(2 ** (bits - 1)), 2**bits - 1
-        where = argument(offset, "the offset")
-        terms: dict[str, Any] = {"offset": where}
-        for field, value in zip(("operand", "swapped"), values, strict=False):
-            terms[field] = argument(value, "the value", low, high)
-        self._check_bounds(remote, where, as_integer(bits // 8))
-        known = known_value(where)
-        if isinstance(remote, RemoteMemory) and known is not None:
-            remote._check_aligned(known, bits // 8)
-        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
-        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
-        return self._add(draft, **options)
-
     # ---- messages ----
 
     @enable_ki_protection
