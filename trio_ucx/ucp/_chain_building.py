@@ -190,13 +190,19 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         So a chain can be run again with other numbers. The buffer, in host memory, stays pinned as long as the chain
         refers to it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer in host memory.
         """
         return local(buffer)
 
     def choose(self, index: Integer, options: Sequence[Any]) -> Choice:
-        """One of several remote memories, or endpoints, by a computed index, for a request's first argument.
+        """Chooses one of several remote memories, or endpoints, by a computed index, for a request's first argument.
 
         An index that no option has makes the request end with :exc:`DependencyBoundsError`.
+
+        Raises:
+            TypeError, ValueError: the index is not computed from a result; there are no options.
         """
         options = tuple(options)
         if not isinstance(index, Integer):
@@ -206,7 +212,12 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         return Choice(index, options)
 
     def previous(self, distance: int = 1) -> ChainRequest:
-        """The request that was added last, or so many before."""
+        """Returns the request that was added last, or so many before.
+
+        Raises:
+            TypeError, ValueError: the distance is no integer, or less than 1.
+            DependencyReferenceError: there are not so many requests.
+        """
         return self[-check_integer(distance, "the distance", 1, UNLIMITED)]
 
     def __getitem__(self, id: int) -> ChainRequest:

@@ -446,7 +446,7 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         self.kept = False
 
     def _keep(self, find: Reports, failed: bool, error_count: int) -> None:
-        """From now on these are the reports: the chain's go."""
+        """Takes these reports from now on, because the chain's go."""
         self._find, self.kept = find, True
         self._native, self._error_count = None, error_count
         for number in range(len(self) if failed else 0):
