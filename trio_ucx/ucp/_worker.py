@@ -549,8 +549,8 @@ async def open_worker(
         client_id: a number, 1 to 2**64 - 1, that listeners see in the connection requests of this worker.
         spin: seconds, the longest time for which a task that waits polls before it parks, which saves the cost of
             waking it. It polls only while no other task is runnable, and only as long as that has been paying; timers
-            and other descriptors wait meanwhile. None is 100e-6; 0 turns polling off; at most 1. ``statistics()`` says
-            what it did.
+            and other descriptors wait for up to a millisecond meanwhile. None is 100e-6; 0 turns polling off; at most
+            1. ``statistics()`` says what it did.
         yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
 
@@ -560,7 +560,7 @@ async def open_worker(
         OSError: too few file descriptors are left (EMFILE), or limits leave no room for shared memory.
         TypeError, ValueError: a wrong argument; an option that UCX does not know.
         UCXError: UCX cannot start, or create a worker.
-        RuntimeError: ``context`` was closed; no Trio run; the parent process had UCX open when it forked this one.
+        RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one.
     """
     await trio.lowlevel.checkpoint()
     worker = Worker._open(
