@@ -23,7 +23,7 @@ from helpers import (
 )
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import testing, ucp
 
 BIG = 2**26
 
@@ -308,6 +308,22 @@ async def test_accept(worker: ucp.Worker) -> None:
             await client.send(b"x")
             assert await server.receive() == b"x"
         await server.aclose()
+
+
+async def test_pair_of_connections_at_its_end(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both connections are open already when closing the listener is cancelled."""
+    scope = trio.CancelScope()
+    close = trio_ucx.Listener.aclose
+
+    async def aclose(listener: trio_ucx.Listener) -> None:
+        scope.cancel()
+        await close(listener)
+
+    monkeypatch.setattr(trio_ucx.Listener, "aclose", aclose)
+    with scope:
+        await testing.open_connection_pair(worker=worker)
+    assert scope.cancelled_caught
+    assert "connection" not in testing.live_handles()
 
 
 async def test_close_against_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:

@@ -84,7 +84,7 @@ def test_table_has_every_function_of_the_header(include: Path) -> None:
 def calls() -> set[str]:
     """The UCP functions that our C sources call, comments aside."""
     found: set[str] = set()
-    for source in SOURCES.glob("*.c"):
+    for source in SOURCES.rglob("*.c"):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", source.read_text(), flags=re.S)
         found.update(re.findall(r"\b(ucp_[a-z0-9_]+)\s*\(", code))
     return found

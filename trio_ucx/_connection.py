@@ -30,12 +30,14 @@ def check_tag(tag: int) -> int:
 
 @attrs.define(eq=False, repr=False)
 class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
-    """Two trio_ucx peers that shook hands. Open one with :func:`connect`, or accept it from a :class:`Listener`.
+    """A connection between two trio_ucx peers. Open one with :func:`connect`, or accept it from a :class:`Listener`.
 
     It carries messages, each with a tag; each tag is an ordered queue of its own. Besides, it carries one byte stream,
     which does not interfere with them; ``async for chunk in connection`` yields its chunks.
 
     As an async context manager it closes gracefully when its block is left normally, and by force when by an exception.
+
+    Cancellation: a cancelled block closes by force. A cancelled ``async for`` loses nothing.
     """
 
     _link: Link
@@ -89,7 +91,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._link.remote_address
 
     def statistics(self) -> ConnectionStatistics:
-        """What it has carried, holds and may send."""
+        """Returns what it has carried, holds and may send.
+
+        Raises: nothing, also after the close.
+        """
         link = self._link
         left_over = sum(operation.left_over for operation in link.core.pending)
         return ConnectionStatistics(
@@ -123,7 +128,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError: this connection was closed.
             trio.BrokenResourceError: the peer closed it, or is gone.
-            TypeError, ValueError: not such a buffer; the tag is out of range.
+            TypeError, ValueError, RuntimeError: not such a buffer; the tag is out of range; the buffer's device failed.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
@@ -138,18 +143,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, tag: int = 0) -> None:
-        """Sends one message without waiting.
+        """Sends one message without waiting; ``data`` and ``tag`` as for :meth:`send`.
 
         ``bytes`` are kept by reference until UCX has taken them; mutable data are copied. An error that shows only
-        later breaks the connection.
-
-        Args:
-            data, tag: as for :meth:`send`; at most 1 MiB of mutable data.
+        later breaks the connection, or is raised by :meth:`aclose`.
 
         Raises:
-            trio.WouldBlock: the peer's window is full, or others wait for it.
+            trio.WouldBlock: the peer's window is full, or other sends wait for it.
             ValueError: more than 1 MiB of mutable data: use :meth:`send`, which does not copy.
-            trio.ClosedResourceError, trio.BrokenResourceError, TypeError: as for :meth:`send`.
+            trio.ClosedResourceError, trio.BrokenResourceError, TypeError, RuntimeError: as for :meth:`send`.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
@@ -167,8 +169,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             trio.EndOfChannel: the peer has closed the connection and all its messages were received.
             trio.BrokenResourceError: the peer is gone, and all that had arrived was received.
-            trio.ClosedResourceError: this connection was closed.
+            trio.ClosedResourceError: this connection was closed, perhaps meanwhile.
             UCXError: MESSAGE_TRUNCATED: the message is longer than ``max_message_size``; it was dropped.
+            MemoryError: there is no memory for the message; it was dropped.
             TypeError, ValueError: a wrong tag.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
@@ -202,8 +205,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         used until :meth:`wait_buffers_released` returns; the message goes to the queue's next receive.
 
         Raises:
-            UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped. The message names both
-                lengths.
+            UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped.
             RuntimeError: the device of the buffer failed; the message is lost.
             TypeError, ValueError: not such a buffer; a wrong tag.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
@@ -244,7 +246,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises:
             trio.WouldBlock: it is not; or it is a large one, which only a waiting receive brings over.
-            Others: as for :meth:`receive`.
+            trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
+            UCXError, MemoryError, TypeError, ValueError: as for :meth:`receive`.
         """
         tag = check_tag(tag)
         link = self._link
@@ -255,10 +258,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_message(self, tag: int = 0) -> int:
         """Waits until a tag queue has a message, which stays; returns its length.
 
-        Cancellation: nothing happens.
+        Cancellation: nothing has happened.
 
         Raises:
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
+            TypeError, ValueError: a wrong tag.
         """
         tag = check_tag(tag)
         self._link.check()
@@ -266,9 +270,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return cast(int, await completed(self._link.receiving.receive(tag, Want.LENGTH), self._link.engine))
 
     def messages(self, tag: int = 0) -> Messages:
-        """The messages of a tag queue as an asynchronous iterator, which ends when the peer closes.
+        """Returns the messages of a tag queue as an asynchronous iterator, which ends when the peer closes.
 
-        It can be used again after a timeout: nothing is lost.
+        Cancellation: a cancelled step loses no message, and the iterator can be used again.
+
+        Raises:
+            TypeError, ValueError: a wrong tag. (Each step raises what :meth:`receive` does, except at the end.)
         """
         return Messages._create(self, check_tag(tag))
 
@@ -276,10 +283,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_buffers_released(self) -> None:
         """Waits until no buffer of a cancelled send or receive belongs to the library any more.
 
-        That can take until the peer receives a large message whose send was cancelled, or until the connection is
-        closed. Works on a closed connection, too.
+        That can take until the peer receives a large message whose send was cancelled, or until the connection closes.
 
-        Cancellation: nothing happens.
+        Cancellation: nothing has happened.
+
+        Raises: nothing, also after the close.
         """
         await trio.lowlevel.checkpoint()
         await self._link.core.wait_until(self._link.buffers_released)
@@ -320,6 +328,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.BusyResourceError: another task is sending on it.
             trio.ClosedResourceError: this connection was closed, or :meth:`send_eof` called.
             trio.BrokenResourceError: the peer closed it, or is gone.
+            TypeError: not a contiguous bytes-like object.
         """
         with self._sending.hold():
             self._check_stream()
@@ -350,8 +359,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_send_all_might_not_block(self) -> None:
         """Waits until the peer's window has room; see ``trio.abc.SendStream``.
 
-        Raises:
-            trio.BusyResourceError, trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send_all`.
+        Cancellation: nothing has happened.
+
+        Raises: as :meth:`send_all`.
         """
         with self._sending.hold():
             self._check_stream()
@@ -364,7 +374,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def send_eof(self) -> None:
         """Ends our half of the byte stream; see ``trio.abc.HalfCloseableStream``. Messages can still be sent.
 
-        Cancellation: it may or may not have been sent; call again.
+        Cancellation: the end may or may not have been sent; call again.
+
+        Raises:
+            trio.BusyResourceError: another task is sending on it.
+            trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send`.
         """
         with self._sending.hold():
             self._link.check()
@@ -390,6 +404,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             trio.BusyResourceError: another task is receiving on it.
             trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`receive`.
+            MemoryError, TypeError, ValueError: no memory for the bytes, which stay; a wrong ``max_bytes``.
         """
         if max_bytes is not None:
             max_bytes = check_integer(max_bytes, "max_bytes", 1, 1 << 62)
@@ -419,6 +434,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Closes by force, at once. A plain function; closed already: no effect.
 
         Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``.
+
+        Raises: nothing.
         """
         self._link.engine.check_thread()
         self._endpoint._closing = True
@@ -459,12 +476,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_closed(self) -> None:
-        """Waits until either side has ended the connection (:attr:`closed`), without receiving anything.
+        """Waits until either side has ended the connection (:attr:`closed`), or a cancelled :meth:`aclose` has ended.
 
-        After a cancelled :meth:`aclose` it waits for the close that goes on in the background. Any number of tasks may
-        wait.
+        Cancellation: nothing has happened.
 
-        Cancellation: nothing happens.
+        Raises: nothing, whatever ended the connection.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self.closed:
@@ -500,7 +516,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
 @attrs.define(eq=False, repr=False)
 class Messages(metaclass=OpenedNotConstructed):
-    """The messages of one tag queue: see :meth:`Connection.messages`."""
+    """The messages of one tag queue: see :meth:`Connection.messages`.
+
+    Cancellation: as :meth:`Connection.messages`.
+    """
 
     _connection: Connection
     _tag: int

@@ -238,14 +238,18 @@ def connect(
         authkey: a secret that the listener must have, too: each side proves to the other that it knows it.
         ssl_context: runs the exchange under TLS, with certificates as the context says. Messages are not encrypted:
             UCX sends them as they are.
-        server_hostname: whom the listener's certificate must name; by default the host of ``address``.
+        server_hostname: the name that the listener's certificate must have; by default the host of ``address``.
 
     Cancellation: if entering the block is cancelled, no connection is left behind.
 
     Raises:
         TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
-        OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates.
-        TypeError, ValueError: a wrong argument.
+        OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates. Too few
+            file descriptors are left (EMFILE).
+        TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
+        UCXError: UCX cannot start, for the run's shared worker.
+        trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
+        RuntimeError: the context manager was entered before.
     """
     way = _Way.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
     entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
@@ -273,7 +277,11 @@ async def open_ucx_stream(
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
-    Arguments, cancellation and errors are :func:`connect`'s.
+    The arguments are :func:`connect`'s.
+
+    Cancellation: no connection is left behind.
+
+    Raises: as :func:`connect`.
     """
     way = _Way.check((host, port), worker, connect_timeout, happy_eyeballs_delay, local_address)
     entry = make_entry(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
@@ -317,8 +325,10 @@ async def open_ucx_listeners(
     Cancellation: no listener is left behind.
 
     Raises:
-        OSError: the address is in use, or not ours.
-        TypeError, ValueError: a wrong argument.
+        OSError: the address is in use, or not ours; an unknown host; too few file descriptors are left (EMFILE).
+        TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
+        UCXError: UCX cannot start, for the run's shared worker.
+        trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
     """
     port = check_port(port)
     path = unix_path((host, port))
@@ -440,7 +450,13 @@ async def serve_ucx(
         handler_nursery: where the handlers run; by default a nursery of its own.
         task_status: ``await nursery.start(serve_ucx, handler, 0)`` returns the listeners once they listen.
 
-    Cancellation: closes the listeners and cancels the handlers.
+    Cancellation: closes the listeners, and cancels the handlers unless they run in ``handler_nursery``.
+
+    Raises:
+        ExceptionGroup: of what handlers raised (in ``handler_nursery``, that raises it), and of the listeners' errors:
+            ``trio.ClosedResourceError`` when one was closed, ``trio.BrokenResourceError`` when the worker broke.
+        OSError, TypeError, ValueError, UCXError: as :func:`open_ucx_listeners`.
+        trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke, before the server listened.
     """
     listeners = await open_ucx_listeners(port, host=host, worker=worker, **options)
 

@@ -48,7 +48,10 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
         return self._acceptor.worker
 
     def statistics(self) -> ListenerStatistics:
-        """How many clients are where."""
+        """Returns how many clients are where.
+
+        Raises: nothing, also after the close.
+        """
         acceptor = self._acceptor
         return ListenerStatistics(acceptor.handshaking, acceptor.waiting, acceptor.accepted, acceptor.refused)
 
@@ -58,10 +61,11 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
         Clients advance whether or not anybody accepts. Those that are turned away are never seen here.
 
-        Cancellation: nothing is lost.
+        Cancellation: no connection is lost.
 
         Raises:
             trio.ClosedResourceError: the listener was closed, perhaps meanwhile.
+            trio.BrokenResourceError: its worker broke.
         """
         return Connection._wrap(await self._acceptor.accept())
 
@@ -70,6 +74,8 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
         """Closes it. Clients that were not accepted are turned away; accepted connections are not affected.
 
         Cancellation: it is closed all the same.
+
+        Raises: nothing, closed already or not.
         """
         self._acceptor.engine.check_thread()
         if self._acceptor.engine.usable:

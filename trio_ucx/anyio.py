@@ -23,6 +23,8 @@ from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
 
 import trio_ucx
 
+__all__ = ["UCXListener", "UCXStream"]
+
 
 @contextmanager
 def _anyio_errors() -> Iterator[None]:
@@ -48,7 +50,16 @@ class UCXStream(ByteStream):
         self.connection = connection
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """Receives 1 to ``max_bytes`` bytes (:meth:`trio_ucx.Connection.receive_some`)."""
+        """Receives 1 to ``max_bytes`` bytes (:meth:`trio_ucx.Connection.receive_some`).
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            anyio.EndOfStream: the peer has ended its half, or closed the connection.
+            anyio.ClosedResourceError, anyio.BrokenResourceError: the connection was closed here; the peer is gone.
+            anyio.BusyResourceError: another task is receiving.
+            TypeError, ValueError: a wrong ``max_bytes``.
+        """
         with _anyio_errors():
             data = await self.connection.receive_some(max_bytes)
         if not data:
@@ -56,17 +67,38 @@ class UCXStream(ByteStream):
         return data
 
     async def send(self, item: bytes) -> None:
-        """Sends bytes (:meth:`trio_ucx.Connection.send_all`)."""
+        """Sends bytes (:meth:`trio_ucx.Connection.send_all`).
+
+        Cancellation: as :meth:`trio_ucx.Connection.send_all`.
+
+        Raises:
+            anyio.ClosedResourceError: the connection was closed here, or :meth:`send_eof` called.
+            anyio.BrokenResourceError: the peer closed the connection, or is gone.
+            anyio.BusyResourceError: another task is sending.
+            TypeError: not a bytes-like object.
+        """
         with _anyio_errors():
             await self.connection.send_all(item)
 
     async def send_eof(self) -> None:
-        """Ends our half (:meth:`trio_ucx.Connection.send_eof`)."""
+        """Ends our half (:meth:`trio_ucx.Connection.send_eof`).
+
+        Cancellation: as :meth:`trio_ucx.Connection.send_eof`.
+
+        Raises:
+            anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.BusyResourceError: as for :meth:`send`.
+        """
         with _anyio_errors():
             await self.connection.send_eof()
 
     async def aclose(self) -> None:
-        """Closes gracefully (:meth:`trio_ucx.Connection.aclose`)."""
+        """Closes gracefully (:meth:`trio_ucx.Connection.aclose`).
+
+        Cancellation: as :meth:`trio_ucx.Connection.aclose`.
+
+        Raises:
+            anyio.BrokenResourceError: what was sent may not have been delivered, and no operation has said so yet.
+        """
         with _anyio_errors():
             await self.connection.aclose()
 
@@ -93,6 +125,12 @@ class UCXListener(Listener[UCXStream]):
         """Accepts clients and starts ``handler(stream)`` for each in the task group, by default one of its own.
 
         As everywhere in anyio, closing the stream is the handler's business.
+
+        Cancellation: no connection is lost. Handlers in a task group of its own are cancelled; the listener stays open.
+
+        Raises:
+            anyio.ClosedResourceError, anyio.BrokenResourceError: the listener was closed; its worker broke.
+            ExceptionGroup: without ``task_group``: of these, and of what handlers raised.
         """
         async with AsyncExitStack() as stack:
             group = task_group
@@ -104,7 +142,12 @@ class UCXListener(Listener[UCXStream]):
                 group.start_soon(handler, UCXStream(connection))
 
     async def aclose(self) -> None:
-        """Stops listening (:meth:`trio_ucx.Listener.aclose`)."""
+        """Stops listening (:meth:`trio_ucx.Listener.aclose`).
+
+        Cancellation: as :meth:`trio_ucx.Listener.aclose`.
+
+        Raises: nothing, closed already or not.
+        """
         await self.listener.aclose()
 
     @property

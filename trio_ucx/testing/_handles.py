@@ -8,15 +8,17 @@ from ..ucp import _operations
 
 
 def live_handles() -> dict[str, int]:
-    """The native handles that are alive in this process, by kind: workers, endpoints, listeners, connections, pidfds.
+    """Counts the native handles that are alive in this process, by kind, such as ``worker`` and ``endpoint``.
 
     Empty when everything was closed.
+
+    Raises: nothing.
     """
     return _operations.live_handles.counts()
 
 
 def assert_no_live_handles() -> None:
-    """To be called after each test, outside ``trio.run``: everything native was closed.
+    """Checks that everything native was closed. Call it after each test, outside ``trio.run``.
 
     Raises:
         AssertionError: something was not; the message counts what, by kind.

@@ -20,12 +20,14 @@ async def open_connection_pair(*, worker: Worker | None = None, **options: Any) 
 
     Args:
         worker: where both live; by default the run's shared worker.
-        options: of both, see :func:`trio_ucx.connect`.
+        options: of both: those that :func:`trio_ucx.connect` and :func:`trio_ucx.open_ucx_listeners` have in common.
 
     Returns:
         (client, server), like ``trio.testing.memory_stream_pair``; close both.
 
     Cancellation: no connection is left behind.
+
+    Raises: as :func:`trio_ucx.connect`.
     """
     with tempfile.TemporaryDirectory() as folder:
         return await _open(f"unix:{folder}/socket", worker, options)
@@ -37,14 +39,22 @@ async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | N
     Args:
         host: the address to listen at, of this machine; the port is a free one.
         worker, options: as for :func:`open_connection_pair`, which also says what is returned.
+
+    Cancellation: as :func:`open_connection_pair`.
+
+    Raises: as :func:`trio_ucx.connect`.
     """
     return await _open(host, worker, options)
 
 
 async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
-    """The same as :func:`open_pair_over_listener`, with the byte stream full in both directions.
+    """Does the same as :func:`open_pair_over_listener`, and fills the byte stream in both directions.
 
     ``send_all`` waits until the other end has read: a ``clogged_stream_maker`` for ``trio.testing``.
+
+    Cancellation: as :func:`open_connection_pair`.
+
+    Raises: as :func:`trio_ucx.connect`.
     """
     pair = await open_pair_over_listener(worker=worker, **options)
     for connection in pair:
@@ -59,10 +69,14 @@ async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> 
 
 async def _open(host: str, worker: Worker | None, options: dict[str, Any]) -> Pair:
     [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
-    async with listener:
-        client = await connect(listener.address, worker=worker, **options).__aenter__()
-        try:
-            return client, await listener.accept()
-        except BaseException:
-            client.abort()
-            raise
+    opened: list[Connection] = []
+    try:
+        async with listener:
+            opened.append(await connect(listener.address, worker=worker, **options).__aenter__())
+            opened.append(await listener.accept())
+    except BaseException:  # also where closing the listener is cancelled
+        for connection in opened:
+            connection.abort()
+        raise
+    client, server = opened
+    return client, server

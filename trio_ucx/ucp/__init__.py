@@ -1,5 +1,9 @@
 """UCP in Trio idiom: contexts, workers, endpoints, listeners, tag messages. Any UCP peer can be talked to with this.
 
+Almost any call can raise some exceptions that its docstring does not repeat: ``MemoryError``, where UCX has no memory;
+:exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
+or in a forked child.
+
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
     _util, _contained, _pending, _status, _process,

@@ -58,7 +58,12 @@ class ActiveMessagesStatistics:
 
 @attrs.define(eq=False, repr=False)
 class ActiveMessages(metaclass=OpenedNotConstructed):
-    """The messages of one id, see :meth:`Worker.open_active_messages`: a context manager and an async iterator."""
+    """The messages of one id, see :meth:`Worker.open_active_messages`: a context manager and an async iterator.
+
+    The iteration ends when it is closed.
+
+    Cancellation: an iteration that is cancelled loses no message. Leaving the block closes it in any case.
+    """
 
     _engine: Engine
     _id: int
@@ -100,11 +105,11 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def receive_nowait(self) -> ActiveMessage:
-        """The next message that has arrived.
+        """Returns the next message that has arrived.
 
         Raises:
             trio.WouldBlock: there is none.
-            trio.ClosedResourceError: the queue, or its worker, was closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: it, or its worker, was closed; the worker broke.
         """
         self._check()
         native = lib.tu_am_next(self._handle)
@@ -120,10 +125,11 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     async def receive(self) -> ActiveMessage:
         """Waits for the next message. Several tasks may wait: first come, first served.
 
-        Cancellation: nothing is lost.
+        Cancellation: no message is lost.
 
         Raises:
-            trio.ClosedResourceError: the queue, or its worker, was closed.
+            trio.ClosedResourceError: it, or its worker, was closed, perhaps meanwhile.
+            trio.BrokenResourceError: the worker broke.
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -148,7 +154,10 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             raise StopAsyncIteration from None
 
     def statistics(self) -> ActiveMessagesStatistics:
-        """What waits, and what found no room; after the end, as of then."""
+        """Returns what waits, and what found no room; after the end, as of then.
+
+        Raises: nothing, also after the close.
+        """
         if self._handle is not None:
             counts = ffi.new("tu_am_counts_t *")
             lib.tu_am_counts(self._handle, counts)

@@ -61,7 +61,12 @@ class WorkerAddress:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> WorkerAddress:
-        """The same as ``WorkerAddress(data)``."""
+        """Does the same as ``WorkerAddress(data)``.
+
+        Raises:
+            TypeError: ``data`` is not bytes.
+            ValueError: ``data`` is damaged or something else. (UCX itself would crash.)
+        """
         return cls(data)
 
     @classmethod
@@ -76,6 +81,9 @@ class WorkerAddress:
             shared_memory: whether the program runs with UCX's option MM_ERROR_HANDLING=y, as trio_ucx does. Without it,
                 which is UCX's default, it cannot answer an endpoint with error handling over shared memory, and
                 messages would hang: such an endpoint then leaves shared memory out.
+
+        Raises:
+            TypeError: ``blob`` is not bytes.
         """
         address = cls.__new__(cls)
         address.__attrs_init__(bytes(blob), process, bool(shared_memory))

@@ -148,10 +148,13 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         Cancellation: the message can be received again; a rendezvous that has begun goes on.
 
         Raises:
-            ValueError: the message was received or released before.
+            ValueError: the message was received, released, or its worker closed; it is being received into a buffer.
             UCXError: MESSAGE_TRUNCATED: it is longer than the queue's ``max_message_size``. It can be received into a
                 buffer, or released.
-            trio.BrokenResourceError: the sender was lost before all had arrived.
+            BufferError: something made from :attr:`data` is still in use; the message stays.
+            trio.BusyResourceError: another task is receiving it.
+            trio.BrokenResourceError: the sender was lost before all had arrived; the worker broke.
+            trio.ClosedResourceError: the worker was closed meanwhile.
         """
         if self._operation is None and self.length > self._max_size:
             raise UCXError(
@@ -181,8 +184,11 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         which stays pinned, and which the next call must be given.
 
         Raises:
-            ValueError: the buffer is too small (the message stays); the message was received or released before.
-            trio.BrokenResourceError: the sender was lost before all had arrived.
+            TypeError: not a writable contiguous buffer.
+            ValueError: the buffer is too small (the message stays); the message was received, released, or its worker
+                closed; it is being received into another buffer.
+            BufferError, trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError: as for
+                :meth:`receive`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._operation is not None:

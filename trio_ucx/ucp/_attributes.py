@@ -80,7 +80,10 @@ class WorkerAttributes:
 
 
 def library() -> Library:
-    """Says which UCX library is in use (``ucp_get_version``, ``ucp_lib_query``)."""
+    """Returns which UCX library is in use (``ucp_get_version``, ``ucp_lib_query``).
+
+    Raises: nothing.
+    """
     mode = ffi.new("int *")
     check(lib.tu_library_thread_mode(mode), "asking for UCX's thread mode")
     return Library(ucx.version, ucx.compiled_version, ucx.file, ucx.system, ThreadMode(mode[0]))

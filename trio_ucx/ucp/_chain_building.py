@@ -24,6 +24,7 @@ from ._chain_terms import (
     local,
     pinned_memory,
 )
+from ._context import Feature
 from ._endpoint import Endpoint
 from ._memory import Access
 from ._posting import check_reaches
@@ -189,13 +190,19 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         So a chain can be run again with other numbers. The buffer, in host memory, stays pinned as long as the chain
         refers to it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer in host memory.
         """
         return local(buffer)
 
     def choose(self, index: Integer, options: Sequence[Any]) -> Choice:
-        """One of several remote memories, or endpoints, by a computed index, for a request's first argument.
+        """Chooses one of several remote memories, or endpoints, by a computed index, for a request's first argument.
 
         An index that no option has makes the request end with :exc:`DependencyBoundsError`.
+
+        Raises:
+            TypeError, ValueError: the index is not computed from a result; there are no options.
         """
         options = tuple(options)
         if not isinstance(index, Integer):
@@ -205,7 +212,12 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         return Choice(index, options)
 
     def previous(self, distance: int = 1) -> ChainRequest:
-        """The request that was added last, or so many before."""
+        """Returns the request that was added last, or so many before.
+
+        Raises:
+            TypeError, ValueError: the distance is no integer, or less than 1.
+            DependencyReferenceError: there are not so many requests.
+        """
         return self[-check_integer(distance, "the distance", 1, UNLIMITED)]
 
     def __getitem__(self, id: int) -> ChainRequest:
@@ -258,6 +270,32 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         start, size = known_value(offset), known_value(length)
         if isinstance(remote, RemoteMemory) and start is not None and size is not None and start + size > remote.nbytes:
             raise ValueError(f"{size} bytes from offset {start} on reach beyond the end of {remote.nbytes}")
+
+    def _atomic(
+        self,
+        name: str,
+        code: int,
+        remote: Any,
+        values: tuple[Any, ...],
+        offset: Any,
+        bits: int,
+        options: dict[str, Any],
+    ) -> ChainRequest:
+        if type(bits) is not int or bits not in (32, 64):
+            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
+        self._check_access(remote, Access.ATOMIC, "use atomics on")
+        low, high = -(2 ** (bits - 1)), 2**bits - 1
+        where = argument(offset, "the offset")
+        terms: dict[str, Any] = {"offset": where}
+        for field, value in zip(("operand", "swapped"), values, strict=False):
+            terms[field] = argument(value, "the value", low, high)
+        self._check_bounds(remote, where, as_integer(bits // 8))
+        known = known_value(where)
+        if isinstance(remote, RemoteMemory) and known is not None:
+            remote._check_aligned(known, bits // 8)
+        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
+        return self._add(draft, **options)
 
     def _target(self, thing: Any, atomic: bool) -> int:
         if not isinstance(thing, (Endpoint, RemoteMemory)):

@@ -198,7 +198,7 @@ class NativeChain:
         outcomes = self.outcomes
         if outcomes is not None and not outcomes.kept:
             count = self.error_count
-            outcomes.keep(*self._all_reports(len(outcomes)), count)
+            outcomes._keep(*self._all_reports(len(outcomes)), count)
 
     def _all_reports(self, count: int) -> tuple[Reports, bool]:
         """A copy of all reports, and whether any request has failed."""
@@ -445,8 +445,8 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         self._errors: dict[int, BaseException] = {}
         self.kept = False
 
-    def keep(self, find: Reports, failed: bool, error_count: int) -> None:
-        """From now on these are the reports: the chain's go."""
+    def _keep(self, find: Reports, failed: bool, error_count: int) -> None:
+        """Takes these reports from now on, because the chain's go."""
         self._find, self.kept = find, True
         self._native, self._error_count = None, error_count
         for number in range(len(self) if failed else 0):

@@ -188,15 +188,27 @@ class Integer(Expression):
     __hash__ = object.__hash__
 
     def any_bits(self, mask: Integer | int) -> Condition:
-        """Whether any bit of the mask is set in it."""
+        """Whether any bit of the mask is set in it.
+
+        Raises:
+            TypeError, ValueError: the mask is no integer, or has more than 128 bits.
+            NoDependencyResource: the expression needs too many values at once.
+        """
         return (self & mask) != 0
 
     def all_bits(self, mask: Integer | int) -> Condition:
-        """Whether all bits of the mask are set in it."""
+        """Whether all bits of the mask are set in it.
+
+        Raises: as :meth:`any_bits`.
+        """
         return (self & mask) == mask
 
     def pack(self, width: int = 8, *, big: bool = False) -> Piece:
-        """Its lowest ``width`` bytes (1 to 16), as payload; with ``big`` the most significant byte first."""
+        """Its lowest ``width`` bytes (1 to 16), as payload; with ``big`` the most significant byte first.
+
+        Raises:
+            TypeError, ValueError: the width is no integer, or out of range.
+        """
         width = check_integer(width, "the width", 1, 16)
         return Piece(lib.TU_PART_INTEGER, None, 0, width, big, self)
 
@@ -253,43 +265,75 @@ class _Loads:
         raise NotImplementedError
 
     def u8(self, offset: int = 0) -> Integer:
-        """An unsigned integer of 1 byte at this offset."""
+        """An unsigned integer of 1 byte at this offset.
+
+        Raises:
+            TypeError, ValueError: the offset is no integer, or negative.
+            DependencyReferenceError: beyond the end, or there is no result in host memory.
+        """
         return self._load(offset, 1, 0, big=False)
 
     def u16(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """An unsigned integer of 2 bytes; least significant byte first, unless ``big``."""
+        """An unsigned integer of 2 bytes; least significant byte first, unless ``big``.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 2, 0, big=big)
 
     def u32(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """An unsigned integer of 4 bytes."""
+        """An unsigned integer of 4 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 4, 0, big=big)
 
     def u64(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """An unsigned integer of 8 bytes."""
+        """An unsigned integer of 8 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 8, 0, big=big)
 
     def u128(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """An unsigned integer of 16 bytes."""
+        """An unsigned integer of 16 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 16, 0, big=big)
 
     def i8(self, offset: int = 0) -> Integer:
-        """A signed integer (two's complement) of 1 byte."""
+        """A signed integer (two's complement) of 1 byte.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 1, lib.TU_LOAD_SIGNED, big=False)
 
     def i16(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """A signed integer of 2 bytes."""
+        """A signed integer of 2 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 2, lib.TU_LOAD_SIGNED, big=big)
 
     def i32(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """A signed integer of 4 bytes."""
+        """A signed integer of 4 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 4, lib.TU_LOAD_SIGNED, big=big)
 
     def i64(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """A signed integer of 8 bytes."""
+        """A signed integer of 8 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 8, lib.TU_LOAD_SIGNED, big=big)
 
     def i128(self, offset: int = 0, *, big: bool = False) -> Integer:
-        """A signed integer of 16 bytes."""
+        """A signed integer of 16 bytes.
+
+        Raises: as :meth:`u8`.
+        """
         return self._load(offset, 16, lib.TU_LOAD_SIGNED, big=big)
 
 
@@ -366,7 +410,11 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
 
     @property
     def offset(self) -> Integer:
-        """Where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node."""
+        """Where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node.
+
+        Raises:
+            DependencyReferenceError: it has no result in host memory.
+        """
         self._location(0, 0)
         return Integer(((lib.TU_TERM_OFFSET, self.id, 0, 0, 0),), frozenset((self,)))
 
@@ -378,12 +426,20 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         return max(0, (self.size or 0) - offset)
 
     def bytes(self, offset: int = 0, length: int | None = None) -> Piece:
-        """Bytes of the result, as payload of a later request; by default all from the offset on."""
+        """Bytes of the result, as payload of a later request; by default all from the offset on.
+
+        Raises:
+            TypeError, ValueError: the offset or length is no integer, or negative; say the length, it is not known yet.
+            DependencyReferenceError: beyond the end, or there is no result in host memory.
+        """
         length = self._rest(offset, length)
         return Piece(lib.TU_PART_RESULT, self, self._location(offset, length), length)
 
     def crc32c(self, offset: int = 0, length: int | None = None) -> Integer:
-        """The CRC-32C (Castagnoli) of bytes of the result: to be compared, or written by its :meth:`Integer.pack`."""
+        """The CRC-32C (Castagnoli) of bytes of the result: to be compared, or written by its :meth:`Integer.pack`.
+
+        Raises: as :meth:`bytes`.
+        """
         length = self._rest(offset, length)
         term = (lib.TU_TERM_CRC32C, self.id, self._location(offset, length), length, 0)
         return Integer((term,), frozenset((self,)))
@@ -392,6 +448,10 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         """Whether the result has, at this offset, what is in a local buffer when the chain gets there.
 
         The buffer, in host memory, stays pinned as long as the chain refers to it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer in host memory; the offset is no integer, or negative.
+            DependencyReferenceError: beyond the end, or there is no result in host memory.
         """
         other = local(buffer)
         where = self._location(offset, other.nbytes)

@@ -91,9 +91,12 @@ class RequestChain(ChainBuilder):
             **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
 
         Raises:
-            TypeError, ValueError: wrong arguments; beyond the end; not allowed by the memory's :attr:`access`.
+            TypeError, ValueError: wrong arguments; beyond the end; not allowed by the memory's ``access``.
             DependencyReferenceError, NoDependencyResource: see there.
-            trio.ClosedResourceError, trio.BusyResourceError: the chain was closed, or is running.
+            RuntimeError: the context was opened without the feature that this needs.
+            trio.ClosedResourceError: the chain, the endpoint or the worker was closed.
+            trio.BusyResourceError: the chain is running, or a run that was cancelled is not over.
+            trio.BrokenResourceError: the endpoint, or the worker, broke.
         """
         self._check_access(remote, Access.READ, "read")
         where = argument(offset, "the offset")
@@ -223,7 +226,12 @@ class RequestChain(ChainBuilder):
 
     @enable_ki_protection
     def check(self, when: Condition, **options: Any) -> ChainRequest:
-        """Evaluates a condition, and does nothing else: for others to depend on. ``on_false`` and ``after`` as ever."""
+        """Evaluates a condition, and does nothing else: for other requests to depend on.
+
+        ``on_false`` and ``after`` are those of all requests.
+
+        Raises: as :meth:`get`.
+        """
         if not isinstance(when, Condition):
             raise TypeError(f"a check is of a Condition, as a comparison of a result, not of {type(when).__name__}")
         return self._add(Draft(lib.TU_CHAIN_CHECK, "check"), when=when, **options)
@@ -265,7 +273,10 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Bitwise and, as :meth:`fetch_add`."""
+        """Bitwise and; otherwise as :meth:`fetch_add`.
+
+        Raises: as :meth:`get`.
+        """
         return self._atomic("fetch_and", lib.TU_ATOMIC_AND, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
@@ -278,7 +289,10 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Bitwise or, as :meth:`fetch_add`."""
+        """Bitwise or; otherwise as :meth:`fetch_add`.
+
+        Raises: as :meth:`get`.
+        """
         return self._atomic("fetch_or", lib.TU_ATOMIC_OR, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
@@ -291,7 +305,10 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Bitwise exclusive or, as :meth:`fetch_add`."""
+        """Bitwise exclusive or; otherwise as :meth:`fetch_add`.
+
+        Raises: as :meth:`get`.
+        """
         return self._atomic("fetch_xor", lib.TU_ATOMIC_XOR, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
@@ -304,7 +321,10 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Stores ``value``, as :meth:`fetch_add`."""
+        """Stores ``value``; otherwise as :meth:`fetch_add`.
+
+        Raises: as :meth:`get`.
+        """
         return self._atomic("swap", lib.TU_ATOMIC_SWAP, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
@@ -318,35 +338,12 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Stores ``value`` if ``expected`` is there; its result is what was there before. As :meth:`fetch_add`."""
+        """Stores ``value`` if ``expected`` is there; otherwise as :meth:`fetch_add`.
+
+        Raises: as :meth:`get`.
+        """
         code = lib.TU_ATOMIC_COMPARE_SWAP
         return self._atomic("compare_swap", code, remote, (expected, value), offset, bits, options)
-
-    def _atomic(
-        self,
-        name: str,
-        code: int,
-        remote: Any,
-        values: tuple[Any, ...],
-        offset: Any,
-        bits: int,
-        options: dict[str, Any],
-    ) -> ChainRequest:
-        if type(bits) is not int or bits not in (32, 64):
-            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
-        self._check_access(remote, Access.ATOMIC, "use atomics on")
-        low, high = -(2 ** (bits - 1)), 2**bits - 1
-        where = argument(offset, "the offset")
-        terms: dict[str, Any] = {"offset": where}
-        for field, value in zip(("operand", "swapped"), values, strict=False):
-            terms[field] = argument(value, "the value", low, high)
-        self._check_bounds(remote, where, as_integer(bits // 8))
-        known = known_value(where)
-        if isinstance(remote, RemoteMemory) and known is not None:
-            remote._check_aligned(known, bits // 8)
-        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
-        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
-        return self._add(draft, **options)
 
     # ---- messages ----
 
@@ -360,7 +357,10 @@ class RequestChain(ChainBuilder):
         length: Integer | int | None = None,
         **options: Any,
     ) -> ChainRequest:
-        """Sends a tag message (``ucp_tag_send_nbx``); ``data``, ``length`` and ``**options`` as in :meth:`put`."""
+        """Sends a tag message (``ucp_tag_send_nbx``); ``data``, ``length`` and ``**options`` as in :meth:`put`.
+
+        Raises: as :meth:`get`.
+        """
         self._engine.context.require(Feature.TAG, "sending tag messages")
         draft = Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)})
         return self._send(draft, data, length, options)
@@ -380,6 +380,8 @@ class RequestChain(ChainBuilder):
         """Sends an active message (``ucp_am_send_nbx``): see :meth:`Endpoint.am_send`.
 
         ``data``, ``length`` and ``**options`` as in :meth:`put`. The header is copied.
+
+        Raises: as :meth:`get`.
         """
         self._engine.context.require(Feature.AM, "sending active messages")
         fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(bool(reply))}
@@ -419,7 +421,8 @@ class RequestChain(ChainBuilder):
         the chain can be run again.
 
         Raises:
-            ValueError: remote memory that it refers to was closed.
+            ValueError: remote memory that it refers to was closed, or has no worker's address for atomics.
+            OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or a run that was cancelled is not over.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
@@ -473,13 +476,12 @@ class RequestChain(ChainBuilder):
 
         Requests of a cancelled run complete when the peer answers, or is lost.
 
-        Cancellation: nothing happens.
+        Cancellation: nothing has happened.
 
         Raises:
             trio.ClosedResourceError: the chain was closed, perhaps meanwhile, or its worker was.
-            trio.BrokenResourceError: a connection of the chain broke without an answer, and UCX keeps the requests:
-            make
-                another chain, this one cannot run again. Or the worker broke.
+            trio.BrokenResourceError: the worker broke; or a connection broke without an answer, and UCX keeps the
+                requests: make another chain, this one cannot run again.
         """
         self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -524,7 +526,11 @@ class RequestChain(ChainBuilder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the chain takes in C, results included."""
+        """Bytes of memory that the chain takes in C, results included.
+
+        Raises:
+            trio.BusyResourceError, trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`run`.
+        """
         self._check()
         return int(lib.tu_chain_memory(self._native.handle))
 
@@ -536,6 +542,7 @@ class RequestChain(ChainBuilder):
 
         Raises:
             trio.BusyResourceError: it is running, or a run that was cancelled is not over.
+            trio.ClosedResourceError, trio.BrokenResourceError: the chain or the worker was closed; the worker broke.
         """
         self._check()
         self._end()
@@ -546,7 +553,10 @@ class RequestChain(ChainBuilder):
 
     @enable_ki_protection
     def close(self) -> None:
-        """Frees what it takes. A run that goes on is cancelled: nothing more is posted. Closed already: no effect."""
+        """Frees what it takes. A run that goes on is cancelled: nothing more is posted. Closed already: no effect.
+
+        Raises: nothing.
+        """
         self._engine.check_thread()
         if self._native.handle is not None and not self._engine.birth.inherited:
             self._end()

@@ -184,20 +184,36 @@ class Context(metaclass=OpenedNotConstructed):
             )
 
     def attributes(self) -> ContextAttributes:
-        """What UCX says about it (``ucp_context_query``)."""
+        """Returns what UCX says about it (``ucp_context_query``).
+
+        Raises:
+            RuntimeError: it was closed.
+        """
         return query_context(self._native())
 
     @property
     def memory_types(self) -> frozenset[MemoryType]:
-        """The kinds of memory that its workers can send from and receive into (``ucp_context_query``)."""
+        """The kinds of memory that its workers can send from and receive into (``ucp_context_query``).
+
+        Raises:
+            RuntimeError: it was closed.
+        """
         return self.attributes().memory_types
 
     def config_text(self) -> str:
-        """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
+        """Returns the configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``).
+
+        Raises:
+            RuntimeError: it was closed.
+        """
         return _take_text(lib.tu_context_config_text(self._native()))
 
     def info_text(self) -> str:
-        """The resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``)."""
+        """Returns the resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``).
+
+        Raises:
+            RuntimeError: it was closed.
+        """
         return _take_text(lib.tu_context_info_text(self._native()))
 
     @property
@@ -211,7 +227,7 @@ class Context(metaclass=OpenedNotConstructed):
         size = _memory_units(_effective("SEG_SIZE", self.config) or "8k")
         return max(0, (size or 8192) - 128)
 
-    def check_evaluation(self) -> None:
+    def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
         if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
@@ -248,8 +264,8 @@ class Context(metaclass=OpenedNotConstructed):
                 hardware does; UCX's own puts, gets and atomics over TCP and shared memory do not.
 
         Raises:
-            TypeError, ValueError: not a contiguous buffer, read-only, or empty.
-            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            TypeError, ValueError: not a contiguous buffer, read-only, or empty; ``access`` is no :class:`Access`.
+            RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX cannot register it.
         """
         self._require_memory()
@@ -260,11 +276,12 @@ class Context(metaclass=OpenedNotConstructed):
         """Allocates memory of the kind that peers reach best (``ucp_mem_map``); its contents are undefined at first.
 
         Args:
-            nbytes: how much.
+            nbytes: how much, 1 or more.
             access: what peers may do, see :meth:`register`.
 
         Raises:
-            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            TypeError, ValueError: no integer, or out of range; ``access`` is no :class:`Access`.
+            RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX has none.
         """
         self._require_memory()
@@ -291,10 +308,10 @@ class Context(metaclass=OpenedNotConstructed):
                 engine.close_now()
         self.destroy_postponed()
         for memory in list(self.memories):
-            memory.close_unasked()
+            memory._close_unasked()
         self._destroy_if_unused()
 
-    def released(self, engine: Engine) -> None:
+    def _released(self, engine: Engine) -> None:
         """A worker of it was destroyed, in whatever thread."""
         self.engines.discard(engine)
         self._destroy_if_unused()
@@ -304,7 +321,7 @@ class Context(metaclass=OpenedNotConstructed):
         postponed, self.postponed = self.postponed, []
         self.postponed += [destroy for destroy in postponed if not destroy()]
 
-    def released_memory(self, memory: Memory) -> None:
+    def _released_memory(self, memory: Memory) -> None:
         """A memory of it was closed, in whatever thread."""
         self.memories.discard(memory)
         self._destroy_if_unused()
@@ -353,8 +370,10 @@ def open_context(
 
     Raises:
         ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
+        TypeError: a wrong argument.
         UCXError: UCX cannot start, for instance because no transport is left.
         OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
+        RuntimeError: the parent process had UCX open when it forked this one.
     """
     context = Context._open(config, features, name, keepalive_interval)
     try:

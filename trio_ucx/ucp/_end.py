@@ -91,7 +91,7 @@ def _destroy(engine: Engine, handle: Any) -> None:
     for let_go in engine.kept:
         let_go()
     engine.kept.clear()
-    engine.context.released(engine)
+    engine.context._released(engine)
     if engine.on_closed is not None:
         engine.on_closed()
 

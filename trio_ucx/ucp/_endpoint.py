@@ -112,7 +112,7 @@ def query_name(core: EndpointCore) -> str:
 def evaluate(core: EndpointCore, nbytes: int) -> float:
     core.engine.settle()  # a failure that UCX has not told yet
     core.check()
-    core.engine.context.check_evaluation()
+    core.engine.context._check_evaluation()
     seconds = ffi.new("double *")
     status = lib.tu_endpoint_evaluate(core.handle, nbytes, seconds)
     if status == Status.NO_RESOURCE:
@@ -127,6 +127,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     """A UCP endpoint. Open one with :meth:`Worker.open_endpoint` or :meth:`ConnectionRequest.accept`.
 
     An async context manager: leaving the block normally closes with FLUSH, leaving it by an exception with FORCE.
+
+    Cancellation: a cancelled block closes with FORCE.
     """
 
     _worker: Worker
@@ -186,13 +188,14 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def evaluate(self, nbytes: int) -> float:
-        """UCX's estimate of the seconds that a message takes (``ucp_ep_evaluate_perf``).
+        """Returns UCX's estimate of the seconds that a message takes (``ucp_ep_evaluate_perf``).
 
         It is made of what UCX knows about the fastest lane: its latency and its bandwidth, not the load on it.
 
         Raises:
             UCXError: the connection is not up yet (one by socket address, before the first message went through), or
                 UCX cannot say, with its option UNIFIED_MODE.
+            TypeError, ValueError: ``nbytes`` is no integer, or negative.
             trio.ClosedResourceError, trio.BrokenResourceError: it is closed, or broken.
         """
         nbytes = check_integer(nbytes, "nbytes", 0, 2**63 - 1)
@@ -201,15 +204,20 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:
-        """What is in flight on it, in words, UCX's own among them (``ucp_request_query``): to be said after a timeout.
+        """Describes what is in flight on it, in UCX's words, too (``ucp_request_query``): for the report of a timeout.
 
-        The order is that of posting. Operations left over by cancelled tasks are among them, those that completed at
-        once, or were closed, are not. Never raises.
+        The order is that of posting. Operations whose task was cancelled are among them; those that completed at once,
+        or were closed, are not.
+
+        Raises: nothing, also after the close.
         """
         return [operation.describe() for core in with_companion(self._core) for operation in core.under_way()]
 
     def statistics(self) -> EndpointStatistics:
-        """What it has in flight."""
+        """Returns what it has in flight.
+
+        Raises: nothing, also after the close.
+        """
         pending = [operation for core in with_companion(self._core) for operation in core.pending]
         return EndpointStatistics(len(pending), sum(operation.left_over for operation in pending))
 
@@ -237,6 +245,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
             TypeError, ValueError: not such a buffer; the tag is out of range.
+            RuntimeError: the context was opened without ``Feature.TAG``.
         """
         tag = check_tag(tag)
         self._check()
@@ -247,7 +256,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     async def tag_send_sync(self, data: Buffer, tag: int) -> None:
         """Sends one message and waits until the peer has begun to receive it (``ucp_tag_send_sync_nbx``).
 
-        Arguments, errors and cancellation are :meth:`tag_send`'s.
+        The arguments are :meth:`tag_send`'s.
+
+        Cancellation: as :meth:`tag_send`.
+
+        Raises: as :meth:`tag_send`.
         """
         tag = check_tag(tag)
         self._check()
@@ -326,8 +339,9 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.BrokenResourceError: the peer is gone (UCX cannot tell whether it closed), and everything that had
                 arrived was read; with ``exact``, less than the buffer takes, which another receive still gets.
-            trio.ClosedResourceError: this endpoint was closed.
+            trio.ClosedResourceError: this endpoint, or its worker, was closed.
             trio.BusyResourceError: another task is receiving.
+            TypeError, ValueError: not such a buffer.
             RuntimeError: the context was opened without ``Feature.STREAM``.
         """
         return await self._reader.receive_into(buffer, exact)
@@ -336,7 +350,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     async def stream_receive_some(self) -> StreamData:
         """Receives the next piece of the endpoint's UCP stream, where UCX has put it: no copy.
 
-        Release it; until then it takes UCX's memory. Cancellation and errors are :meth:`stream_receive`'s.
+        Release it; until then it takes UCX's memory.
+
+        Cancellation: no byte is lost.
+
+        Raises: as :meth:`stream_receive`.
         """
         return await self._reader.receive_some()
 
@@ -359,7 +377,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         UCX does not count messages that wait for the peer to receive them (rendezvous): await their sends.
 
-        Cancellation: nothing happens to the messages.
+        Cancellation: nothing has happened; the messages go on.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
@@ -370,7 +388,10 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def abort(self) -> None:
-        """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect."""
+        """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect.
+
+        Raises: nothing.
+        """
         self._core.engine.check_thread()
         self._closing = True
         if self._core.engine.usable:
@@ -388,6 +409,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: with FLUSH, the peer was lost, or closed its end, before everything was known to
                 be flushed, and no operation on this endpoint has reported that yet. The endpoint is closed
                 nevertheless. (UCX cannot tell whether the data had arrived; a :class:`trio_ucx.Connection` can.)
+            TypeError: ``mode`` is no :class:`CloseMode`.
         """
         check_mode(mode)
         self._core.engine.check_thread()

@@ -229,12 +229,15 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             error_mode: see :class:`ErrorMode`; the client's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
 
-        Cancellation: checked before anything happens; the request then can still be answered.
+        Cancellation: nothing has happened; the request can still be answered.
 
         Raises:
-            trio.ClosedResourceError: it was answered before, or the listener was closed.
+            trio.ClosedResourceError: it was answered before, or the listener, or the worker, was closed.
+            trio.BrokenResourceError: the worker broke.
             OSError: the client went away meanwhile, has no transport in common, or another release of UCX; too few file
                 descriptors are left (EMFILE), and the request can still be answered.
+            TypeError, ValueError: a wrong argument; a worker of another context.
+            NotImplementedError: this UCX does not know the ``error_mode``.
         """
         options = EndpointOptions(check_error_mode(error_mode), check_name(name))
         target = self._worker if worker is None else worker
@@ -254,7 +257,12 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def reject(self) -> None:
-        """Refuses the client, whose first operation then fails (``ucp_listener_reject``)."""
+        """Refuses the client, whose first operation then fails (``ucp_listener_reject``).
+
+        Raises:
+            trio.ClosedResourceError: it was answered before, or the listener, or the worker, was closed.
+            trio.BrokenResourceError: the worker broke.
+        """
         self._core.reject(self._take())
 
     def __del__(self) -> None:
@@ -269,7 +277,12 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
 @attrs.define(eq=False, repr=False)
 class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
-    """A UCP listener. Open one with :meth:`Worker.open_listener`; iterate over it for connection requests."""
+    """A UCP listener. Open one with :meth:`Worker.open_listener`; iterate over it for connection requests.
+
+    An async context manager: leaving the block closes it. The iteration ends when it is closed.
+
+    Cancellation: an iteration that is cancelled loses no request. Leaving a cancelled block closes all the same.
+    """
 
     _worker: Worker
     _core: ListenerCore
@@ -283,10 +296,11 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     async def accept_request(self) -> ConnectionRequest:
         """Waits for the next connection request.
 
-        Cancellation: nothing is lost.
+        Cancellation: no request is lost.
 
         Raises:
-            trio.ClosedResourceError: the listener was closed, perhaps meanwhile.
+            trio.ClosedResourceError: the listener, or its worker, was closed, perhaps meanwhile.
+            trio.BrokenResourceError: the worker broke.
         """
         request = await self._core.next_request()
         return ConnectionRequest._create(self._worker, self._core, request, client_of(request), client_id_of(request))
@@ -302,7 +316,12 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def aclose(self) -> None:
-        """Closes it; clients that wait are rejected (``ucp_listener_destroy``)."""
+        """Closes it (``ucp_listener_destroy``); clients that wait are rejected. May block the thread for 0.1 seconds.
+
+        Cancellation: it is closed all the same.
+
+        Raises: nothing, closed already or not.
+        """
         self._core.engine.check_thread()
         if self._core.engine.usable:
             self._core.close()

@@ -143,6 +143,7 @@ class MemoryDescriptor:
         """Reads what ``bytes(descriptor)`` gave.
 
         Raises:
+            TypeError: not bytes.
             ValueError: it is damaged or something else. (UCX itself would crash.)
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -206,6 +207,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             ValueError: it was closed; or it is device memory.
+            RuntimeError: its context was closed.
         """
         self._check()
         if self._window is None:
@@ -214,7 +216,12 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @property
     def rkey(self) -> bytes:
-        """UCX's packed remote key (``ucp_rkey_pack``)."""
+        """UCX's packed remote key (``ucp_rkey_pack``).
+
+        Raises:
+            ValueError: it was closed.
+            RuntimeError: its context was closed.
+        """
         self._check()
         if self._rkey is None:
             native = self.context._native()
@@ -226,6 +233,10 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
 
         Includes the address of a worker of the context, if one is open: atomics need it.
+
+        Raises:
+            ValueError: it was closed.
+            RuntimeError: its context was closed.
         """
         self._check()
         engine = next((engine for engine in list(self.context.engines) if engine.handle is not None), None)
@@ -280,10 +291,10 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if self._pins is not None:
             self._pins.release()
         live_handles.closed("memory")
-        self.context.released_memory(self)
+        self.context._released_memory(self)
 
-    def close_unasked(self) -> None:
-        """Its context ends. Memory that is in use stays."""
+    def _close_unasked(self) -> None:
+        """Closes it at the end of its context. Memory that is in use stays."""
         warn_resource(f"unclosed {self!r}", self)
         with suppress(BufferError):
             self.close()

@@ -108,10 +108,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     left our memory, not yet reached the peer's: :meth:`flush` says when it has.
 
     Atomics need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with
-    error handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies, who
-    waits gets BrokenResourceError, and the atomic may or may not have happened. They are not ordered with puts and
-    gets: flush in between. They are atomic towards UCX atomics of the same width; over TCP and shared memory, which are
-    done by processors, also towards atomic instructions of the owner's.
+    error handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies,
+    waiting tasks get BrokenResourceError, and the atomic may or may not have happened. They are not ordered with puts
+    and gets: flush in between. They are atomic towards UCX atomics of the same width; over TCP and shared memory, which
+    are done by processors, also towards atomic instructions of the owner's.
 
     Attributes:
         nbytes: its length in bytes.
@@ -145,7 +145,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: returns at once; the transfer goes on, into memory of the library.
 
         Raises:
-            ValueError: beyond the end; not allowed by :attr:`access`; closed.
+            TypeError, ValueError: beyond the end; not allowed by :attr:`access`; closed.
+            RuntimeError: the context was opened without ``Feature.RMA``.
+            UCXError: the owner refused. NO_ELEM: it has closed the memory.
+            OSError: the endpoint that reaches the memory of a Connection's peer cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         offset = check_integer(offset, "offset", 0, self.nbytes)
@@ -158,7 +161,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def get_into(self, buffer: Buffer, offset: int = 0) -> int:
-        """Reads from the peer's memory into a writable buffer, as much as that takes. As :meth:`get`.
+        """Reads from the peer's memory into a writable buffer, as much as that takes; otherwise as :meth:`get`.
 
         Returns:
             The number of bytes.
@@ -168,6 +171,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: not a writable contiguous buffer (lists of them UCX does not take); beyond the end;
                 not allowed by :attr:`access`; closed.
+            RuntimeError, UCXError, OSError: as for :meth:`get`.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         pins = await self._pin(buffer, Access.READ, "read", offset)
@@ -186,6 +190,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: not a contiguous buffer (lists of them UCX does not take); beyond the end; not
                 allowed by :attr:`access`; closed.
+            RuntimeError, UCXError, OSError: as for :meth:`get`; but :meth:`flush` raises what the owner refused later.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         pins = await self._pin(data, Access.WRITE, "write", offset)
@@ -196,11 +201,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def flush(self) -> None:
         """Waits until everything that was put, and every atomic, has happened at the peer (``ucp_ep_flush_nbx``).
 
-        Cancellation: they go on.
+        Cancellation: puts and atomics go on.
 
         Raises:
             UCXError: the owner has refused a put over this endpoint, to any of its memory. NO_ELEM: it has closed that
                 memory.
+            ValueError: closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         self._check_open()
@@ -222,7 +228,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
                 connection is not up yet; :meth:`flush` waits for it.
-            ValueError: not allowed by :attr:`access`; closed.
+            ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         self._check(Access.READ, "read", 0, 0)
         if self._loan is None:
@@ -251,55 +258,102 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: it may or may not happen.
 
         Raises:
-            ValueError: beyond the end; not aligned; not allowed by :attr:`access`; no worker's address; closed.
+            TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
+                :attr:`access`; no worker's address; closed.
             RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
+            OSError: the first atomic cannot open the connection for atomics.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
 
     @enable_ki_protection
     async def and_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise and, as :meth:`add`."""
+        """Bitwise and; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=False)
 
     @enable_ki_protection
     async def or_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise or, as :meth:`add`."""
+        """Bitwise or; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=False)
 
     @enable_ki_protection
     async def xor(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise exclusive or, as :meth:`add`."""
+        """Bitwise exclusive or; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=False)
 
     @enable_ki_protection
     async def fetch_add(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Adds, and returns what was there before, unsigned. Arguments, cancellation and errors are :meth:`add`'s."""
+        """Adds; returns what was there before, unsigned, once it has happened; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
     async def fetch_and(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise and; returns what was there before, as :meth:`fetch_add`."""
+        """Bitwise and; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
     async def fetch_or(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise or; returns what was there before, as :meth:`fetch_add`."""
+        """Bitwise or; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
     async def fetch_xor(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise exclusive or; returns what was there before, as :meth:`fetch_add`."""
+        """Bitwise exclusive or; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
     async def swap(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Stores ``value``; returns what was there before, as :meth:`fetch_add`."""
+        """Stores ``value``; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
     async def compare_swap(self, expected: int, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Stores ``value`` if ``expected`` is there; returns what was there before, as :meth:`fetch_add`."""
+        """Stores ``value`` if ``expected`` is there; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 
     def _check_aligned(self, offset: int, size: int) -> None:

@@ -41,7 +41,10 @@ class SupportsRequests(Protocol):
 class Request(metaclass=OpenedNotConstructed):
     """An operation of a :class:`RequestGroup`. ``await request`` for its result, or leave that to the group.
 
-    Cancelling the await leaves the request to the group.
+    Awaiting it raises the operation's error or :exc:`RequestCancelled`; ``trio.BusyResourceError`` while another task
+    awaits it.
+
+    Cancellation: cancelling the await leaves the request to the group.
     """
 
     _pending: Pending
@@ -66,7 +69,9 @@ class Request(metaclass=OpenedNotConstructed):
         """Asks UCX to cancel it (``ucp_request_cancel``).
 
         It then ends with :exc:`RequestCancelled`, which the group does not count as an error; or normally, if it was
-        too late. What UCX cannot cancel is given up: its buffers stay pinned until UCX lets go of them.
+        too late. What UCX cannot cancel goes on without the request: its buffers stay pinned until UCX lets go of them.
+
+        Raises: nothing, completed or not.
         """
         cancel(self._pending)
 
@@ -102,14 +107,25 @@ class RequestGroup(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def tag_send(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
-        """Posts :meth:`Endpoint.tag_send` at once."""
+        """Posts :meth:`Endpoint.tag_send` at once.
+
+        An error that UCX reports at once is raised here, and a later one is the request's.
+
+        Raises:
+            trio.ClosedResourceError: the group, the endpoint, or the worker was closed.
+            trio.BrokenResourceError, RuntimeError: as for the method of the endpoint.
+            TypeError, ValueError: the same; not an Endpoint, or one of another worker.
+        """
         tag = check_tag(tag)
         self._check_endpoint(endpoint)
         return self._add(post_send(endpoint._core, data, tag))
 
     @enable_ki_protection
     def tag_send_sync(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
-        """Posts :meth:`Endpoint.tag_send_sync` at once."""
+        """Posts :meth:`Endpoint.tag_send_sync` at once.
+
+        Raises: as :meth:`tag_send`.
+        """
         tag = check_tag(tag)
         self._check_endpoint(endpoint)
         return self._add(post_send(endpoint._core, data, tag, sync=True))
@@ -125,32 +141,55 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         reply: bool = False,
         protocol: SendProtocol = SendProtocol.AUTO,
     ) -> Request:
-        """Posts :meth:`Endpoint.am_send` at once."""
+        """Posts :meth:`Endpoint.am_send` at once.
+
+        Raises: as :meth:`tag_send`.
+        """
         self._check_endpoint(endpoint)
         return self._add(post_am_send(endpoint._core, id, data, header, reply, protocol))
 
     @enable_ki_protection
     def stream_send(self, endpoint: Endpoint, data: Buffer) -> Request:
-        """Posts :meth:`Endpoint.stream_send` at once."""
+        """Posts :meth:`Endpoint.stream_send` at once.
+
+        Raises: as :meth:`tag_send`.
+        """
         self._check_endpoint(endpoint)
         return self._add(post_stream_send(endpoint._core, data))
 
     @enable_ki_protection
     def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:
-        """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``."""
+        """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``.
+
+        Raises:
+            trio.ClosedResourceError: the group, or the worker, was closed.
+            UCXError: a message that was there already is longer than the buffer, and is lost.
+            trio.BrokenResourceError, RuntimeError, TypeError, ValueError: as for :meth:`Worker.tag_receive`.
+        """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._check(self._engine)
         return self._add(post_receive(self._engine, buffer, tag, mask))
 
     @enable_ki_protection
     def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
-        """:meth:`trio_ucx.Connection.send`, posted at once, or as soon as the peer's window has room."""
+        """Posts :meth:`trio_ucx.Connection.send` at once, or as soon as the peer's window has room.
+
+        Raises:
+            trio.ClosedResourceError: the group, or the connection, was closed.
+            trio.BrokenResourceError, RuntimeError: as for :meth:`trio_ucx.Connection.send`.
+            TypeError, ValueError: the same; not a Connection, or one of another worker.
+        """
         self._check_connection(connection)
         return self._add(connection._submit_send(data, tag))
 
     @enable_ki_protection
     def receive_into(self, connection: SupportsRequests, buffer: Buffer, tag: int = 0) -> Request:
-        """:meth:`trio_ucx.Connection.receive_into`, queued at once; its result is the message's length."""
+        """Queues :meth:`trio_ucx.Connection.receive_into` at once; its result is the message's length.
+
+        Errors of the receive itself are the request's.
+
+        Raises: as :meth:`send`.
+        """
         self._check_connection(connection)
         return self._add(connection._submit_receive_into(buffer, tag))
 

@@ -147,10 +147,10 @@ class Worker(metaclass=OpenedNotConstructed):
         return self._engine.address
 
     def attributes(self) -> WorkerAttributes:
-        """What UCX says about it (``ucp_worker_query``).
+        """Returns what UCX says about it (``ucp_worker_query``).
 
         Raises:
-            trio.ClosedResourceError: it was closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: it was closed, or broke.
         """
         self._engine.check()
         found = query_worker(self._engine.handle, self._engine.client_id)
@@ -158,11 +158,17 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:
-        """What is in flight on it and its endpoints, in words; see :meth:`Endpoint.describe_operations`."""
+        """Describes what is in flight on it and its endpoints; see :meth:`Endpoint.describe_operations`.
+
+        Raises: nothing, also after the close.
+        """
         return [operation.describe() for operation in self._engine.in_flight.values()]
 
     def statistics(self) -> WorkerStatistics:
-        """What it has in flight, and how it has been moving; after its close, as of then."""
+        """Returns what it has in flight, and how it has been progressing; after its close, as of then.
+
+        Raises: nothing, also after the close.
+        """
         return self._engine.statistics()
 
     # ---- endpoints and listeners ----
@@ -188,15 +194,17 @@ class Worker(metaclass=OpenedNotConstructed):
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
 
-        Cancellation: checked first; while a host name is looked up.
+        Cancellation: no endpoint is opened.
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer; its process has
                 ended (noticed at once over shared memory only); ``local_address`` is not ours, or of another family
                 than ``address``; too few file descriptors are left (EMFILE).
+            TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
-            trio.BrokenResourceError: the endpoint would use shared memory, and the worker's queue there has stopped
-                (``statistics().stopped_queues``): open another worker.
+            trio.ClosedResourceError: the worker was closed.
+            trio.BrokenResourceError: the worker broke; or the endpoint would use shared memory, and the worker's queue
+                there has stopped (``statistics().stopped_queues``): open another worker.
         """
         self._engine.check()
         self._engine.data_ports.open("a raw endpoint was opened")
@@ -231,8 +239,12 @@ class Worker(metaclass=OpenedNotConstructed):
             host: a numeric address or a name; None is every interface of the worker's address family.
             port: 0 chooses a free one; ``listener.address`` tells.
 
+        Cancellation: no listener is opened.
+
         Raises:
-            OSError: the address is in use, or not ours; too few file descriptors are left (EMFILE).
+            OSError: the address is in use, or not ours; unknown host; too few file descriptors are left (EMFILE).
+            TypeError, ValueError: a wrong argument.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
         self._engine.data_ports.open("a raw listener was opened")
@@ -253,12 +265,12 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> tuple[int, int]:
-        """Receives one message of whatever sender (``ucp_tag_recv_nbx``).
+        """Receives one message of any sender (``ucp_tag_recv_nbx``).
 
         Args:
             buffer: a writable contiguous buffer, or a list of them; or a :class:`Strided`. In device memory, too.
-            tag: what the sender's tag must be,
-            mask: in the bits that are set here.
+            tag: the tag of the messages that may be received.
+            mask: the bits of the tag that count; the others may differ.
 
         Returns:
             ``(length, sender_tag)``; a message may be shorter than the buffer.
@@ -269,7 +281,9 @@ class Worker(metaclass=OpenedNotConstructed):
         Raises:
             UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost.
             TypeError, ValueError: not such a buffer; tag or mask out of range.
-            trio.ClosedResourceError: the worker was closed.
+            RuntimeError: the context was opened without ``Feature.TAG``.
+            trio.ClosedResourceError: the worker was closed, perhaps meanwhile.
+            trio.BrokenResourceError: the sender was lost in the middle of the message; the worker broke.
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._engine.check()
@@ -292,6 +306,11 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Returns:
             Its length and tag, or None.
+
+        Raises:
+            TypeError, ValueError: tag or mask out of range.
+            RuntimeError: the context was opened without ``Feature.TAG``.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._engine.check()
@@ -307,11 +326,17 @@ class Worker(metaclass=OpenedNotConstructed):
     async def tag_receive_message(self, message: TagMessage, buffer: Buffer) -> tuple[int, int]:
         """Receives a message that :meth:`tag_probe` removed from the queue (``ucp_tag_msg_recv_nbx``).
 
-        Returns, cancellation and errors are :meth:`tag_receive`'s; but as the message has matched already, only a
-        cancellation that comes before the call loses nothing.
+        Returns:
+            ``(length, sender_tag)``.
+
+        Cancellation: a call that was cancelled before it began consumes nothing. Later the message is lost, and the
+        buffer stays pinned until UCX lets go of it.
 
         Raises:
-            ValueError: the message was not removed by its probe, or received before.
+            UCXError: MESSAGE_TRUNCATED: it is longer than the buffer. It can be received into a larger one.
+            ValueError: the message was not removed by its probe, or received before, or is at another worker.
+            TypeError: not a message; not a writable contiguous buffer.
+            trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`tag_receive`.
         """
         if not isinstance(message, TagMessage):
             raise TypeError(f"message must come from tag_probe, not be a {type(message).__name__}")
@@ -349,7 +374,7 @@ class Worker(metaclass=OpenedNotConstructed):
         max_message_size: int = 2**30,
         when_full: WhenFull = WhenFull.HOLD,
     ) -> ActiveMessages:
-        """Opens the queue of active messages with this id, from whatever sender (``ucp_worker_set_am_recv_handler``).
+        """Opens the queue of active messages with this id, from any sender (``ucp_worker_set_am_recv_handler``).
 
         A context manager, with ``with`` or ``async with``, and an async iterator::
 
@@ -367,18 +392,22 @@ class Worker(metaclass=OpenedNotConstructed):
             max_message_size: what :meth:`ActiveMessage.receive` allocates at most.
             when_full: see :class:`WhenFull`.
 
+        Cancellation: an iteration that is cancelled loses no message. Leaving the block closes the queue in any case.
+
         Raises:
-            ValueError: the id is out of range, or taken on this worker.
+            TypeError, ValueError: a wrong argument; the id is taken on this worker.
             RuntimeError: the context was opened without ``Feature.AM``.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         return open_queue(self._engine, id, max_messages, max_bytes, max_message_size, when_full)
 
     @enable_ki_protection
     def stream_ready(self) -> list[Endpoint]:
-        """The endpoints whose UCP stream has unread data, without waiting (``ucp_stream_worker_poll``).
+        """Returns the endpoints whose UCP stream has unread data, without waiting (``ucp_stream_worker_poll``).
 
         Raises:
             RuntimeError: the context was opened without ``Feature.STREAM``.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
         self._context.require(Feature.STREAM, "receiving from UCP streams")
@@ -398,8 +427,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: nothing is lost.
 
         Raises:
-            trio.ClosedResourceError: the worker was closed.
             RuntimeError: the context was opened without ``Feature.STREAM``.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke, perhaps meanwhile.
         """
         ready = self.stream_ready()
         if ready:
@@ -419,7 +448,8 @@ class Worker(metaclass=OpenedNotConstructed):
         thread. It does not order atomics with puts and gets, because those use different endpoints.
 
         Raises:
-            trio.ClosedResourceError: the worker was closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
+            UCXError: UCX cannot; nothing is ordered.
         """
         self._engine.check()
         status = lib.tu_worker_fence(self._engine.handle)
@@ -435,10 +465,10 @@ class Worker(metaclass=OpenedNotConstructed):
         that have no room in the peer's shared-memory queue. As :meth:`Endpoint.flush`, it does not count rendezvous
         messages that their receivers have not asked for.
 
-        Cancellation: nothing happens to the messages.
+        Cancellation: nothing has happened; the messages go on.
 
         Raises:
-            trio.BrokenResourceError: a peer was lost meanwhile.
+            trio.BrokenResourceError: a peer was lost meanwhile; the worker broke.
             trio.ClosedResourceError: the worker, or an endpoint, was closed meanwhile.
         """
         engine = self._engine
@@ -455,8 +485,14 @@ class Worker(metaclass=OpenedNotConstructed):
     def open_request_group(self) -> AbstractAsyncContextManager[RequestGroup]:
         """Opens a nursery for requests: many operations in flight without a task for each.
 
-        Leaving the block waits for all of them. If one fails, or the block is left by an exception or cancelled, the
-        others are cancelled; errors come as an ``ExceptionGroup``.
+        An async context manager. Leaving the block waits for all requests. If one fails, or the block is left by an
+        exception or cancelled, the others are cancelled. Entering is no checkpoint, leaving is one, as with a nursery.
+
+        Cancellation: requests that have not completed are cancelled, as :meth:`Request.cancel` does.
+
+        Raises:
+            ExceptionGroup: leaving the block: of the errors of requests, and the exception that left the block.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
         return open_group(self._engine)
@@ -466,8 +502,14 @@ class Worker(metaclass=OpenedNotConstructed):
         """Makes an empty request chain: a program of remote operations that is posted at once.
 
         Args:
-            capacity: how many requests it has room for, and how much dependency information: 16 terms for each.
+            capacity: how many requests it has room for, 1 to 2**24, and how much dependency information: 16 terms for
+                each.
             ordered: whether each request waits for the end, good or bad, of the one before.
+
+        Raises:
+            TypeError, ValueError: a wrong capacity.
+            MemoryError: there is no memory for it.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         return new_chain(self._engine, capacity, ordered)
 
@@ -494,7 +536,7 @@ async def open_worker(
     spin: float | None = None,
     yield_interval: float = 0.0,
 ) -> AsyncIterator[Worker]:
-    """Opens a worker in the current Trio run (``ucp_worker_create``).
+    """Opens a worker in the current Trio run (``ucp_worker_create``); an async context manager.
 
     Leaving the block closes what is still open on it by force, after closes that go on in the background ended (each
     has its own limit); that part is shielded from cancellation and bounded.
@@ -506,14 +548,18 @@ async def open_worker(
         client_id: a number, 1 to 2**64 - 1, that listeners see in the connection requests of this worker.
         spin: seconds, the longest time for which a task that waits polls before it parks, which saves the cost of
             waking it. It polls only while no other task is runnable, and only as long as that has been paying; timers
-            and other descriptors wait meanwhile. None is 100e-6; 0 turns polling off; at most 1. ``statistics()`` says
-            what it did.
+            and other descriptors wait for up to a millisecond meanwhile. None is 100e-6; 0 turns polling off; at most
+            1. ``statistics()`` says what it did.
         yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
 
+    Cancellation: a call that was cancelled before it began opens nothing. Leaving a cancelled block closes the worker.
+
     Raises:
-        OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
-        UCXError, ValueError: see :func:`open_context`.
+        OSError: too few file descriptors are left (EMFILE), or limits leave no room for shared memory.
+        TypeError, ValueError: a wrong argument; an option that UCX does not know.
+        UCXError: UCX cannot start, or create a worker.
+        RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one.
     """
     await trio.lowlevel.checkpoint()
     worker = Worker._open(
