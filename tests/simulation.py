@@ -113,7 +113,7 @@ class SimulatedEngine:
         self.messages = 0
         self.batches = self
         self.waiting = SimpleNamespace(poll_at_once=lambda: False)
-        self.lingering = SimpleNamespace(close_one=lambda core: None, drained=lambda core: None)
+        self.lingering = SimpleNamespace(close_one=lambda core: None, operation_ended=lambda core: None)
         self.birth = SimpleNamespace(inherited=False)
         #: The messages that UCX holds here, by handle.
         self.held: dict[int, InFlight] = {}

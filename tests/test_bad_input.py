@@ -228,6 +228,8 @@ async def test_addresses(worker: ucp.Worker) -> None:
     for bad in (b"", b"garbage", good[:-1], good + b"x", good[:5] + bytes([good[5] ^ 1]) + good[6:], bytes(200)):
         await refuses(lambda bad=bad: ucp.WorkerAddress(bad), ValueError, "no worker address")
     await refuses(lambda: ucp.WorkerAddress("text"), TypeError, "made from bytes")
+    for wrong in (5, "text", None):
+        await refuses(lambda wrong=wrong: ucp.WorkerAddress.from_ucx(wrong), TypeError, "is bytes")
     await refuses(lambda: trio_ucx.connect(worker.address, worker=worker), TypeError, "address is")
     await refuses(lambda: worker.open_endpoint(("::1", 80)), OSError, "inet6,inet")
     await refuses(lambda: worker.open_listener("::1", 0), OSError, "inet6,inet")

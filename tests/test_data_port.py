@@ -213,6 +213,20 @@ async def test_raw_use_opens_them() -> None:
             assert not worker._engine.data_ports.restricted
 
 
+async def test_a_wrong_argument_leaves_them_closed() -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        for wrong in (("127.0.0.1", 70000), "no port", 5):
+            with pytest.raises((TypeError, ValueError)):
+                await worker.open_endpoint(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="port"):
+            await worker.open_listener("127.0.0.1", 70000)
+        with pytest.raises(TypeError, match="host"):
+            await worker.open_listener(5, 0)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match=r"."):
+            await worker.open_endpoint(("::1", 1))
+        assert worker._engine.data_ports.restricted
+
+
 async def test_a_worker_without_tcp_has_none() -> None:
     async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
         assert not worker._engine.data_ports.restricted

@@ -85,6 +85,8 @@ class WorkerAddress:
         Raises:
             TypeError: ``blob`` is not bytes.
         """
+        if not isinstance(blob, (bytes, bytearray, memoryview)):
+            raise TypeError(f"an address of UCX's is bytes, not {type(blob).__name__}")
         address = cls.__new__(cls)
         address.__attrs_init__(bytes(blob), process, bool(shared_memory))
         return address

@@ -14,7 +14,7 @@ from .._native import lib, ucx
 from ._answers import send_answers
 from ._contained import contained
 from ._memory import unmap_unused
-from ._operations import BEFORE_PEER
+from ._operations import MOST_BEFORE_PEER
 from ._status import Status, UCXError, broken
 from ._util import warn_resource
 
@@ -37,10 +37,11 @@ def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
     start = time.monotonic()
     engine.turn(arm=False)
-    while engine.lingering.drains and time.monotonic() < start + BEFORE_PEER:
+    while engine.lingering.drains and time.monotonic() < start + MOST_BEFORE_PEER:
         yield
         time.sleep(0.0002)
         engine.turn(arm=False)
+        contained(engine.lingering.close_due)
     contained(engine.lingering.close_all)
     start = time.monotonic()
     engine.turn(arm=False)

@@ -241,6 +241,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         """
         options = EndpointOptions(check_error_mode(error_mode), check_name(name))
         target = self._worker if worker is None else worker
+        if not isinstance(target, type(self._worker)):
+            raise TypeError(f"worker must be a Worker, not {type(worker).__name__}")
         if target.context is not self._worker.context:
             raise ValueError("a connection can only be accepted on a worker of the listener's context")
         target._engine.check()

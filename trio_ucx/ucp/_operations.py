@@ -122,8 +122,8 @@ class Operation(Pending):
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
-            if self.endpoint.handle is None and not self.endpoint.pending:
-                self.engine.lingering.drained(self.endpoint)
+            if self.endpoint.handle is None:
+                self.engine.lingering.operation_ended(self.endpoint)
         if self.pins is not None:
             self.pins.release()
         self.engine.counters["completed"] += 1
@@ -341,7 +341,7 @@ class EndpointCore:
         self.error = error
         try:
             if linger:
-                self._linger(AFTER_PEER, until_drained=False)
+                self._linger(AFTER_PEER_WITH_MUCH if self._much_under_way() else AFTER_PEER, until_drained=False)
             else:
                 self._force_close()
         finally:
@@ -416,7 +416,7 @@ class EndpointCore:
         """
         self.on_failure = None
         if self.handle is not None:
-            if sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH and self.over_tcp():
+            if self._much_under_way() and self.over_tcp():
                 self._linger(BEFORE_PEER, until_drained=True)
             else:
                 self._force_close()
@@ -467,6 +467,9 @@ class EndpointCore:
         else:
             self.close_native(handle)
         engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def _much_under_way(self) -> bool:
+        return sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH
 
     def _linger(self, seconds: float, *, until_drained: bool) -> None:
         if self.forcible:
@@ -522,10 +525,11 @@ class CloseOperation(Operation):
         self.finish(Value(None))
 
 
-#: Seconds that an endpoint lingers whose peer has closed, aborted or vanished.
-AFTER_PEER = 1.0
-#: Seconds that one lingers which is closed here first: shorter, so that the two sides do not close at once.
-BEFORE_PEER = 0.5
+#: Seconds that an endpoint lingers whose peer has closed, aborted or vanished: with little under way, and with much.
+AFTER_PEER, AFTER_PEER_WITH_MUCH = 1.0, 5.0
+#: Seconds in which an operation has to end of an endpoint that is closed here first; and how long it lingers at most.
+#: Shorter, so that the two sides do not close at once.
+BEFORE_PEER, MOST_BEFORE_PEER = 0.5, 3.0
 #: So many bytes, or fewer, find room in the sockets' buffers.
 MUCH = 2**21
 #: When one more lingers, the oldest is closed at once.
@@ -537,14 +541,14 @@ class Lingering:
 
     UCX 1.22 sometimes frees a TCP endpoint while it handles an event of it, and the process crashes: when both sides
     close by force at the same moment, or one does with more to write than the sockets hold. So the side that closes
-    first goes on until all its operations have ended, for BEFORE_PEER at most, and the side that learns of that waits
-    for AFTER_PEER.
+    first goes on until all its operations have ended, or none has ended for BEFORE_PEER, and the side that learns of
+    that waits for longer.
     """
 
     def __init__(self) -> None:
-        #: UCX's endpoint of each, when it is closed, and whether it is as soon as nothing is under way; in the order in
-        #: which they were added.
-        self._endpoints: dict[EndpointCore, tuple[Any, float, bool]] = {}
+        #: UCX's endpoint of each, when it is closed, and the latest time for that if it is closed as soon as nothing is
+        #: under way; in the order in which they were added.
+        self._endpoints: dict[EndpointCore, tuple[Any, float, float | None]] = {}
         self._ended: list[Signal] = []
 
     async def wait_ended(self) -> None:
@@ -562,10 +566,11 @@ class Lingering:
     @property
     def drains(self) -> bool:
         """Whether one of them goes on until its operations have ended."""
-        return any(until_drained for _, _, until_drained in self._endpoints.values())
+        return any(latest is not None for _, _, latest in self._endpoints.values())
 
     def add(self, core: EndpointCore, handle: Any, seconds: float, until_drained: bool) -> None:
-        self._endpoints[core] = handle, time.monotonic() + seconds, until_drained
+        now = time.monotonic()
+        self._endpoints[core] = handle, now + seconds, now + MOST_BEFORE_PEER if until_drained else None
         if len(self._endpoints) > MAX_LINGERING:
             self.close_one(next(iter(self._endpoints)))
 
@@ -578,10 +583,12 @@ class Lingering:
             while not self._endpoints and self._ended:
                 self._ended.pop().set()
 
-    def drained(self, core: EndpointCore) -> None:
-        """Its last operation has ended."""
-        _, _, until_drained = self._endpoints.get(core, (None, 0, False))
-        if until_drained:
+    def operation_ended(self, core: EndpointCore) -> None:
+        """One of its operations has ended."""
+        handle, _, latest = self._endpoints.get(core, (None, 0.0, None))
+        if latest is not None and core.pending:
+            self._endpoints[core] = handle, min(time.monotonic() + BEFORE_PEER, latest), latest
+        elif latest is not None:
             self.close_one(core)
 
     def close_due(self) -> None:

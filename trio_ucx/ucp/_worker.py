@@ -207,7 +207,6 @@ class Worker(metaclass=OpenedNotConstructed):
                 there has stopped (``statistics().stopped_queues``): open another worker.
         """
         self._engine.check()
-        self._engine.data_ports.open("a raw endpoint was opened")
         options = EndpointOptions(
             opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
         )
@@ -215,6 +214,7 @@ class Worker(metaclass=OpenedNotConstructed):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
             await trio.lowlevel.checkpoint()
+            self._open_data_ports()
             core = connect_worker(self._engine, address, options)
             if self._engine.queue_stopped and uses_queue(core):
                 core.close()
@@ -228,6 +228,7 @@ class Worker(metaclass=OpenedNotConstructed):
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
                 raise opening.wrong_family(resolved[0], self._context.family)
+            self._open_data_ports()
             core = connect_socket(self._engine, usable[0], options)
         return Endpoint._create(self, core, name=name)
 
@@ -247,7 +248,6 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
-        self._engine.data_ports.open("a raw listener was opened")
         port = check_port(port)
         await trio.lowlevel.checkpoint()
         if host is None:
@@ -259,7 +259,13 @@ class Worker(metaclass=OpenedNotConstructed):
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
             raise opening.wrong_family(resolved[0], self._context.family)
+        self._engine.data_ports.open("a raw listener was opened")
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
+
+    def _open_data_ports(self) -> None:
+        """Lets any peer of a raw endpoint connect back. Not before everything is checked: they stay open."""
+        self._engine.check()
+        self._engine.data_ports.open("a raw endpoint was opened")
 
     # ---- tag messages ----
 
