@@ -501,3 +501,16 @@ async def test_connect_to_a_port_where_nobody_listens(worker: ucp.Worker) -> Non
     with pytest.raises(OSError) as caught:
         await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=2)
     assert isinstance(caught.value, (ConnectionRefusedError, TimeoutError))
+
+
+async def test_accepting_on_what_is_no_worker(worker: ucp.Worker) -> None:
+    async with await worker.open_listener("127.0.0.1", 0) as listener:
+        client = await worker.open_endpoint(listener.address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.flush)
+            request = await listener.accept_request()
+            with pytest.raises(TypeError, match="worker must be a Worker, not str"):
+                await request.accept("the worker")  # type: ignore[arg-type]
+            server = await request.accept()
+        client.abort()
+        server.abort()

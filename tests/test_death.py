@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from helpers import assert_lanes, open_peer, open_raw_pair, pattern
+from helpers import assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -218,6 +219,34 @@ async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> No
     async with trio.open_nursery() as nursery:
         for moment in range(10):
             nursery.start_soon(receive_until_killed, moment)
+
+
+class NeverEnding(dict[int, Any]):
+    """Operations in flight, of which UCX says nothing any more."""
+
+    def pop(self, id: int, default: Any = None) -> Any:  # type: ignore[override]
+        return default
+
+
+@pytest.mark.cut_off
+async def test_buffers_are_released_with_the_worker(transports: str) -> None:
+    """UCX never ends a receive whose sender was killed in the middle. Its buffer is free when the worker is gone."""
+    buffer = bytearray(2**26)
+    async with ucp.open_worker(config={"TLS": transports}) as worker, open_peer("numbered", 1, 2**26) as peer:
+        address, _ = await peer.hear()
+        connection = await trio_ucx.connect(tuple(address), worker=worker).__aenter__()
+        with trio.move_on_after(10) as receiving:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connection.receive_into, buffer, 1)
+                await until(lambda: bool(worker._engine.in_flight))
+                worker._engine.in_flight = NeverEnding(worker._engine.in_flight)
+                receiving.cancel()
+        with pytest.raises(BufferError):
+            assert_free(buffer)
+        connection.abort()
+    with trio.fail_after(1):
+        await connection.wait_buffers_released()
+    assert_free(buffer)
 
 
 async def test_other_connections_are_not_affected(worker: ucp.Worker, transports: str) -> None:

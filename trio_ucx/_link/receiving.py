@@ -467,5 +467,11 @@ class Transfer(Operation):
         self.finish(Value(None))
         self._receiving.transfer_ended(self._message, status)
 
+    def worker_destroyed(self) -> None:
+        super().worker_destroyed()
+        if self._memory is not None:
+            self._memory.release()
+        self._receiving.transfer_ended(self._message, Status.CANCELED)
+
     def internal_error(self, error: BaseException) -> None:
         self._receiving.internal_error(error)

@@ -84,10 +84,10 @@ def _destroy(engine: Engine, handle: Any) -> None:
     # queue of a receiver that died. With every endpoint closed, nothing but this worker's own progress could still
     # touch their buffers, and that ends here.
     lib.tu_worker_destroy(handle)
-    for operation in engine.in_flight.values():
-        if operation.pins is not None:
-            operation.pins.release()
+    operations = list(engine.in_flight.values())
     engine.in_flight.clear()
+    for operation in operations:
+        contained(operation.worker_destroyed)
     engine.unrecorded.clear()
     for let_go in engine.kept:
         let_go()

@@ -128,6 +128,14 @@ class Operation(Pending):
             self.pins.release()
         self.engine.counters["completed"] += 1
 
+    def worker_destroyed(self) -> None:
+        """UCX's worker has gone without having ended it: nothing touches its buffers any more."""
+        if self.endpoint is not None:
+            self.endpoint.pending.discard(self)
+            self.endpoint.changed()
+        if self.pins is not None:
+            self.pins.release()
+
     def abandon(self) -> bool:
         engine = self.engine
         if self.id not in engine.in_flight:
