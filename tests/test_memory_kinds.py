@@ -540,7 +540,7 @@ async def test_small_messages_are_copied_to_the_device(
 ) -> None:
     """And when the device fails, the receive is told, and nothing else happens."""
     memory, cuda, rocm = devices
-    monkeypatch.setattr("trio_ucx._connection.check_reaches", lambda engine, pins: None)
+    monkeypatch.setattr("trio_ucx.ucp._posting.check_reaches", lambda engine, pins: None)
     async with open_pair(worker) as (client, server):
         with trio.fail_after(10):
             await client.send(b"message", 1)
