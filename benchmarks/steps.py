@@ -26,8 +26,8 @@ import trio
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
-from trio_ucx.ucp._buffers import Pinned, new_bytes
-from trio_ucx.ucp._delivery import FIELDS, deliver
+from trio_ucx.ucp._engine.dispatch import FIELDS, deliver
+from trio_ucx.ucp._memory.buffers import Pinned, new_bytes
 
 from .contenders.ours import TAG, TLS
 from .jobs import MIB

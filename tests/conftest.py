@@ -15,7 +15,7 @@ from helpers import TRANSPORTS, Certificates, Rounds
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
-from trio_ucx.ucp import _engine
+from trio_ucx.ucp._engine import engine as _engine
 
 # Children must take Ctrl-C even where a shell has started us in the background, which ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is the real thing.
 
 Each end has a real :class:`Connection` over a real :class:`Link`; its messages reach the other end by way of the real
-``ucp._delivery``, in the records that C code makes of them: small messages are packed with their neighbours, and
+``ucp._engine.dispatch``, in the records that C code makes of them: small messages are packed with their neighbours, and
 batches taken apart. Of UCX itself is simulated what matters to the rules: messages from a threshold on stay with
 their sender until the receiver's transfer has read them there, out of the sender's pinned buffer; a small message
 may have to wait as well, while UCX is *busy*; and closing an endpoint ends what is in flight there. All of that takes
@@ -28,10 +28,10 @@ from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import Want
 from trio_ucx.ucp import Status, UCXError
-from trio_ucx.ucp._buffers import Pinned
-from trio_ucx.ucp._delivery import deliver, deliver_failures
-from trio_ucx.ucp._operations import EndpointCore, Operation
-from trio_ucx.ucp._pending import Pending
+from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
+from trio_ucx.ucp._engine.operations import EndpointCore, Operation
+from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._memory.buffers import Pinned
 
 #: What was reported as internal errors of trio_ucx.
 internal_errors: list[BaseException] = []

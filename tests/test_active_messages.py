@@ -28,7 +28,8 @@ from helpers import (
 )
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _end, _engine
+from trio_ucx.ucp._engine import engine as _engine
+from trio_ucx.ucp._engine import shutdown as _end
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull

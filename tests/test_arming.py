@@ -1,4 +1,4 @@
-"""Who looks at a worker next (``ucp/_arming.py``), with a simulated worker, a simulated loop and a simulated clock."""
+"""Who looks at a worker next (``ucp/_engine/arming.py``): with a worker, a loop and a clock that are simulated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trio_ucx.ucp import _arming
-from trio_ucx.ucp._arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Next, Progress, State
+from trio_ucx.ucp._engine import arming as _arming
+from trio_ucx.ucp._engine.arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Next, Progress, State
 
 #: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
 BOUND = 2 * TIMER + 0.01

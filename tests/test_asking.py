@@ -17,7 +17,8 @@ from helpers import assert_lanes, free_port, open_pair, open_peer, open_raw_pair
 
 import trio_ucx
 from trio_ucx import _native, ucp
-from trio_ucx.ucp import _engine, _opening
+from trio_ucx.ucp import _opening
+from trio_ucx.ucp._engine import engine as _engine
 
 #: Of which each character has two bytes.
 NAME = "\N{GREEK SMALL LETTER OMEGA}" * 15

@@ -528,7 +528,7 @@ class Builder:
 
 
 def _constant(value: int) -> ucp.Integer:
-    from trio_ucx.ucp._chain_terms import as_integer
+    from trio_ucx.ucp._chains.expressions import as_integer
 
     return as_integer(value)
 

@@ -23,8 +23,8 @@ from test_door import Door, open_door
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi
-from trio_ucx.ucp import _data_ports
-from trio_ucx.ucp._data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
+from trio_ucx.ucp._engine import data_ports as _data_ports
+from trio_ucx.ucp._engine.data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 LISTENS = "0A"

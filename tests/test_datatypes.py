@@ -16,7 +16,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib, ucx
 from trio_ucx.ucp import Status, Strided
-from trio_ucx.ucp._buffers import Pinned
+from trio_ucx.ucp._memory.buffers import Pinned
 
 #: Around the edge between eager and rendezvous, and far beyond the size of one fragment.
 SIZES = [0, 1, 1000, 65535, 65536, 65537, 2**20, 4 * 2**20]

@@ -13,7 +13,7 @@ from helpers import assert_lanes, open_peer, pattern, until
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp import _numbering
+from trio_ucx.ucp._engine import numbering as _numbering
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from helpers import open_pair
 
 from trio_ucx import ucp
 from trio_ucx.ucp import _status
-from trio_ucx.ucp._buffers import new_bytes
+from trio_ucx.ucp._memory.buffers import new_bytes
 
 
 @pytest.mark.parametrize("status", [status for status in ucp.Status if status < 0])

@@ -42,7 +42,7 @@ from trio_ucx._handshake.exchange import (
 )
 from trio_ucx._handshake.facts import Facts, Reach, SharedMemory, use_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
-from trio_ucx.ucp._numbering import MAX_PLAIN, Numbers
+from trio_ucx.ucp._engine.numbering import MAX_PLAIN, Numbers
 from trio_ucx.ucp._process import Host, Process
 
 ALL = bytes.fromhex(SAMPLES["1.22.0 tcp,sm,self"])

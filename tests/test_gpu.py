@@ -15,7 +15,8 @@ from test_memory_kinds import CUDA, MANAGED, described
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
-from trio_ucx.ucp import DeviceBuffer, MemoryType, Status, Strided, _cuda
+from trio_ucx.ucp import DeviceBuffer, MemoryType, Status, Strided
+from trio_ucx.ucp._memory import cuda as _cuda
 
 pytestmark = pytest.mark.gpu
 

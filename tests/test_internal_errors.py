@@ -23,7 +23,7 @@ from helpers import open_pair, open_peer, open_raw_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import receiving
-from trio_ucx.ucp._operations import live_handles
+from trio_ucx.ucp._engine.operations import live_handles
 
 # ---- no memory for a message ----
 
@@ -165,26 +165,26 @@ MODULES = [
     *(
         f"ucp.{name}"
         for name in (
-            "_atomics",
-            "_arming",
-            "_loop_hooks",
-            "_progress",
-            "_buffers",
-            "_chain_run",
+            "_rma.atomics",
+            "_engine.arming",
+            "_engine.loop_hooks",
+            "_engine.progress",
+            "_memory.buffers",
+            "_chains.run",
             "_connecting",
-            "_delivery",
-            "_engine",
-            "_inbox",
+            "_engine.dispatch",
+            "_engine.engine",
+            "_engine.stream_inbox",
             "_listener",
-            "_loans",
-            "_mail",
-            "_numbering",
-            "_operations",
-            "_pending",
-            "_posting",
-            "_safety_net",
+            "_engine.borrowed",
+            "_engine.tag_dispatch",
+            "_engine.numbering",
+            "_engine.operations",
+            "_engine.pending",
+            "_engine.posting",
+            "_engine.safety_net",
             "_tag",
-            "_waiting",
+            "_engine.polling",
         )
     ),
 ]

@@ -15,9 +15,10 @@ from helpers import open_pair, open_raw_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
-from trio_ucx.ucp import DeviceBuffer, MemoryType, Strided, _cuda
-from trio_ucx.ucp._buffers import Pinned
-from trio_ucx.ucp._memory_kinds import _Tensor, _Versioned, array_of
+from trio_ucx.ucp import DeviceBuffer, MemoryType, Strided
+from trio_ucx.ucp._memory import cuda as _cuda
+from trio_ucx.ucp._memory.buffers import Pinned
+from trio_ucx.ucp._memory.foreign import _Tensor, _Versioned, array_of
 
 CPU, CUDA, CUDA_HOST, OPENCL, ROCM, MANAGED = 1, 2, 3, 4, 10, 13
 
@@ -540,7 +541,7 @@ async def test_small_messages_are_copied_to_the_device(
 ) -> None:
     """And when the device fails, the receive is told, and nothing else happens."""
     memory, cuda, rocm = devices
-    monkeypatch.setattr("trio_ucx.ucp._posting.check_reaches", lambda engine, pins: None)
+    monkeypatch.setattr("trio_ucx.ucp._engine.posting.check_reaches", lambda engine, pins: None)
     async with open_pair(worker) as (client, server):
         with trio.fail_after(10):
             await client.send(b"message", 1)

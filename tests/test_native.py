@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from trio_ucx import _native
-from trio_ucx.ucp._buffers import Pinned
+from trio_ucx.ucp._memory.buffers import Pinned
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -29,9 +29,9 @@ from trio_ucx._handshake.registry import Introduction
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
-from trio_ucx.ucp import _numbering as numbering_module
 from trio_ucx.ucp._connecting import connect_worker
-from trio_ucx.ucp._numbering import (
+from trio_ucx.ucp._engine import numbering as numbering_module
+from trio_ucx.ucp._engine.numbering import (
     FILLERS_AT_ONCE,
     LIMIT,
     MAX_FILLERS,

@@ -14,7 +14,7 @@ import trio
 from helpers import open_pair, open_raw_pair
 
 from trio_ucx import ucp
-from trio_ucx.ucp._pointers import format_has_pointers, has_pointers
+from trio_ucx.ucp._memory.pointers import format_has_pointers, has_pointers
 
 
 class Inner(ctypes.Structure):

@@ -16,7 +16,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 from trio_ucx.ucp import _receive_queue
-from trio_ucx.ucp._engine import Engine
+from trio_ucx.ucp._engine.engine import Engine
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0

@@ -33,7 +33,7 @@ from remote import (
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp._ways import PART_OVER_TCP
+from trio_ucx.ucp._rma.ways import PART_OVER_TCP
 
 SIZES = [0, 1, 65535, 65536, 65537]
 BIG = 2**26

@@ -17,7 +17,7 @@ from remote import open_between, open_two, open_way
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp import _ways
+from trio_ucx.ucp._rma import ways as _ways
 
 MB = 2**20
 #: Sizes of the owner's memory: the part of the killed peers, and that of this process.

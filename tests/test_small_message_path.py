@@ -15,7 +15,7 @@ from helpers import open_pair
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._delivery import deliver
+from trio_ucx.ucp._engine.dispatch import deliver
 
 PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: The most library functions from ``await connection.send`` to UCX's C call.

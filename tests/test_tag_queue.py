@@ -11,7 +11,7 @@ from trio_ucx import _tag_queue, ucp
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import PendingReceive
 from trio_ucx._tag_queue import Message, Receive, State, TagQueue, Want
-from trio_ucx.ucp._buffers import Pinned
+from trio_ucx.ucp._memory.buffers import Pinned
 
 LIMIT = 1 << 40
 

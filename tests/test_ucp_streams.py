@@ -16,7 +16,7 @@ import trio.testing
 from helpers import PROMPT, Stopwatch, assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _end
+from trio_ucx.ucp._engine import shutdown as _end
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
 SIZES = [0, 1, 8191, 65535, 65536, 65537, 2**20]

@@ -20,7 +20,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake import exchange, facts
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._wire import ProtocolError
-from trio_ucx.ucp._numbering import MAX_PLAIN, Numbers
+from trio_ucx.ucp._engine.numbering import MAX_PLAIN, Numbers
 
 FRAMES = list(wire._FRAMES.values())
 

@@ -16,10 +16,10 @@ from ._link import Link
 from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
-from .ucp._buffers import Buffer
-from .ucp._pending import Pending
-from .ucp._pointers import refuse_pointers
-from .ucp._posting import completed
+from .ucp._engine.pending import Pending
+from .ucp._engine.posting import completed
+from .ucp._memory.buffers import Buffer
+from .ucp._memory.pointers import refuse_pointers
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 

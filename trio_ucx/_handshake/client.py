@@ -12,8 +12,8 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError
-from ..ucp._numbering import FILLERS_AT_ONCE, MAX_FILLERS
-from ..ucp._operations import under_way
+from ..ucp._engine.numbering import FILLERS_AT_ONCE, MAX_FILLERS
+from ..ucp._engine.operations import under_way
 from .control import ControlSocket
 from .exchange import Assigned, Declined, Event, Exchange, Refused, Stranger, Welcomed
 from .facts import SharedMemory

@@ -36,7 +36,7 @@ import struct
 import attrs
 
 from .._wire import MAGIC, MAX_NUMBER, VERSION, ProtocolError
-from ..ucp._numbering import MAX_PLAIN, Numbers
+from ..ucp._engine.numbering import MAX_PLAIN, Numbers
 from .facts import Facts
 
 #: Magic, version, flags, nonce. The same in every version, as REFUSE is, so that a peer of another one can be refused.

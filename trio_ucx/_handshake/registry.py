@@ -23,11 +23,11 @@ from ..ucp import Feature, UCXError, Worker, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
-from ..ucp._contained import contained, report
-from ..ucp._engine import Engine
-from ..ucp._numbering import Numbers, PeerNumbers, UsedUp
-from ..ucp._operations import EndpointCore, Operation
-from ..ucp._pending import Signal
+from ..ucp._engine.contained import contained, report
+from ..ucp._engine.engine import Engine
+from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
+from ..ucp._engine.operations import EndpointCore, Operation
+from ..ucp._engine.pending import Signal
 from ..ucp._process import this_host
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send

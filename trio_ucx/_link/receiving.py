@@ -19,11 +19,11 @@ from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
 from .._tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp import Status, UCXError
-from ..ucp._buffers import Buffer, Pinned, new_bytes
-from ..ucp._contained import contained
-from ..ucp._operations import Operation
-from ..ucp._pending import Pending
-from ..ucp._posting import pin
+from ..ucp._engine.contained import contained
+from ..ucp._engine.operations import Operation
+from ..ucp._engine.pending import Pending
+from ..ucp._engine.posting import pin
+from ..ucp._memory.buffers import Buffer, Pinned, new_bytes
 from ..ucp._status import error_from_status
 from .buffers import PackedMessages, StreamBuffer
 from .sending import Sending
@@ -34,7 +34,7 @@ IDLE_QUEUES = 64
 
 
 class Receiving:
-    """The receiving half of a connection: a ``ucp._mail.TagSink`` and a ``_tag_queue.Mover``.
+    """The receiving half of a connection: a ``ucp._engine.tag_dispatch.TagSink`` and a ``_tag_queue.Mover``.
 
     Args:
         on_frame: called with each control frame.

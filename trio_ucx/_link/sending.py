@@ -22,11 +22,11 @@ from .._byte_stream import Tail
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
 from ..ucp import Status, UCXError
-from ..ucp._arming import MOMENT
-from ..ucp._buffers import Buffer, Pinned
-from ..ucp._contained import contained
-from ..ucp._operations import Operation
-from ..ucp._posting import pending_operation, pin
+from ..ucp._engine.arming import MOMENT
+from ..ucp._engine.contained import contained
+from ..ucp._engine.operations import Operation
+from ..ucp._engine.posting import pending_operation, pin
+from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import broken
 from ..ucp._tag import SHORT
 from .transport import Transport
@@ -146,7 +146,7 @@ class Sending:
         return send
 
     def send_batch(self) -> None:
-        """See :class:`ucp._loop_hooks.DeferredBatch`."""
+        """See :class:`ucp._engine.loop_hooks.DeferredBatch`."""
         if not self.batch.parts:
             return
         core = self.core

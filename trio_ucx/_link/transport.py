@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._native import lib
-from ..ucp._buffers import Pinned
-from ..ucp._operations import EndpointCore
+from ..ucp._engine.operations import EndpointCore
+from ..ucp._memory.buffers import Pinned
 
 _HOST = lib.TU_MEMORY_HOST
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from ..ucp import _operations
+from ..ucp._engine import operations as _operations
 
 
 def live_handles() -> dict[str, int]:

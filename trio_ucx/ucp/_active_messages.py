@@ -18,9 +18,9 @@ from .._native import ffi, lib
 from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
 from ._context import Feature
-from ._engine import Engine
-from ._operations import live_handles
-from ._pending import Waiters
+from ._engine.engine import Engine
+from ._engine.operations import live_handles
+from ._engine.pending import Waiters
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 

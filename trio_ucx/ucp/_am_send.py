@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 
 from .._native import ffi, lib
-from ._buffers import Buffer, Pinned
 from ._context import Feature
-from ._operations import EndpointCore, Operation
-from ._posting import pending_operation, pin
+from ._engine.operations import EndpointCore, Operation
+from ._engine.posting import pending_operation, pin
+from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError
 from ._util import check_integer
 

@@ -9,11 +9,11 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
-from ._buffers import Buffer, Pinned, new_bytes
-from ._engine import Engine
-from ._loans import Loan
-from ._operations import Operation
-from ._posting import check_reaches, completed, pending_operation
+from ._engine.borrowed import Loan
+from ._engine.engine import Engine
+from ._engine.operations import Operation
+from ._engine.posting import check_reaches, completed, pending_operation
+from ._memory.buffers import Buffer, Pinned, new_bytes
 from ._status import Status, UCXError
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from .._native import ffi, lib, ucx
-from ._memory_kinds import MemoryType
+from ._memory.foreign import MemoryType
 from ._status import Status, UCXError
 from ._util import check_integer
 

@@ -16,20 +16,20 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
-from . import _descriptors as descriptors
-from . import _forks as forks
 from . import _log as ucx_log
 from . import _shared_memory as shared_memory
 from ._attributes import ContextAttributes, check_name, native_name, query_context
-from ._buffers import Buffer
-from ._forks import Birth
-from ._memory import Access, Memory, allocate, register
-from ._memory_kinds import MemoryType
+from ._engine import descriptors as descriptors
+from ._engine import forks as forks
+from ._engine.forks import Birth
+from ._memory.buffers import Buffer
+from ._memory.foreign import MemoryType
+from ._memory.registered import Access, Memory, allocate, register
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout
 
 if TYPE_CHECKING:
-    from ._engine import Engine
+    from ._engine.engine import Engine
 
 #: What `config` may be: UCX options by their names without the ``UCX_`` prefix.
 Config = Mapping[str, str | int | bool]

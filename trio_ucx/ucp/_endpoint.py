@@ -14,12 +14,12 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib, ucx
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
-from ._buffers import Buffer
-from ._engine import Engine
-from ._memory import MemoryDescriptor
-from ._operations import EndpointCore, under_way, with_companion
-from ._posting import completed, flush
-from ._remote_memory import RemoteMemory, attach
+from ._engine.engine import Engine
+from ._engine.operations import EndpointCore, under_way, with_companion
+from ._engine.posting import completed, flush
+from ._memory.buffers import Buffer
+from ._memory.registered import MemoryDescriptor
+from ._rma.remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, post_send

@@ -12,11 +12,11 @@ from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
 from ._am_send import SendProtocol, post_am_send
-from ._buffers import Buffer
 from ._endpoint import Endpoint
-from ._engine import Engine
-from ._pending import Pending, RequestCancelled, Signal
-from ._posting import completed
+from ._engine.engine import Engine
+from ._engine.pending import Pending, RequestCancelled, Signal
+from ._engine.posting import completed
+from ._memory.buffers import Buffer
 from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
 from ._util import FULL, OpenedNotConstructed, check_integer

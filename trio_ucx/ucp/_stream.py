@@ -13,15 +13,15 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
-from ._buffers import Buffer, Pinned
 from ._context import Feature
-from ._inbox import Inbox, Piece
-from ._operations import EndpointCore, Operation
-from ._posting import pending_operation, pin
+from ._engine.operations import EndpointCore, Operation
+from ._engine.posting import pending_operation, pin
+from ._engine.stream_inbox import Inbox, Piece
+from ._memory.buffers import Buffer, Pinned
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
-    from ._engine import Engine
+    from ._engine.engine import Engine
 
 
 @attrs.define(eq=False, repr=False)

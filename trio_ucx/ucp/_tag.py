@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 
 from .._native import lib
-from ._buffers import Buffer, Pinned
 from ._context import Feature
-from ._engine import Engine
-from ._operations import EndpointCore, Operation, ReceiveOperation
-from ._posting import pending_operation, pin
+from ._engine.engine import Engine
+from ._engine.operations import EndpointCore, Operation, ReceiveOperation
+from ._engine.posting import pending_operation, pin
+from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
 

@@ -15,22 +15,22 @@ from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
-from ._buffers import Buffer
-from ._chains import RequestChain, new_chain
+from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
 from ._endpoint import Endpoint
-from ._engine import Engine
+from ._engine.engine import Engine
+from ._engine.polling import check_spin, check_yield_interval
+from ._engine.posting import completed, pending_operation, pin, post_flush
+from ._engine.statistics import WorkerStatistics
 from ._listener import ListenerCore, RawListener, check_port
+from ._memory.buffers import Buffer
 from ._opening import EndpointOptions, ErrorMode
-from ._posting import completed, pending_operation, pin, post_flush
 from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
-from ._statistics import WorkerStatistics
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer
-from ._waiting import check_spin, check_yield_interval
 
 
 @attrs.define(eq=False, repr=False)

@@ -401,7 +401,7 @@ static bool is_full(const tu_target_t *target)
     return target->endpoint != NULL && target->endpoint->atomics >= target->atomics;
 }
 
-/* Whether it must wait for a place among the atomics of its endpoint. _atomics.py says why their number is limited. */
+/* Whether it must wait for a place among the atomics of its endpoint. _rma/atomics.py says why their number is limited. */
 bool tu_node_has_no_place(const tu_node_t *node)
 {
     const tu_chain_t *chain = node->chain;

@@ -1,0 +1,426 @@
+"""How a request of a chain comes from what its user says to what C runs: references, checks, native descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from ..._native import ffi, lib
+from .._context import Feature
+from .._endpoint import Endpoint
+from .._engine.posting import check_reaches
+from .._memory.buffers import Buffer, Pinned
+from .._memory.registered import Access
+from .._rma.remote_memory import RemoteMemory
+from .._status import Status, UCXError
+from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, check_timeout
+from .errors import DependencyReferenceError, NoDependencyResource
+from .expressions import (
+    UNLIMITED,
+    ChainRequest,
+    Condition,
+    Expression,
+    Integer,
+    Local,
+    Piece,
+    as_integer,
+    local,
+    pinned_memory,
+)
+from .run import ChainTimer, NativeChain, Target
+
+if TYPE_CHECKING:
+    from .._engine.engine import Engine
+
+#: Terms of conditions and arguments that a chain has room for, for each request of its capacity.
+TERMS_EACH = 16
+
+_ON_FALSE = {"error": lib.TU_FALSE_ERROR, "skip": lib.TU_FALSE_SKIP, "stop": lib.TU_FALSE_STOP}
+
+
+def _several(requests: Any) -> Any:
+    """What can be gone through more than once."""
+    return tuple(requests) if isinstance(requests, Iterator) else requests
+
+
+@attrs.frozen(eq=False)
+class Retry:
+    """What a false condition may do first: try again.
+
+    Attributes:
+        times: how often, at most.
+        again: the requests to run again before, one after the other: those whose results the condition looks at. Others
+            that depend on them and have not begun wait for that.
+        delay: seconds before each.
+        then: ``"error"``, ``"skip"`` or ``"stop"``: what happens when it is still false.
+    """
+
+    times: int
+    again: ChainRequest | int | Iterable[ChainRequest | int] = attrs.field(default=(), converter=_several)
+    delay: float = 0.0
+    then: str = "error"
+
+
+@attrs.frozen(eq=False)
+class Choice:
+    """One of several endpoints, or of several remote memories: by :meth:`RequestChain.choose`."""
+
+    index: Integer
+    options: tuple[Any, ...]
+
+
+@attrs.define
+class Draft:
+    """A request that is being described: what is not a plain number of ``tu_chain_request_t``."""
+
+    kind: int
+    name: str
+    to: Any = ()  # a thing, a Choice, or nothing
+    atomic: bool = False
+    size: int | None = None
+    fields: dict[str, int] = attrs.Factory(dict)
+    terms: dict[str, Integer | Condition | None] = attrs.Factory(dict)
+    parts: list[Piece | Pinned] = attrs.Factory(list)
+    into: Pinned | None = None
+    header: bytes = b""
+
+    @property
+    def requests(self) -> set[ChainRequest]:
+        found: set[ChainRequest] = set()
+        for expression in self.terms.values():
+            found |= expression.requests if expression is not None else frozenset()
+        for part in self.parts:
+            found |= part.requests if isinstance(part, Piece) else frozenset()
+        return found
+
+    @property
+    def pins(self) -> list[Pinned]:
+        found = [part for part in self.parts if isinstance(part, Pinned)]
+        return found if self.into is None else [*found, self.into]
+
+    @property
+    def locals(self) -> list[Pinned]:
+        """The memory of each :class:`Local`."""
+        values = [part.value for part in self.parts if isinstance(part, Piece)]
+        return [pins for one in (*self.terms.values(), *values) if one is not None for pins in one.pins]
+
+
+def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITED) -> Integer:
+    return value if isinstance(value, Integer) else as_integer(check_integer(value, name, low, high))
+
+
+def known_value(value: Integer) -> int | None:
+    """Its value, if it is a constant."""
+    code, _, low, high, _ = value.terms[0]
+    return low | high << 64 if len(value.terms) == 1 and code == lib.TU_TERM_CONSTANT else None
+
+
+def payload(data: Any) -> list[Piece | Pinned]:
+    parts: list[Piece | Pinned] = []
+    try:
+        for part in data if isinstance(data, (tuple, list)) else (data,):
+            if isinstance(part, Integer):
+                part = part.pack()
+            parts.append(part if isinstance(part, Piece) else Pinned(part))
+            if isinstance(parts[-1], Pinned):
+                pinned_memory(parts[-1])
+    except BaseException:
+        release(parts)
+        raise
+    return parts
+
+
+def release(parts: Iterable[Piece | Pinned]) -> None:
+    for part in parts:
+        if isinstance(part, Pinned):
+            part.release()
+
+
+def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -> Integer:
+    """How much of a payload is sent."""
+    whole = sum(part.length if isinstance(part, Piece) else part.size for part in parts)
+    return argument(whole if length is None else length, "the length", 0, whole)
+
+
+class _Native:
+    """A description as C takes it: the memory that it is in until C has copied it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._keep: list[Any] = []
+
+    def hold(self, memory: Any) -> Any:
+        self._keep.append(memory)
+        return memory
+
+    def put(self, target: Any, expression: Expression | None) -> None:
+        """Lets a ``tu_terms_t`` be this expression; nothing if it is None."""
+        if expression is not None:
+            terms = self.hold(ffi.new("tu_term_t[]", list(expression.terms)))
+            self.count += len(expression.terms)
+            target.terms, target.count = terms, len(expression.terms)
+
+
+@attrs.define(eq=False, repr=False)
+class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
+    """What a :class:`RequestChain` consists of."""
+
+    _engine: Engine
+    _native: NativeChain
+    capacity: int
+    ordered: bool
+    _requests: list[ChainRequest] = attrs.field(factory=list)
+    _targets: dict[tuple[int, bool], Target] = attrs.field(factory=dict)
+    _terms: int = 0
+    _generation: int = 0
+    #: The last request that may stop the chain.
+    _barrier: int | None = None
+    #: One that is being described, and may refer to itself.
+    _draft: ChainRequest | None = None
+    #: Whether a run waits for connections, before C knows of it.
+    _starting: bool = False
+
+    # ---- references ----
+
+    def local(self, buffer: Buffer) -> Local:
+        """Memory of ours to take integers from, as from a result: what is in it when the chain gets there.
+
+        So a chain can be run again with other numbers. The buffer, in host memory, stays pinned as long as the chain
+        refers to it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer in host memory.
+        """
+        return local(buffer)
+
+    def choose(self, index: Integer, options: Sequence[Any]) -> Choice:
+        """Chooses one of several remote memories, or endpoints, by a computed index, for a request's first argument.
+
+        An index that no option has makes the request end with :exc:`DependencyBoundsError`.
+
+        Raises:
+            TypeError, ValueError: the index is not computed from a result; there are no options.
+        """
+        options = tuple(options)
+        if not isinstance(index, Integer):
+            raise TypeError(f"the index must be computed from a result, not {type(index).__name__}")
+        if not options:
+            raise ValueError("there is nothing to choose from")
+        return Choice(index, options)
+
+    def previous(self, distance: int = 1) -> ChainRequest:
+        """Returns the request that was added last, or so many before.
+
+        Raises:
+            TypeError, ValueError: the distance is no integer, or less than 1.
+            DependencyReferenceError: there are not so many requests.
+        """
+        return self[-check_integer(distance, "the distance", 1, UNLIMITED)]
+
+    def __getitem__(self, id: int) -> ChainRequest:
+        number = check_integer(id, "the id", -UNLIMITED, UNLIMITED)
+        if not -len(self._requests) <= number < len(self._requests):
+            raise DependencyReferenceError(f"there is no request {number}: the chain has {len(self._requests)}")
+        return self._requests[number]
+
+    def __iter__(self) -> Iterator[ChainRequest]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def _resolve(self, requests: Any) -> list[ChainRequest]:
+        """What ``after`` and ``again`` name."""
+        if isinstance(requests, ChainRequest) or hasattr(requests, "__index__"):
+            requests = (requests,)
+        if not isinstance(requests, Iterable):
+            raise TypeError(f"a request, its id, or several of them, not a {type(requests).__name__}")
+        return [self[request] if hasattr(request, "__index__") else request for request in requests]
+
+    def _check_reference(self, request: ChainRequest, user: str) -> None:
+        if not isinstance(request, ChainRequest):
+            raise TypeError(f"{user} must refer to requests of this chain, not to a {type(request).__name__}")
+        if request._chain is not self:
+            raise DependencyReferenceError(f"{user} refers to {request.name} of another chain")
+        if request._generation != self._generation:
+            raise DependencyReferenceError(f"{user} refers to {request.name}, which went when the chain was cleared")
+        if request is not self._draft and self._requests[request.id : request.id + 1] != [request]:
+            raise DependencyReferenceError(f"{user} refers to {request.name}, which was not added")
+
+    # ---- adding ----
+
+    def _request(self, kind: int, name: str, size: int | None, *, into: bool = False) -> ChainRequest:
+        number = len(self._requests)
+        request: ChainRequest = ChainRequest._create(
+            self, self._generation, number, kind, f"request {number} ({name})", size, into
+        )
+        return request
+
+    def _check_access(self, remote: RemoteMemory | Choice, access: Access, doing: str) -> None:
+        for memory in remote.options if isinstance(remote, Choice) else (remote,):
+            if not isinstance(memory, RemoteMemory):
+                raise TypeError(f"remote must be a RemoteMemory or a Choice of some, not {type(memory).__name__}")
+            memory._check(access, doing, 0, 0)
+
+    def _check_bounds(self, remote: RemoteMemory | Choice, offset: Integer, length: Integer) -> None:
+        """As far as they are known already."""
+        start, size = known_value(offset), known_value(length)
+        if isinstance(remote, RemoteMemory) and start is not None and size is not None and start + size > remote.nbytes:
+            raise ValueError(f"{size} bytes from offset {start} on reach beyond the end of {remote.nbytes}")
+
+    def _atomic(
+        self,
+        name: str,
+        code: int,
+        remote: Any,
+        values: tuple[Any, ...],
+        offset: Any,
+        bits: int,
+        options: dict[str, Any],
+    ) -> ChainRequest:
+        if type(bits) is not int or bits not in (32, 64):
+            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
+        self._check_access(remote, Access.ATOMIC, "use atomics on")
+        low, high = -(2 ** (bits - 1)), 2**bits - 1
+        where = argument(offset, "the offset")
+        terms: dict[str, Any] = {"offset": where}
+        for field, value in zip(("operand", "swapped"), values, strict=False):
+            terms[field] = argument(value, "the value", low, high)
+        self._check_bounds(remote, where, as_integer(bits // 8))
+        known = known_value(where)
+        if isinstance(remote, RemoteMemory) and known is not None:
+            remote._check_aligned(known, bits // 8)
+        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
+        return self._add(draft, **options)
+
+    def _target(self, thing: Any, atomic: bool) -> int:
+        if not isinstance(thing, (Endpoint, RemoteMemory)):
+            raise TypeError(f"requests go to an Endpoint or a RemoteMemory, not to a {type(thing).__name__}")
+        thing._check_open() if isinstance(thing, RemoteMemory) else thing._check()
+        if thing._core.engine is not self._engine:
+            raise ValueError("a request chain takes endpoints and remote memory of its own worker only")
+        found = self._targets.get((id(thing), atomic))
+        if found is None:
+            memory = (thing._descriptor.address, thing.nbytes) if isinstance(thing, RemoteMemory) else (0, 0)
+            number = lib.tu_chain_target(self._native.handle, *memory)
+            if number < 0:
+                raise MemoryError("no memory for a request chain")
+            found = self._targets[id(thing), atomic] = Target(self._engine, number, thing, atomic)
+        return found.index
+
+    def _add(
+        self,
+        draft: Draft,
+        request: ChainRequest | None = None,
+        /,
+        *,
+        when: Condition | None = None,
+        on_false: str | Retry = "error",
+        after: Any = (),
+    ) -> ChainRequest:
+        self._check()
+        if self._draft is not None and request is None:
+            raise RuntimeError("the functions that follow() is given cannot add requests")
+        into = draft.into
+        seen = None if into is not None and into.memory > lib.TU_MEMORY_HOST else draft.size  # what C can read
+        request = request or self._request(draft.kind, draft.name, seen, into=into is not None)
+        if not (when is None or isinstance(when, Condition)):
+            raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
+        retry = on_false if isinstance(on_false, Retry) else Retry(0, then=on_false)
+        if not isinstance(retry.then, str) or retry.then not in _ON_FALSE:
+            raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a ucp.Retry, not {retry.then!r}")
+        draft.terms["condition"] = when
+        things = draft.to.options if isinstance(draft.to, Choice) else () if draft.to == () else (draft.to,)
+        draft.terms["choice"] = draft.to.index if isinstance(draft.to, Choice) else None
+        again = self._resolve(retry.again)
+        before = draft.requests | set(self._resolve(after)) | set(again)
+        for one in before:
+            self._check_reference(one, request.name)
+        before.discard(request)
+        if len(self._requests) >= self.capacity:
+            raise NoDependencyResource(f"this chain has room for {self.capacity} requests: make it with more capacity")
+        native, keep = self._describe(draft)
+        room = self.capacity * TERMS_EACH - self._terms
+        if keep.count > room:
+            raise NoDependencyResource(
+                f"{request.name} needs {keep.count} terms for what it depends on, and this chain has room for {room} "
+                f"more ({TERMS_EACH} for each request of its capacity): make it with more capacity"
+            )
+        native.on_false = _ON_FALSE[retry.then]
+        native.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
+        native.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
+        after_ids = sorted(one.id for one in before)
+        first = len(self._requests) - 1 if self.ordered and self._requests else self._barrier
+        behind = [] if first is None or first in after_ids else [first]
+        for name, numbers in (("after", after_ids), ("behind", behind), ("again", sorted({one.id for one in again}))):
+            array = ffi.new("uint32_t[]", numbers)
+            keep.hold(array)
+            setattr(native, name, array)
+            setattr(native, f"{name}_count", len(numbers))
+        if native.delay:
+            self._need_timer()
+        self._check()
+        if self._generation != request._generation or len(self._requests) != request.id:
+            raise RuntimeError("the chain was changed while this request was described")
+        targets = keep.hold(ffi.new("uint32_t[]", [self._target(thing, draft.atomic) for thing in things]))
+        native.targets, native.target_count = targets, len(things)
+        number = lib.tu_chain_add(self._native.handle, native)
+        if number == Status.NO_MEMORY:
+            raise MemoryError(f"no memory for {request.name}")
+        if number < 0:
+            raise UCXError(number, f"adding {request.name}")
+        self._terms += keep.count
+        self._native.buffers.add(draft.pins, draft.locals)
+        self._requests.append(request)
+        if retry.then == "stop":
+            self._barrier = request.id
+        return request
+
+    def _describe(self, draft: Draft) -> tuple[Any, _Native]:
+        keep = _Native()
+        native = ffi.new("tu_chain_request_t *", {"kind": draft.kind, "size": draft.size or 0, **draft.fields})
+        for name, expression in draft.terms.items():
+            keep.put(getattr(native, name), expression)
+        native.header = keep.hold(ffi.new("char[]", draft.header))
+        native.header_length = len(draft.header)
+        if draft.into is not None:
+            native.into, _, native.memory = pinned_memory(draft.into)
+            check_reaches(self._engine, draft.into)
+        parts = keep.hold(ffi.new("tu_part_t[]", len(draft.parts)))
+        native.parts, native.part_count = parts, len(draft.parts)
+        for native_part, part in zip(parts, draft.parts, strict=True):
+            if isinstance(part, Pinned):
+                native_part.kind = lib.TU_PART_MEMORY
+                native_part.address, native_part.length, memory = pinned_memory(part)
+                check_reaches(self._engine, part)
+                if memory > lib.TU_MEMORY_HOST and len(draft.parts) > 1:
+                    raise TypeError("a payload of several parts takes host memory only")
+                native.memory = memory if len(draft.parts) == 1 else lib.TU_MEMORY_HOST
+            else:
+                native_part.kind, native_part.offset, native_part.length = part.kind, part.offset, part.length
+                native_part.request = 0 if part.request is None else part.request.id
+                native_part.big = part.big
+                keep.put(native_part.value, part.value)
+                native.memory = lib.TU_MEMORY_HOST
+        return native, keep
+
+    def _check_open(self) -> None:
+        self._engine.check()
+        if self._native.handle is None:
+            raise trio.ClosedResourceError("this request chain was closed")
+
+    def _check(self) -> None:
+        self._check_open()
+        if self._starting or lib.tu_chain_busy(self._native.handle):
+            raise trio.BusyResourceError(
+                "this request chain is running, or UCX still has requests of a run that was cancelled: wait_idle(), or "
+                "make another"
+            )
+
+    def _need_timer(self) -> None:
+        if self._engine.chain_timer is None:
+            self._engine.chain_timer = ChainTimer(self._engine)

@@ -1,0 +1,438 @@
+"""Arming: what a worker waits for, and who looks at it next. A state machine without I/O.
+
+UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
+do, and any progress disarms the worker. One task of each worker, the progress task, waits for the descriptor.
+
+While messages flow, arming is wasted: tasks that wait poll (``polling.py``), and a task that has found what it waited
+for will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended
+when the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed
+worker that has work.
+
+====================  =======================================================================================
+State                 Who looks at the worker next
+====================  =======================================================================================
+``ARMED``             the progress task, when the descriptor becomes readable
+``DISARMED``          tasks that poll or run; the progress task waits for the descriptor, which tells only some events
+``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
+``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
+``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
+``ENDED``             whoever posts something: there is no progress task any more
+====================  =======================================================================================
+
+Everybody who progresses the worker disarms it, so ``ARMED`` turns into ``DISARMED`` by itself. These events cause the
+other transitions:
+
+============  ==========  ==========  ===========  =============  =============  ==========
+Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF    ENDED
+============  ==========  ==========  ===========  =============  =============  ==========
+``POSTED``    arm         defer       defer        progress       progress       progress
+``PARKS``     --          arm         resume       progress       progress       progress
+``OVERDUE``   --          arm         resume       --             --             --
+``WAKE``      signal      signal      resume       --             --             --
+``READABLE``  look        hand_over   --           --             --             --
+``POLLED``    --          --          --           step_aside     --             --
+``RUNS``      run         run         --           run            run            --
+============  ==========  ==========  ===========  =============  =============  ==========
+
+* *arm* progresses and arms: ``ARMED`` when that succeeds. Otherwise it makes the descriptor readable, and the progress
+  task takes over: ``PROGRESSING``.
+* *defer* progresses, and leaves the worker disarmed for a bounded time.
+* *progress* progresses, and leaves the rest to the progress task, which will run soon.
+* *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
+* *look* progresses once. When that lets every parked task go on, they will see to the rest: *step_aside*. Otherwise
+  the progress task does: ``PROGRESSING``.
+* *step_aside* suspends the progress task for a bounded time: ``SUSPENDED``.
+* *hand_over* is *step_aside* where tasks poll, or where the hook after Trio's wait has looked already; else *look*.
+* *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
+  schedule point; ``BACKING_OFF`` when UCX refuses. (``SUSPENDED`` if it will refuse for ever, and nothing is awaited.)
+
+What is deferred becomes ``OVERDUE`` when Trio has nothing else to run, or when nobody has made the worker progress for
+``MOMENT``. A hook before Trio's waits notices this. The hook costs half a microsecond for each round of Trio's loop; so
+when the only task that waits has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every
+``TIMER`` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum, auto
+from typing import Protocol
+
+#: Seconds for which work may be deferred while other tasks run, and within which one message closely follows another.
+#: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
+MOMENT = 75e-6
+#: Seconds between two looks of the timer that replaces the hook.
+TIMER = 0.004
+#: The number of times in a row that a task has to come back for that.
+STEADY = 64
+#: The hook before waits goes when Trio was idle so often with nothing deferred: adding it takes 10 microseconds.
+IDLE_ROUNDS = 100
+#: The hook after waits goes after so many rounds in which there was no waiting.
+BUSY_ROUNDS = 4
+
+
+class State(IntEnum):
+    """Who looks at the worker next: see the table above."""
+
+    ARMED = auto()
+    DISARMED = auto()
+    SUSPENDED = auto()
+    PROGRESSING = auto()
+    BACKING_OFF = auto()
+    ENDED = auto()
+
+
+class Event(IntEnum):
+    """What happens to a worker."""
+
+    #: An operation was posted, and is pending.
+    POSTED = auto()
+    #: A task is about to park.
+    PARKS = auto()
+    #: No task has come back to a worker that was left disarmed.
+    OVERDUE = auto()
+    #: Something besides UCX needs the progress task.
+    WAKE = auto()
+    #: The progress task has waited for the descriptor, which is readable.
+    READABLE = auto()
+    #: A task has found something by polling, and goes on.
+    POLLED = auto()
+    #: The progress task runs.
+    RUNS = auto()
+
+
+class Next(IntEnum):
+    """What the progress task does next."""
+
+    WAIT_READABLE = auto()
+    SUSPEND = auto()
+    PAUSE = auto()
+    YIELD = auto()
+
+
+class Progress(IntEnum):
+    """What became of progressing a worker."""
+
+    #: There is more to do at once, or arming was not asked for.
+    MORE = 0
+    #: The descriptor announces the next event.
+    ARMED = 1
+    #: UCX refuses to be armed, although nothing moves.
+    BUSY = 2
+
+
+class Worker(Protocol):
+    """The UCX worker, as far as arming is concerned."""
+
+    #: How often it was progressed.
+    turns: int
+
+    def turn(self, arm: bool) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`."""
+
+    def serve_parked(self) -> bool:
+        """Progresses once. Whether something arrived, and every parked task goes on."""
+
+    def readable(self) -> bool:
+        """Whether the descriptor is readable."""
+
+    def signal(self) -> None:
+        """Makes the descriptor readable."""
+
+    def stuck(self) -> bool:
+        """Whether UCX will refuse for ever to be armed, and nothing is awaited."""
+
+
+class Loop(Protocol):
+    """Trio's loop, as far as arming is concerned."""
+
+    def now(self) -> float:
+        """Seconds, of a clock that never goes back."""
+
+    def watch(self) -> None:
+        """Calls :meth:`Arming.before_wait` in every round, until told otherwise."""
+
+    def stop_watching(self) -> None:
+        """Calls it no more."""
+
+    def watch_events(self) -> None:
+        """Calls :meth:`Arming.after_wait` in every round, until told otherwise."""
+
+    def stop_watching_events(self) -> None:
+        """Calls it no more."""
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Calls it in the next round."""
+
+    def start_timer(self) -> None:
+        """Calls :meth:`Arming.timer_ended` after TIMER seconds, if it is not going to already."""
+
+    def resume(self) -> None:
+        """Lets the progress task run in the next round if it is suspended."""
+
+
+class Arming:
+    """The state of one worker.
+
+    Args:
+        polling: whether tasks poll before they park.
+    """
+
+    def __init__(self, worker: Worker, loop: Loop, *, polling: bool) -> None:
+        self._worker = worker
+        self._loop = loop
+        self._polling = polling
+        #: ARMED stands for DISARMED, too, as long as the progress task waits for the descriptor.
+        self._state = State.PROGRESSING
+        #: The worker's ``turns`` when it was armed.
+        self.armed_turn = -1
+        #: The same when the hook after a wait had let every parked task go on.
+        self._served_turn = -1
+        self._deferred = False
+        #: How often in a row the only task that waits has come back; and whether the timer has replaced the hook.
+        self._returns = 0
+        self.steady = False
+        self._timer_turn = -1
+        # The worker's turns, and when they were last seen to grow.
+        self._turns = 0
+        self._turned = 0.0
+        # Rounds for which the hooks were there in vain.
+        self._idle = 0
+        self._busy = 0
+
+    # ---- the state ----
+
+    @property
+    def state(self) -> State:
+        """The worker's state."""
+        if self._state is State.ARMED and self.armed_turn != self._worker.turns:
+            return State.DISARMED
+        return self._state
+
+    @property
+    def armed(self) -> bool:
+        """Whether the descriptor announces every event, and the progress task waits for it."""
+        return self.armed_turn == self._worker.turns
+
+    @property
+    def awaits_descriptor(self) -> bool:
+        """Whether the progress task waits for the descriptor."""
+        return self._state is State.ARMED
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the progress task runs only when an event or somebody wakes it."""
+        return self._state is State.ARMED or self._state is State.SUSPENDED
+
+    def try_to_arm(self) -> bool:
+        """Whether UCX can be armed now. (Not tried while the progress task does not wait for the descriptor.)"""
+        if self._state is not State.ARMED:
+            self.handle(Event.WAKE)
+            return False
+        self._arm()
+        return self.armed
+
+    def handle(self, event: Event) -> None:
+        """An event has happened."""
+        TRANSITIONS[self.state, event](self)
+
+    # ---- transitions ----
+
+    def _nothing(self) -> None:
+        pass
+
+    def _arm(self) -> None:
+        if self._worker.turn(arm=True) == Progress.ARMED:
+            self.armed_turn = self._worker.turns
+        elif self._state is not State.ENDED:
+            self._state = State.PROGRESSING
+            self._worker.signal()
+
+    def _signal(self) -> None:
+        self._state = State.PROGRESSING
+        self._worker.signal()
+
+    def _progress(self) -> None:
+        self._worker.turn(arm=False)
+
+    def _progress_and_defer(self) -> None:
+        self._worker.turn(arm=False)
+        self.defer()
+
+    def _resume(self) -> None:
+        self._state = State.PROGRESSING
+        self._loop.resume()
+
+    def _look(self) -> None:
+        if self._worker.serve_parked():
+            self._step_aside()
+        else:
+            self._state = State.PROGRESSING
+
+    def _step_aside(self) -> None:
+        self._state = State.SUSPENDED
+        self.armed_turn = -1
+        self.defer()
+
+    def _hand_over(self) -> None:
+        if self._polling or self._served_turn == self._worker.turns:
+            self._step_aside()
+        else:
+            self._look()
+
+    def _run(self) -> None:
+        self._state = State.PROGRESSING
+        result = self._worker.turn(arm=True)
+        if self._state is not State.PROGRESSING:
+            return  # ended meanwhile
+        if result == Progress.ARMED:
+            self._state = State.ARMED
+            self.armed_turn = self._worker.turns
+        elif result == Progress.BUSY:
+            self._state = State.SUSPENDED if self._worker.stuck() else State.BACKING_OFF
+
+    # ---- the progress task ----
+
+    def next_step(self) -> Next:
+        """The progress task runs. Returns what it does next."""
+        self.handle(Event.RUNS)
+        return _NEXT[self._state]
+
+    def interrupted(self) -> None:
+        """The progress task was woken by something else than what it waited for."""
+        if self._state is not State.ENDED:
+            self._state = State.PROGRESSING
+            self.armed_turn = -1
+
+    def end(self) -> None:
+        """The progress task has ended, or the worker is closed."""
+        self._state = State.ENDED
+        self.armed_turn = -1
+
+    # ---- deferring ----
+
+    def defer(self) -> None:
+        """The worker stays disarmed, because a task will most probably come back at once."""
+        if not self._deferred and not self.steady:
+            self._deferred = True
+            self.watch()
+
+    def went_on(self, *, alone: bool) -> None:
+        """A task found what it waited for, and goes on; ``alone`` if no other one waits."""
+        self._returns = self._returns + 1 if alone else 0
+        self.steady = self._returns > STEADY
+        if self.steady:
+            self._deferred = False
+            self._loop.start_timer()
+        else:
+            self.defer()
+        if self._polling and self._state is State.PROGRESSING:
+            self.handle(Event.POLLED)
+
+    def _overdue(self) -> None:
+        """Tells so from where no task can be made runnable: Trio has decided already how long it waits."""
+        self._deferred = self.steady = False
+        self._returns = 0
+        self._loop.call_soon(self._handle_overdue)
+
+    def _handle_overdue(self) -> None:
+        self.handle(Event.OVERDUE)
+
+    def watch(self) -> None:
+        """Something is deferred: lets the hook before waits look at it."""
+        self._idle = 0
+        self._loop.watch()
+
+    def before_wait(self, timeout: float, *, batches: bool) -> None:
+        """Trio is about to wait for events, for at most ``timeout`` seconds.
+
+        Args:
+            batches: whether batches are deferred, which the hook serves, too.
+        """
+        if self._deferred:
+            state = self.state
+            if state is not State.DISARMED and state is not State.SUSPENDED:
+                self._deferred = False
+            elif timeout > 0 or not self._turning():
+                self._overdue()
+        elif not batches and (self.steady or timeout > 0):
+            self._idle += 1
+            if self.steady or self._idle > IDLE_ROUNDS:
+                self._loop.stop_watching()
+
+    def _turning(self) -> bool:
+        """Whether somebody made the worker progress lately."""
+        turns = self._worker.turns
+        if turns != self._turns:
+            self._turns = turns
+            self._turned = self._loop.now()
+            return True
+        return self._loop.now() - self._turned <= MOMENT
+
+    def timer_ended(self) -> bool:
+        """The timer that replaces the hook has ended. Whether it is to be started again."""
+        turns = self._worker.turns
+        state = self.state
+        disarmed = state is State.DISARMED or state is State.SUSPENDED
+        if self.steady and disarmed and turns != self._timer_turn:
+            self._timer_turn = turns
+            return True  # the worker is polled all the time
+        self.steady = False
+        self._returns = 0
+        if disarmed:
+            self._overdue()
+        return False
+
+    # ---- tasks that do not poll ----
+
+    def task_parks(self) -> None:
+        """A task is parked. Where tasks do not poll, the hook after waits lets them run in the round of the event."""
+        if not self._polling:
+            self._busy = 0
+            self._loop.watch_events()
+
+    def after_wait(self, timeout: float) -> None:
+        """Trio has waited for events, for at most ``timeout`` seconds.
+
+        If only the progress task looked at the worker, tasks would run a round later.
+        """
+        if timeout > 0 and self._state is State.ARMED:
+            self._busy = 0
+            if self._worker.readable():
+                if self._worker.serve_parked():
+                    self._served_turn = self._worker.turns
+                # The descriptor may have become readable after Trio looked. Then the progress task is not about to run,
+                # and what would have woken it has been taken.
+                self.defer()
+        else:
+            self._busy += 1
+            if self._busy > BUSY_ROUNDS:
+                self._loop.stop_watching_events()
+
+
+_NEXT = {
+    State.ARMED: Next.WAIT_READABLE,
+    State.SUSPENDED: Next.SUSPEND,
+    State.PROGRESSING: Next.YIELD,
+    State.BACKING_OFF: Next.PAUSE,
+    State.ENDED: Next.SUSPEND,
+}
+
+
+def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:
+    arm, defer, progress, resume = Arming._arm, Arming._progress_and_defer, Arming._progress, Arming._resume
+    signal, look, hand_over, step_aside = Arming._signal, Arming._look, Arming._hand_over, Arming._step_aside
+    run, nothing = Arming._run, Arming._nothing
+    return {  # ARMED, DISARMED, SUSPENDED, PROGRESSING, BACKING_OFF, ENDED
+        Event.POSTED: (arm, defer, defer, progress, progress, progress),
+        Event.PARKS: (nothing, arm, resume, progress, progress, progress),
+        Event.OVERDUE: (nothing, arm, resume, nothing, nothing, nothing),
+        Event.WAKE: (signal, signal, resume, nothing, nothing, nothing),
+        Event.READABLE: (look, hand_over, nothing, nothing, nothing, nothing),
+        Event.POLLED: (nothing, nothing, nothing, step_aside, nothing, nothing),
+        Event.RUNS: (run, run, nothing, run, run, nothing),
+    }
+
+
+#: The table at the top.
+TRANSITIONS = {(state, event): row[state - 1] for event, row in _rows().items() for state in State}

@@ -1,0 +1,67 @@
+"""Checks that enough file descriptors are left, before UCX runs out of them.
+
+Without descriptors UCX ends the process when it cannot start its thread, leaves out transports that it cannot open, and
+its TCP transport stops listening when an ``accept`` fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+
+from ..._native import ffi, lib
+
+#: For the first context: two pipes and an epoll of UCX's, and those that it opens for a moment to find devices.
+CONTEXT = 5 + 3
+#: For a worker, besides its transports: an epoll and an eventfd of UCX's, two timers and an epoll of ours; and some
+#: more for a moment.
+WORKER = 5 + 2
+#: For each interface of a transport: tcp an epoll and a socket, posix two files and a socket, sysv a socket.
+_EACH = {"self": 0, "tcp": 2, "sysv": 1, "posix": 3, "cma": 0, "knem": 0, "xpmem": 1}
+_OTHERS = 4
+#: For a raw listener: its socket, and those of the first clients.
+LISTENER = 4
+#: For an endpoint: sockets to the peer and from it.
+ENDPOINT = 8
+#: For a connection: the same, and control sockets, of which there may be several until one is connected.
+CONNECTION = ENDPOINT + 3
+
+
+def require(count: int, doing: str) -> None:
+    """Refuses an action that needs more descriptors than are left.
+
+    Raises:
+        OSError: EMFILE (or ENFILE); the message says how many are needed.
+    """
+    count = min(count, lib.TU_DESCRIPTORS)
+    left = lib.tu_descriptors_left(count)
+    if left < count:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            ffi.errno,
+            f"{doing} needs {count} file descriptors, and {left} are left: close some, or raise the limit "
+            f"(ulimit -n, RLIMIT_NOFILE: {limit})",
+        )
+
+
+def for_worker(context_info: str) -> int:
+    """How many descriptors a worker needs.
+
+    Args:
+        context_info: UCX's description of the context's resources.
+    """
+    transports = re.findall(r"^# +resource .* -- (\w+)/", context_info, re.MULTILINE)
+    return WORKER + sum(_EACH.get(transport, _OTHERS) for transport in transports)
+
+
+def opened(descriptor: int, doing: str) -> int:
+    """Checks the descriptor that a C function has opened, and returns it.
+
+    Raises:
+        OSError: the function failed.
+    """
+    if descriptor < 0:
+        number = ffi.errno
+        raise OSError(number, f"{doing}: {os.strerror(number)}")
+    return descriptor

@@ -1,0 +1,107 @@
+"""Delivery of the records that a turn brings. It wakes tasks, and runs no user code.
+
+An exception here is a bug of ours, or lack of memory. It ends the object that the record concerns, most often a
+connection, and never more than the worker; all other records are delivered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..._native import lib
+from .._memory.registered import unmap_unused
+from .._status import UCXError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .operations import EndpointCore
+    from .tag_dispatch import TagSink
+
+FIELDS = lib.TU_RECORD_FIELDS
+_OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
+
+
+def deliver(engine: Engine, rows: list[int]) -> None:
+    """Takes the records of one call into C, all their fields in a row."""
+    mail = engine.mail
+    for start in range(0, len(rows), FIELDS):
+        kind, id, status, length, tag, pointer = rows[start : start + FIELDS]
+        try:
+            if kind == _OPERATION:
+                operation = engine.in_flight.pop(id, None)
+                if operation is None:
+                    engine.unrecorded.pop(id, None)
+                else:
+                    try:
+                        operation.complete(-status, length, tag)
+                    except BaseException as error:
+                        operation.internal_error(error)
+            elif kind == _PACKED:
+                engine.messages += id  # their number, in records of this kind
+                sink = mail.boxes.get(tag >> 32)
+                if sink is not None:
+                    data = mail.arena[pointer : pointer + id * length].tobytes()
+                    sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
+            elif kind == _MESSAGE:
+                engine.messages += 1
+                sink = mail.boxes.get(tag >> 32)
+                if sink is None:
+                    mail.nobodys(tag, pointer)
+                else:
+                    sink.message_arrived(tag & 0xFFFFFFFF, pointer, length)
+            else:
+                _deliver_rare(engine, kind, id, -status, length, pointer)
+        except BaseException as error:
+            _failed(engine, kind, id, tag, error)
+
+
+def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
+    """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
+    owner: TagSink | EndpointCore | None = None
+    if kind in (_PACKED, _MESSAGE):
+        owner = engine.mail.boxes.get(tag >> 32)
+    elif kind == lib.TU_RECORD_STREAM:
+        owner = engine.endpoints.get(id)
+    (engine if owner is None else owner).internal_error(error)
+
+
+def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
+    if kind in (lib.TU_RECORD_FAILURE, lib.TU_RECORD_CUT):
+        engine.failures.append((id, status))  # after the messages that had arrived by then
+    elif kind == lib.TU_RECORD_REQUEST:
+        listener = engine.listeners.get(id)
+        assert listener is not None, "a listener's requests end before the listener"
+        listener(pointer)
+    elif kind == lib.TU_RECORD_AM:
+        engine.counters["arrived"] += 1
+        announce = engine.am_queues.get(id)
+        if announce is not None:
+            announce()
+    elif kind == lib.TU_RECORD_STREAM:
+        _deliver_piece(engine, id, pointer, length)
+    elif kind == lib.TU_RECORD_UNUSED:
+        unmap_unused()
+
+
+def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
+    engine.counters["arrived"] += 1
+    core = engine.endpoints.get(id)
+    if core is None or core.handle is None:
+        lib.tu_stream_release(engine.handle, pointer)
+        return
+    core.stream_inbox().arrived(pointer, length)
+    while engine.stream_watchers.give(None):
+        pass
+
+
+def deliver_failures(engine: Engine) -> None:
+    """Tells of the endpoints that failed, once everything that had arrived before was delivered."""
+    failures, engine.failures = engine.failures, []
+    for id, status in failures:
+        core = engine.endpoints.get(id)
+        if core is not None:
+            try:
+                core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
+            except BaseException as error:
+                core.internal_error(error)
+    engine.suspect_queue()

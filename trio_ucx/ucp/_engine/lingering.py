@@ -1,0 +1,102 @@
+"""Endpoints over TCP that linger: UCX closes them a moment after their user has closed them, or their peer has gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import trio
+
+from .pending import Signal
+
+#: Seconds that an endpoint lingers whose peer has closed, aborted or vanished: with little under way, and with much.
+AFTER_PEER, AFTER_PEER_WITH_MUCH = 1.0, 5.0
+#: Seconds in which an operation has to end of an endpoint that is closed here first; and how long it lingers at most.
+#: Shorter, so that the two sides do not close at once.
+BEFORE_PEER, MOST_BEFORE_PEER = 0.5, 3.0
+#: So many bytes, or fewer, find room in the sockets' buffers.
+MUCH = 2**21
+#: When one more lingers, the oldest is closed at once.
+MAX_LINGERING = 256
+
+
+class ClosedEndpoint(Protocol):
+    """An endpoint that its user has closed."""
+
+    @property
+    def pending(self) -> Collection[object]:
+        """Its operations that have not ended."""
+
+    def close_native(self, handle: Any) -> None:
+        """Closes UCX's endpoint by force."""
+
+
+class Lingering:
+    """UCX's endpoints that nobody uses any more, and that are closed by force a moment later.
+
+    Args:
+        settle: progresses the worker after one was closed.
+
+    UCX 1.22 sometimes frees a TCP endpoint while it handles an event of it, and the process crashes: when both sides
+    close by force at the same moment, or one does with more to write than the sockets hold. So the side that closes
+    first goes on until all its operations have ended, or none has ended for BEFORE_PEER, and the side that learns of
+    that waits for longer.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        #: UCX's endpoint of each, when it is closed, and the latest time for that if it is closed as soon as nothing is
+        #: under way; in the order in which they were added.
+        self._endpoints: dict[ClosedEndpoint, tuple[Any, float, float | None]] = {}
+        self._ended: list[Signal] = []
+
+    async def wait_ended(self) -> None:
+        """Waits until none lingers."""
+        while self._endpoints:
+            ended = Signal()
+            self._ended.append(ended)
+            with trio.move_on_after(min(closes for _, closes, _ in self._endpoints.values()) - time.monotonic()):
+                await ended.wait()
+            self.close_due()
+
+    def __bool__(self) -> bool:
+        return bool(self._endpoints)
+
+    @property
+    def drains(self) -> bool:
+        """Whether one of them goes on until its operations have ended."""
+        return any(latest is not None for _, _, latest in self._endpoints.values())
+
+    def add(self, core: ClosedEndpoint, handle: Any, seconds: float, until_drained: bool) -> None:
+        now = time.monotonic()
+        self._endpoints[core] = handle, now + seconds, now + MOST_BEFORE_PEER if until_drained else None
+        if len(self._endpoints) > MAX_LINGERING:
+            self.close_one(next(iter(self._endpoints)))
+
+    def close_one(self, core: ClosedEndpoint) -> None:
+        """Closes one now. If it does not linger: no effect."""
+        if core in self._endpoints:
+            handle, _, _ = self._endpoints.pop(core)
+            core.close_native(handle)
+            self._settle()
+            while not self._endpoints and self._ended:
+                self._ended.pop().set()
+
+    def operation_ended(self, core: ClosedEndpoint) -> None:
+        """One of its operations has ended."""
+        handle, _, latest = self._endpoints.get(core, (None, 0.0, None))
+        if latest is not None and core.pending:
+            self._endpoints[core] = handle, min(time.monotonic() + BEFORE_PEER, latest), latest
+        elif latest is not None:
+            self.close_one(core)
+
+    def close_due(self) -> None:
+        """Closes those whose time is over."""
+        now = time.monotonic()
+        for core in [core for core, (_, closes, _) in self._endpoints.items() if closes <= now]:
+            self.close_one(core)
+
+    def close_all(self) -> None:
+        for core in list(self._endpoints):
+            self.close_one(core)

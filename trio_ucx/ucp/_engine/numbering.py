@@ -1,0 +1,245 @@
+"""Which endpoints by worker address belong together: they are numbered here as UCX numbers them.
+
+UCX pairs the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it, and
+a large message is answered by the endpoint that is paired with its sender's. So the two ends of a Connection must have
+the same number. One of the two workers, the one with the greater uid, chooses it, and each makes its endpoint with just
+that number: if others come first, because their Connections are still being opened, it makes those meanwhile, too, and
+keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is. A filler must
+handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
+error handling.
+
+Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
+nothing left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that
+pair.
+
+UCX's numbers have 16 bits. When they are used up between two workers, the server goes on with another worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import attrs
+
+from .operations import EndpointCore
+
+#: Numbers that can be used between two workers. At 2**16 - 1 UCX refuses.
+LIMIT = 65_000
+#: Fillers that one Connection may need. More are needed only by a peer that lies.
+MAX_FILLERS = 4096
+#: How many are made in one step, which takes UCX up to a millisecond each. If more are missing, the number is
+#: negotiated again.
+FILLERS_AT_ONCE = 32
+#: Endpoints without error handling that a side tells the other about.
+MAX_PLAIN = 1000
+#: Seconds before an unused filler is closed. A connection that asks for it later gets another number.
+FILLER_AGE = 15.0
+#: Seconds before an idle endpoint is closed.
+IDLE_TIME = 2.0
+#: Seconds during which it is offered to a new connection: less, so that the peer still has its own end.
+OFFER_TIME = 1.0
+#: Idle endpoints that are kept for each peer worker.
+MAX_IDLE = 64
+
+
+@attrs.frozen
+class Numbers:
+    """How far one side is.
+
+    Attributes:
+        next: the number of the next endpoint that it makes.
+        has_raw: whether it has made raw endpoints, whose numbers the other side does not know about.
+        plain: the numbers of those that are without error handling; the newest ones, if there are very many.
+    """
+
+    next: int
+    has_raw: bool = False
+    plain: tuple[int, ...] = ()
+
+
+class UsedUp(Exception):
+    """UCX has no number left for an endpoint between two workers."""
+
+
+class PeerNumbers:
+    """The numbers of the endpoints to one peer worker."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._has_raw = False
+        self._peer_has_raw = False
+        #: The numbers of endpoints without error handling, here and at the peer.
+        self._plain: list[int] = []
+        self._peer_plain: frozenset[int] = frozenset()
+        #: The lowest number that was not given out, and those below it that came back unused.
+        self._promised = 0
+        self._returned: set[int] = set()
+        self._fillers: dict[int, tuple[EndpointCore, float]] = {}
+        #: Endpoints of connections that were closed, and since when, the oldest first.
+        self._idle: dict[int, tuple[EndpointCore, float]] = {}
+
+    def made(self, *, raw: bool, error_handling: bool) -> None:
+        """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
+        if not error_handling:
+            self._plain = [*self._plain[1 - MAX_PLAIN :], self._next]
+        self._next += 1
+        self._has_raw = self._has_raw or raw
+
+    def numbers(self) -> Numbers:
+        return Numbers(self._next, self._has_raw, tuple(self._plain))
+
+    def heard(self, theirs: Numbers) -> None:
+        """The other side said how far it is."""
+        self._peer_has_raw = self._peer_has_raw or theirs.has_raw
+        self._peer_plain = frozenset(theirs.plain)
+
+    @property
+    def used_up(self) -> bool:
+        # What a peer says does not count: it would make a server open one worker after the other.
+        return self._next + MAX_FILLERS >= LIMIT
+
+    @property
+    def idle(self) -> int:
+        """How many endpoints wait for another connection."""
+        return sum(core.handle is not None for core, _ in self._idle.values())
+
+    def keep(self, number: int, core: EndpointCore) -> None:
+        """A connection was closed: its endpoint may serve another one."""
+        if len(self._idle) >= MAX_IDLE:
+            oldest, _ = self._idle.pop(next(iter(self._idle)))
+            oldest.close()
+        self._idle[number] = core, time.monotonic()
+
+    def close_idle(self) -> None:
+        """Closes those that nobody has come for."""
+        limit = time.monotonic() - IDLE_TIME
+        for number, (core, since) in list(self._idle.items()):
+            if core.handle is None or since <= limit:
+                del self._idle[number]
+                core.close()
+
+    def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
+        """A number for a new Connection. :meth:`give_back` it if it was never used.
+
+        Args:
+            theirs: how far the other side is, if that is known.
+            address: of the peer; only an idle endpoint that was made by it is offered; others may use other transports.
+
+        Raises:
+            UsedUp: none is left.
+        """
+        lowest = self._next
+        if theirs is not None:
+            self.heard(theirs)
+            lowest = max(lowest, theirs.next)
+        oldest = time.monotonic() - OFFER_TIME
+        for number, (core, since) in self._idle.items():  # the oldest first: its peer has most likely finished closing
+            if since > oldest and _fits(core, address):
+                self._fillers[number] = self._idle.pop(number)
+                return number
+        self._returned = {number for number in self._returned if number >= lowest}
+        if self._returned:
+            number = min(self._returned)
+            self._returned.remove(number)
+            return number
+        number = max(lowest, self._promised)
+        if number >= LIMIT:
+            raise UsedUp
+        self._promised = number + 1
+        return number
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no endpoint was ever made, and no number is out."""
+        return self._next == 0 and len(self._returned) == self._promised
+
+    def give_back(self, number: int) -> None:
+        """A number was chosen, and neither side has made an endpoint with it, as far as is known."""
+        if number >= self._next:
+            self._returned.add(number)
+
+    def make(self, number: int, make: Callable[[bool], EndpointCore], address: bytes = b"") -> EndpointCore | None:
+        """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
+
+        Args:
+            make: makes an endpoint to this peer, with error handling or without, and calls :meth:`made`.
+            address: of the peer.
+
+        Raises:
+            OSError, UCXError: what ``make`` raises.
+        """
+        self.close_old_fillers()
+        there = self._fillers.pop(number, None) or self._idle.pop(number, None)
+        if there is not None:
+            core, _ = there
+            if _fits(core, address) and core.forcible:
+                return core
+            core.close()
+            return None
+        if number < self._next or number - self._next > MAX_FILLERS or number >= LIMIT:
+            return None
+        last = min(number, self._next + FILLERS_AT_ONCE)
+        while self._next < last:
+            following = self._next
+            self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
+        return make(True) if last == number else None
+
+    def keep_as_filler(self, number: int, core: EndpointCore) -> None:
+        """An endpoint whose number the peer cannot use is a filler from now on."""
+        self._fillers[number] = core, time.monotonic()
+
+    @property
+    def has_temporary_fillers(self) -> bool:
+        return bool(self._fillers) and not self._peer_has_raw
+
+    def close_old_fillers(self) -> None:
+        """Closes fillers that nobody asks for any more."""
+        oldest = time.monotonic() - FILLER_AGE
+        for number, (core, made_at) in list(self._fillers.items()):
+            # A filler may be the pair of a raw endpoint of the peer's, whose messages it answers: that one stays.
+            if core.handle is None or (made_at < oldest and not self._peer_has_raw):
+                del self._fillers[number]
+                core.close()
+
+
+def _fits(core: EndpointCore, address: bytes) -> bool:
+    made_by = core.peer_address.ucx if core.peer_address is not None else b""
+    return core.handle is not None and made_by == address
+
+
+class Numbering:
+    """The numbers of one worker, for each peer worker by its uid."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, PeerNumbers] = {}
+
+    def of(self, uid: int) -> PeerNumbers:
+        """Those for one peer worker. (They are kept as long as UCX keeps its own, until the worker is closed.)"""
+        numbers = self._peers.get(uid)
+        if numbers is None:
+            numbers = self._peers[uid] = PeerNumbers()
+        return numbers
+
+    def forget_unused(self, uid: int) -> None:
+        """Forgets a peer worker that only said it was there."""
+        numbers = self._peers.get(uid)
+        if numbers is not None and numbers.is_unused:
+            del self._peers[uid]
+
+    @property
+    def idle(self) -> int:
+        """How many endpoints wait for another connection."""
+        return sum(numbers.idle for numbers in self._peers.values())
+
+    @property
+    def has_temporary(self) -> bool:
+        """Whether :meth:`close_idle` has something to do, now or later."""
+        return any(numbers.idle or numbers.has_temporary_fillers for numbers in self._peers.values())
+
+    def close_idle(self) -> None:
+        """Closes the endpoints that no other connection has come for."""
+        for numbers in self._peers.values():
+            numbers.close_idle()
+            if numbers.has_temporary_fillers:
+                numbers.close_old_fillers()

@@ -1,0 +1,533 @@
+"""Operations in flight, and the endpoints that they belong to: what the engine keeps its books about.
+
+An :class:`Operation` owns its buffers until UCX has completed it, whatever became of the task that posted it. UCX can
+cancel only a tag receive that has not matched; any other operation whose task is cancelled is *left over*.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import trio
+from outcome import Error, Value
+
+from ..._native import ffi, lib
+from .. import _reach
+from .._memory.buffers import Pinned
+from .._process import NOBODY
+from .._status import Status, UCXError, broken, error_from_status
+from .contained import contained, report
+from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
+from .pending import Pending, Signal
+from .stream_inbox import Inbox
+
+if TYPE_CHECKING:
+    from .._address import WorkerAddress
+    from .engine import Engine
+    from .peers import Watch
+
+
+class LiveHandles:
+    """Native handles alive in this process, by kind; after everything is closed, none. Any thread may count."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def opened(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
+    def closed(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] -= 1
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return {kind: count for kind, count in self._counts.items() if count}
+
+
+live_handles = LiveHandles()
+
+
+#: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
+_DESCRIPTION_SIZE = 1024
+#: Operations that the message of a timeout describes.
+_DESCRIBED = 4
+
+
+class Operation(Pending):
+    """A UCX operation in flight. Owns its buffers until UCX has completed it."""
+
+    __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
+
+    def __init__(
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: EndpointCore | None = None
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.id = id
+        self.pins = pins
+        self.doing = doing
+        self.endpoint = endpoint
+        self.left_over = False
+        if id:  # else it waits to be posted
+            engine.in_flight[id] = self
+            if endpoint is not None:
+                endpoint.pending.add(self)
+
+    def posted(self, id: int) -> None:
+        """UCX has begun it, after it has waited."""
+        self.id = id
+        self.engine.in_flight[id] = self
+        if self.endpoint is not None:
+            self.endpoint.pending.add(self)
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        """UCX is done with it. Called once, by the engine."""
+        self.release()
+        if status == Status.OK:
+            try:
+                value = self.value(length, tag)
+            except Exception as error:  # not enough memory for a copy, for instance
+                self.finish(Error(error))
+            else:
+                self.finish(Value(value))
+        elif status == Status.CANCELED and self._raise_cancel is not None:
+            self.finish_cancelled()
+        else:
+            self.fail(self.error(status))
+
+    def fail(self, error: Exception) -> None:
+        """Finishes with an error. Its endpoint records whether a task gets that error."""
+        if self.endpoint is not None and self.outcome is None and (self.awaited or self.notify is not None):
+            self.endpoint.told = True
+        self.finish(Error(error))
+
+    def value(self, length: int, tag: int) -> Any:
+        return None
+
+    def error(self, status: int) -> Exception:
+        if self.endpoint is not None:
+            return self.endpoint.error_of(status, self.doing)
+        return error_from_status(status, self.doing)
+
+    def release(self) -> None:
+        if self.left_over:
+            self.left_over = False
+            self.engine.left_over -= 1
+        if self.endpoint is not None:
+            self.endpoint.pending.discard(self)
+            self.endpoint.changed()
+            if self.endpoint.handle is None:
+                self.engine.lingering.operation_ended(self.endpoint)
+        if self.pins is not None:
+            self.pins.release()
+        self.engine.counters["completed"] += 1
+
+    def worker_destroyed(self) -> None:
+        """UCX's worker has gone without having ended it: nothing touches its buffers any more."""
+        if self.endpoint is not None:
+            self.endpoint.pending.discard(self)
+            self.endpoint.changed()
+        if self.pins is not None:
+            self.pins.release()
+
+    def abandon(self) -> bool:
+        engine = self.engine
+        if self.id not in engine.in_flight:
+            return True  # its outcome came from elsewhere, and the operation itself is over
+        if lib.tu_operation_cancel(engine.handle, self.id):
+            engine.settle()  # its record is in the ring, or in a delivery that is under way: that one decides
+            return False
+        self.leave_over()
+        return True
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends its endpoint, or else the worker, after an exception in our own code. Never raises."""
+        contained(lambda: self.finish(Error(broken(f"{self.doing}: an internal error of trio_ucx: {error!r}", error))))
+        if self.endpoint is not None:
+            self.endpoint.internal_error(error)
+        else:
+            self.engine.internal_error(error)
+
+    def describe(self) -> str:
+        """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
+        where = f" (to {self.endpoint.label})" if self.endpoint is not None else ""
+        left_over = ", left over by a cancelled task" if self.left_over else ""
+        ucx = self._described_by_ucx()
+        return f"{self.doing}{where}{left_over}" + (f": {ucx}" if ucx else "")
+
+    def _described_by_ucx(self) -> str:
+        engine = self.engine
+        if not engine.usable or self.id not in engine.in_flight:
+            return ""  # over
+        if self.endpoint is not None and self.endpoint.id not in engine.endpoints:
+            return ""  # UCX has freed the endpoint, at which it would look
+        out = ffi.new("char[]", _DESCRIPTION_SIZE)
+        if lib.tu_operation_describe(engine.handle, self.id, out, _DESCRIPTION_SIZE) != Status.OK:
+            return ""
+        return ffi.string(out).decode(errors="replace").strip()
+
+    def leave_over(self) -> None:
+        """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
+        if not self.left_over and self.id in self.engine.in_flight:
+            self.left_over = True
+            self.engine.left_over += 1
+            self._task = None
+            if self.endpoint is not None:
+                self.endpoint.changed()
+
+
+def under_way(operations: Iterable[Operation]) -> str:
+    """For the message of a timeout: which operations had not ended, the first few in words."""
+    found = list(operations)
+    if not found:
+        return ""
+    described = [operation.describe() for operation in found[:_DESCRIBED]]
+    if len(found) > _DESCRIBED:
+        described.append(f"and {len(found) - _DESCRIBED} more")
+    return f"; under way: {'; '.join(described)}"
+
+
+class ReceiveOperation(Operation):
+    """Its value is ``(length, sender_tag)``."""
+
+    __slots__ = ()
+
+    def value(self, length: int, tag: int) -> tuple[int, int]:
+        return length, tag
+
+
+class EndpointCore:
+    """The engine's side of an endpoint: its handle, its operations, and what became of it."""
+
+    __slots__ = (
+        "__weakref__",
+        "atomics",
+        "chain_companion",
+        "companion",
+        "connected",
+        "engine",
+        "error",
+        "exposed",
+        "facade",
+        "forcible",
+        "handle",
+        "id",
+        "inbox",
+        "label",
+        "memory_companion",
+        "on_close",
+        "on_failure",
+        "origin",
+        "owner",
+        "peer",
+        "peer_address",
+        "pending",
+        "told",
+        "unflushed",
+        "watch",
+        "watchers",
+    )
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
+        self.engine = engine
+        self.id = id
+        self.handle: Any = handle  # None once closed
+        self.label = label
+        #: The UCXError it failed with, if it did.
+        self.error: UCXError | None = None
+        #: Marks the errors about this endpoint, and about the endpoints beside it: see :func:`_status.origin_of`.
+        self.origin = object()
+        #: Whether the user has ever had it in hand, and so may have left something at it.
+        self.exposed = False
+        #: Called once, when it is closed (not when it fails).
+        self.on_close: Callable[[], None] | None = None
+        #: What the layer above has made of it (a Connection's link).
+        self.owner: Any = None
+        #: Which process it leads to, and to which worker, where that is known.
+        self.peer = NOBODY
+        self.peer_address: WorkerAddress | None = None
+        #: The user's object for it.
+        self.facade: Callable[[], Any] = lambda: None
+        #: What came of its UCP stream, once something came.
+        self.inbox: Inbox | None = None
+        self.pending: set[Operation] = set()
+        #: Called once, when it fails (not when it is closed).
+        self.on_failure: Callable[[], None] | None = None
+        #: The endpoint without error handling beside it, for atomics (_rma/remote_memory.py).
+        self.companion: EndpointCore | None = None
+        #: The same for the atomics of request chains.
+        self.chain_companion: EndpointCore | None = None
+        #: The endpoint beside a Connection's that reaches the peer's memory.
+        self.memory_companion: EndpointCore | None = None
+        #: A companion's atomics under way.
+        self.atomics: Any = None
+        #: Whether it is known to be up, and will not change its lanes any more.
+        self.connected = False
+        #: Whether UCX may close it by force.
+        self.forcible = True
+        #: What looks whether the peer's process lives.
+        self.watch: Watch | None = None
+        #: Whether something was sent since the last flush.
+        self.unflushed = False
+        #: Whether an operation of the user's has reported that it broke: then closing it need not.
+        self.told = False
+        #: Set, and forgotten, whenever something about its operations changes.
+        self.watchers: list[Signal] = []
+        engine.endpoints[id] = self
+        live_handles.opened("endpoint")
+
+    def problem(self) -> Exception | None:
+        """The exception for using it now, if it cannot be used."""
+        if self.error is not None:
+            return broken(f"the connection to {self.label} broke: {self.error}", self.error, self.origin)
+        if self.handle is None:
+            return trio.ClosedResourceError("this endpoint was closed")
+        return None
+
+    def error_of(self, status: int, doing: str) -> Exception:
+        """The exception for a failed operation on it."""
+        return self.problem() or error_from_status(status, doing, self.origin, self.hint(status))
+
+    def hint(self, status: int) -> str:
+        """What is known about a peer that cannot be reached, in parentheses."""
+        return _reach.hint(self.engine.context, status, self.peer_address)
+
+    def check(self) -> None:
+        problem = self.problem()
+        if problem is not None:
+            self.told = True
+            raise problem
+
+    def changed(self) -> None:
+        if self.watchers:
+            for watcher in self.watchers:
+                watcher.set()
+            self.watchers = []  # only now: if waking one fails, the next call wakes the others
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on its operations. No checkpoint if it holds already."""
+        while not condition():
+            watcher = Signal()
+            self.watchers.append(watcher)
+            try:
+                await self.engine.waiting.wait(watcher)
+            finally:
+                if watcher in self.watchers:
+                    self.watchers.remove(watcher)
+
+    def under_way(self) -> list[Operation]:
+        """Its operations, in the order in which they were posted."""
+        return [operation for operation in self.engine.in_flight.values() if operation.endpoint is self]
+
+    def sends_done(self) -> bool:
+        """Whether no operation is under way but those left over."""
+        return all(operation.left_over for operation in self.pending)
+
+    def buffers_released(self) -> bool:
+        return not any(operation.left_over for operation in self.pending)
+
+    def stream_inbox(self) -> Inbox:
+        if self.inbox is None:
+            self.inbox = Inbox(self.engine)
+        return self.inbox
+
+    def fail(self, error: UCXError, *, linger: bool = False) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect.
+
+        Args:
+            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`.
+        """
+        if self.handle is None or self.error is not None:
+            self.engine.lingering.close_one(self)  # this failure is how UCX reports that the peer has closed its end
+            return
+        self.error = error
+        try:
+            if linger:
+                self._linger(AFTER_PEER_WITH_MUCH if self._much_under_way() else AFTER_PEER, until_drained=False)
+            else:
+                self._force_close()
+        finally:
+            if self.inbox is not None:
+                contained(self.inbox.wake)  # what has arrived can still be read
+            callback, self.on_failure = self.on_failure, None
+            if callback is not None:
+                callback()
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends this endpoint, and no other, after an exception in our own code.
+
+        Never raises.
+        """
+        if self.owner is not None:
+            self.owner.internal_error(error)
+        else:
+            report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
+            contained(self.fail_inside, error)
+
+    def fail_inside(self, error: BaseException) -> None:
+        """Fails with an internal error."""
+        failure = UCXError(Status.IO_ERROR, f"an internal error of trio_ucx: {error!r}")
+        failure.__cause__ = error
+        self.fail(failure)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another connection between the same two workers could go on with it: nothing was left at it."""
+        return (
+            self.handle is not None
+            and self.error is None
+            and not self.exposed
+            and not self.pending
+            and self.inbox is None
+            and self.companion is None
+            and self.chain_companion is None
+            and self.memory_companion is None
+        )
+
+    def pass_on(self, error: UCXError | None = None) -> EndpointCore:
+        """Closes this object, but not UCX's endpoint, which gets a new object. (It must be :attr:`reusable`.)
+
+        Args:
+            error: why it is of no use any more, for those who try.
+        """
+        engine, handle, self.handle = self.engine, self.handle, None
+        self.error = error
+        self.on_failure = None
+        self.closed_here()
+        id = engine.next_id()
+        lib.tu_endpoint_rename(handle, id)
+        heir = EndpointCore(engine, id, handle, self.label)
+        heir.peer, heir.peer_address, heir.connected = self.peer, self.peer_address, self.connected
+        return heir
+
+    def lanes(self) -> list[bytes] | None:
+        """The transport and device of each lane; None before UCX 1.14, which does not tell."""
+        text = ffi.new("char[4096]")
+        if lib.tu_endpoint_transports(self.handle, text, 4096) != Status.OK:
+            return None
+        return list(ffi.string(text).splitlines())
+
+    def over_tcp(self) -> bool:
+        """Whether it has TCP lanes only, as far as UCX tells."""
+        return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
+
+    def close(self) -> None:
+        """Closes by force; over TCP with much under way, UCX's endpoint a moment later: see :class:`Lingering`.
+
+        Waiters get ClosedResourceError at once.
+        """
+        self.on_failure = None
+        if self.handle is not None:
+            if self._much_under_way() and self.over_tcp():
+                self._linger(BEFORE_PEER, until_drained=True)
+            else:
+                self._force_close()
+        if self.inbox is not None:
+            self.inbox.discard()
+        callback, self.on_close = self.on_close, None
+        if callback is not None:
+            callback()
+
+    def stop_watching(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
+
+    def _let_go(self) -> Any:
+        """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
+        contained(self.stop_watching)
+        handle, self.handle = self.handle, None
+        for operation in list(self.pending):
+            contained(self._end_operation, operation)
+        companions = self.companion, self.chain_companion, self.memory_companion
+        self.companion = self.chain_companion = self.memory_companion = None
+        for companion in companions:
+            if companion is not None:
+                contained(companion.follow, self)
+        if self.atomics is not None:
+            contained(lambda: self.atomics.fail(self.problem()))
+        return handle
+
+    def _end_operation(self, operation: Operation) -> None:
+        if operation.outcome is None and not operation.left_over:
+            problem = self.problem()
+            assert problem is not None
+            operation.fail(problem)
+            operation.leave_over()
+
+    def _force_close(self) -> None:
+        handle = self._let_go()
+        engine = self.engine
+        if not self.forcible:
+            # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
+            # peer that died, that is for ever: the worker ends it.
+            if self.error is None:
+                verdict = lib.tu_endpoint_close(handle)
+                if verdict > 0:
+                    Operation(engine, verdict, None, "closing an endpoint without error handling").leave_over()
+            self.closed(handle)
+        else:
+            self.close_native(handle)
+        engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+
+    def _much_under_way(self) -> bool:
+        return sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH
+
+    def _linger(self, seconds: float, *, until_drained: bool) -> None:
+        if self.forcible:
+            self.engine.lingering.add(self, self._let_go(), seconds, until_drained)
+            self.engine.watch_events()
+        else:
+            self._force_close()
+
+    def close_native(self, handle: Any) -> None:
+        verdict = lib.tu_endpoint_close(handle)
+        if verdict > 0:
+            CloseOperation(self.engine, verdict, self, handle)
+        else:
+            self.closed(handle)
+
+    def follow(self, other: EndpointCore) -> None:
+        """Ends as the endpoint did that watched for it."""
+        self.on_failure = None
+        if self.handle is not None:
+            self.error = other.error
+            self._force_close()
+
+    def closed(self, handle: Any) -> None:
+        """UCX has closed it."""
+        lib.tu_endpoint_free(handle)
+        self.closed_here()
+
+    def closed_here(self) -> None:
+        self.engine.endpoints.pop(self.id, None)
+        live_handles.closed("endpoint")
+
+
+def with_companion(core: EndpointCore) -> list[EndpointCore]:
+    """An endpoint, and those beside it that carry what is asked of it."""
+    beside = [one for one in (core.memory_companion, core.companion) if one is not None]
+    return [core, *(each for one in beside for each in with_companion(one))]
+
+
+class CloseOperation(Operation):
+    __slots__ = ("core", "native")
+
+    def __init__(self, engine: Engine, id: int, core: EndpointCore, native: Any) -> None:
+        super().__init__(engine, id, None, "closing an endpoint")
+        self.core = core
+        self.native = native
+
+    def internal_error(self, error: BaseException) -> None:
+        report(f"an internal error of trio_ucx, closing the endpoint to {self.core.label}", error)
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self.release()
+        self.core.closed(self.native)
+        self.finish(Value(None))

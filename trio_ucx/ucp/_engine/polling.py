@@ -1,0 +1,183 @@
+"""Waiting: how a task waits for something that UCX will tell, and what its schedule points cost.
+
+A task that has to wait polls in C for a moment before it parks, because waking it takes longer than most answers. It
+polls only while no other task has work to do, as far as that can be known for nearly nothing:
+
+* of the tasks that this worker woke, all have run;
+* the schedule point that comes first, and that every call owes Trio anyway, was short. (Others that were runnable have
+  run meanwhile.)
+
+For how long is decided in C (``adaptive_poll.c``): it grows while it pays and ends when it does not.
+
+While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
+system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
+will most probably wait again, and others that wait get what it finds. If it does not, the worker is armed as soon as
+Trio has nothing else to run (``_engine/arming.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from ..._native import lib
+from .._util import check_timeout
+from .arming import Event
+from .pending import Pending
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: The default of ``spin``, in seconds: three times what it costs to wake a task.
+DEFAULT_SPIN = 100e-6
+#: Its limit, in seconds: all of Trio stands still meanwhile.
+MOST_SPIN = 1.0
+#: Seconds. A schedule point takes 3 to 10 microseconds by itself; a longer one includes the work of other tasks.
+_ALONE = 25e-6
+#: One that is shorter than that may have been the progress task's work, or the machine's: another look tells.
+_BUSY = 100e-6
+_LOOKS = 3
+
+
+def check_spin(spin: float | None) -> float:
+    if spin is None:
+        return DEFAULT_SPIN
+    spin = check_timeout(spin, "spin")
+    if spin > MOST_SPIN:
+        raise ValueError(f"spin must be at most {MOST_SPIN} seconds, not {spin}: nothing else runs meanwhile")
+    return spin
+
+
+def check_yield_interval(yield_interval: float) -> float:
+    yield_interval = check_timeout(yield_interval, "yield_interval")
+    if yield_interval == math.inf:
+        raise ValueError("yield_interval must be finite: other tasks would never run")
+    return yield_interval
+
+
+class Waiting:
+    """One worker's waits."""
+
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
+
+    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
+        self._engine = engine
+        self.polling = spin > 0
+        lib.tu_poll_bound(engine.handle, int(spin * 1e9))
+        self._yield_interval = yield_interval
+        #: When a task last passed a schedule point.
+        self._yielded = 0.0
+        #: How many tasks are parked here, and how many of them were woken and have not run yet.
+        self.parked = 0
+        self.woken = 0
+
+    async def schedule_point(self) -> None:
+        """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
+        if self._yield_interval:
+            if self._yielded_lately():
+                return
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._yielded = perf_counter()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _yielded_lately(self) -> bool:
+        # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
+        return perf_counter() - self._yielded < self._yield_interval
+
+    def poll_at_once(self) -> bool:
+        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered.
+
+        If so, call :meth:`went_on` before going on.
+        """
+        if not self._yield_interval or not self.polling or self.woken:
+            return False
+        return self._yielded_lately() and self._engine.take(lib.tu_poll_at_once)
+
+    def went_on(self) -> None:
+        """A task found what it wanted, by polling."""
+        if not self._engine.arming.armed:
+            self._go_on()
+
+    async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
+        """Waits for something pending: always a schedule point.
+
+        Cancelling that abandons it; with ``watch``, changes nothing about it.
+        """
+        engine = self._engine
+        pending.expected = True
+        try:
+            if self.polling and not self.woken and engine.handle is not None and lib.tu_poll_begin(engine.handle):
+                await self._poll(pending)
+            if pending.outcome is None:
+                await self._park(pending, watch)
+        finally:
+            pending.expected = False
+            if engine.arming.armed_turn != engine.turns:  # not armed
+                self._go_on()
+        return pending.result()
+
+    async def _poll(self, pending: Pending) -> None:
+        engine = self._engine
+        while await self._alone() and not self.woken:
+            while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
+                pass
+            if pending.outcome is not None or self.woken or not lib.tu_poll_continues(engine.handle):
+                break
+            if trio.current_effective_deadline() == -math.inf:
+                break  # cancelled, which parking tells
+            engine.arming.handle(Event.POLLED)  # the progress task need not look
+            self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
+
+    async def poll_chains(self) -> None:
+        """For the progress task: request chains go on whose tasks are parked. A schedule point."""
+        if await self._alone() and not self.woken:
+            self._engine.take(lib.tu_poll)
+
+    async def _alone(self) -> bool:
+        """A schedule point. Returns whether no other task seems to have work to do."""
+        if self._yield_interval and self._yielded_lately():
+            return True
+        took = 0.0
+        for _ in range(_LOOKS):
+            began = perf_counter()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._yielded = perf_counter()
+            took = self._yielded - began
+            if took < _ALONE or took > _BUSY:
+                break
+        return took < _ALONE
+
+    async def _park(self, pending: Pending, watch: bool) -> None:
+        engine = self._engine
+        if engine.arming.armed_turn != engine.turns and not self.woken:
+            engine.arming.handle(Event.PARKS)
+            if pending.outcome is not None:
+                await self.schedule_point()
+                return
+        engine.watch_events()
+        self.parked += 1
+        pending.expected = False
+        pending.parked_at = self
+        try:
+            await (pending.watch() if watch else pending.wait())
+        finally:
+            self.parked -= 1
+            if pending.parked_at is None:
+                self.woken -= 1
+            pending.parked_at = None
+            if self._yield_interval:
+                self._yielded = perf_counter()
+
+    def wake(self) -> None:
+        """A task that is parked here was made runnable."""
+        self.woken += 1
+
+    def _go_on(self) -> None:
+        """A task goes on, and the worker is not armed."""
+        arming = self._engine.arming
+        if not self.woken and (self.parked or not arming.steady):  # else so will others, or the timer looks
+            arming.went_on(alone=self.polling and not self.parked)

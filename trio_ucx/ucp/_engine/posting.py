@@ -1,0 +1,125 @@
+"""The step from checked arguments to an operation in flight, of whatever capability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from ..._native import lib
+from .._memory.buffers import Buffer, Pinned
+from .._memory.foreign import MemoryType
+from .._status import Status, UCXError, error_from_status
+from .engine import Engine
+from .operations import EndpointCore, Operation, with_companion
+from .pending import Pending
+
+_HOST = lib.TU_MEMORY_HOST
+
+
+def pin(engine: Engine, data: Buffer, *, writable: bool = False, copies: bool = False) -> Pinned:
+    """Pins a buffer for an operation, which releases it.
+
+    Args:
+        copies: the library, too, copies to it and from it.
+
+    Raises:
+        TypeError, ValueError: not a buffer that can be used so.
+    """
+    pins = Pinned(data, writable=writable)
+    try:
+        if copies:
+            pins.check_copies()
+        if pins.memory > _HOST:
+            check_reaches(engine, pins)
+    except BaseException:
+        pins.release()
+        raise
+    return pins
+
+
+def check_reaches(engine: Engine, pins: Pinned) -> None:
+    """Refuses memory that the worker's transports do not reach, which UCX would take for host memory.
+
+    Raises:
+        ValueError: ``pins`` are such.
+    """
+    if pins.memory <= _HOST:
+        return
+    kind = MemoryType(pins.memory - 1)
+    if not lib.tu_worker_memory_types(engine.handle) >> kind & 1:
+        raise ValueError(
+            f"the transports of this worker do not reach {kind.name} memory: its option TLS (UCX_TLS) must have "
+            f"{'rocm' if 'ROCM' in kind.name else 'cuda'} in it, and UCX a device and its module for it"
+        )
+
+
+async def completed(operation: Pending | None, engine: Engine, *, watch: bool = False) -> Any:
+    """Waits for something that was just posted (None: it completed at once): always a schedule point.
+
+    Cancelling that abandons it; with ``watch``, changes nothing about it, and is then a checkpoint.
+    """
+    if operation is not None and operation.outcome is None:
+        return await engine.waiting.wait(operation, watch=watch)
+    if watch:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    await engine.waiting.schedule_point()
+    return None if operation is None else operation.result()
+
+
+def pending_operation(
+    engine: Engine,
+    verdict: int,
+    pins: Pinned | None,
+    doing: str,
+    core: EndpointCore | None = None,
+    kind: Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation] = Operation,
+) -> Operation | None:
+    """Takes a verdict that is not about a receive: None when the operation completed at once."""
+    if verdict > 0:
+        try:
+            operation = kind(engine, verdict, pins, doing, core)
+        except BaseException:
+            engine.keep(verdict, pins)
+            raise
+        engine.settle()
+        return operation
+    if pins is not None:
+        pins.release()
+    if verdict < 0:
+        if core is None:
+            raise error_from_status(verdict, doing)
+        core.told = True
+        raise core.error_of(verdict, doing)
+    return None
+
+
+def refusal(status: int, doing: str) -> Exception | None:
+    """The exception for a request that the owner of remote memory refused; None if the status says something else."""
+    if status == Status.NO_ELEM:
+        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
+    if status == Status.INVALID_ADDR:
+        return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
+    return None
+
+
+def post_flush(core: EndpointCore) -> Operation | None:
+    core.engine.batches.send_batches()
+    return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+
+
+async def flush(core: EndpointCore) -> None:
+    """Flushes an endpoint, and the companion that carries its atomics. Always a checkpoint."""
+    core.unflushed = False
+    try:
+        for one in with_companion(core):
+            one.check()
+            operation = post_flush(one)
+            if operation is not None:
+                await completed(operation, one.engine)
+            one.connected = True
+    except BaseException:
+        core.unflushed = True
+        raise
+    await trio.lowlevel.cancel_shielded_checkpoint()

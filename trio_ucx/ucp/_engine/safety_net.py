@@ -1,0 +1,103 @@
+"""The safety net: events that UCX might lose."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import trio
+
+from ..._native import lib
+from .arming import TIMER
+from .descriptors import opened
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: Seconds between two looks.
+INTERVAL = 1.0
+
+
+class SafetyNet:
+    """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
+
+    The timer's time is real, not Trio's clock's, which ``autojump_clock`` would jump.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        self._running = False
+        #: Whether the timer looks more often, at a worker that is polled all the time.
+        self._watches_polling = False
+
+    def watch(self) -> None:
+        """Something is awaited: look."""
+        if not self._running:
+            self._running = True
+            if not self._watches_polling:
+                self._set(INTERVAL)
+
+    def watch_polling(self) -> None:
+        """The worker is not armed: look whether it is being polled all the time."""
+        if not self._watches_polling:
+            self._watches_polling = True
+            self._set(TIMER)
+
+    def _set(self, seconds: float) -> None:
+        if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
+            lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
+
+    async def run(self) -> None:
+        engine = self._engine
+        turns = 0
+        while engine.handle is not None:
+            try:
+                await trio.lowlevel.wait_readable(self.timer)
+            except trio.ClosedResourceError:
+                return
+            if not lib.tu_timer_ended(self.timer):
+                continue  # the timer was started again meanwhile
+            if self._watches_polling:
+                if engine.arming.timer_ended():
+                    self._set(TIMER)
+                    continue
+                turns = engine.turns
+                self._watches_polling = False
+                self._running = True
+                self._set(INTERVAL)
+                continue
+            if engine.numbering.has_temporary:
+                engine.guard(engine.numbering.close_idle)
+            if engine.lingering:
+                engine.guard(engine.lingering.close_due)
+            if not self.awaited():
+                self._running = False
+                self._set(0)
+                continue
+            self._set(INTERVAL)
+            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
+            # what is found now may have come just now.
+            arming = engine.arming
+            if arming.sleeps and turns == engine.turns and not (arming.awaits_descriptor and engine.readable()):
+                before = engine.news()
+                engine.settle()
+                if before != engine.news():
+                    engine.counters["missed_events"] += 1
+            turns = engine.turns
+
+    def awaited(self) -> bool:
+        """Whether anybody waits for anything that UCX would tell."""
+        engine = self._engine
+        return bool(
+            engine.in_flight
+            or engine.numbering.has_temporary
+            or engine.lingering
+            or engine.mail.boxes
+            or engine.stream_watchers
+            or any(waiters for waiters in engine.am_waiters.values())
+            or any(core.inbox is not None and core.inbox.awaited for core in engine.endpoints.values())
+        )
+
+    def close(self) -> None:
+        os.close(self.timer)

@@ -1,0 +1,81 @@
+"""Figures that users get about workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from ..._native import ffi, lib
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@attrs.frozen
+class WorkerStatistics:
+    """Figures about a :class:`Worker`.
+
+    Attributes:
+        operations_in_flight: posted and not completed.
+        left_over_operations: those of them whose task was cancelled; their buffers stay pinned.
+        completed_operations: completed after they were posted; what completed at once is not counted.
+        endpoints: open endpoints, without those that are kept for a moment after their connection was closed.
+        wakeups: times the progress task woke.
+        busy_arms: times UCX said BUSY when asked to arm.
+        backoffs: times the progress task slept because UCX stayed BUSY.
+        missed_events: times the safety net found work that no event had announced; anything but 0 is a bug in UCX or
+            in trio_ucx.
+        progress_calls: calls of ``ucp_worker_progress``.
+        messages: Connection messages that arrived.
+        batches: times that small messages of a Connection which closely followed each other were sent as one.
+        polls: times a task polled before it would have parked; polls_paid: those that found something.
+        poll_seconds: time spent in all of them.
+        poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
+        background_closes: closes that go on after their task was cancelled.
+        stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
+            wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
+    """
+
+    operations_in_flight: int
+    left_over_operations: int
+    completed_operations: int
+    endpoints: int
+    wakeups: int
+    busy_arms: int
+    backoffs: int
+    missed_events: int
+    progress_calls: int
+    messages: int
+    batches: int
+    polls: int
+    polls_paid: int
+    poll_seconds: float
+    poll_limit: float
+    background_closes: int
+    stopped_queues: int
+
+
+def worker_statistics(engine: Engine) -> WorkerStatistics:
+    """The figures of an open worker."""
+    counts = ffi.new("tu_counts_t *")
+    lib.tu_worker_counts(engine.handle, counts)
+    return WorkerStatistics(
+        operations_in_flight=len(engine.in_flight),
+        left_over_operations=engine.left_over,
+        completed_operations=engine.counters["completed"],
+        endpoints=sum(core.handle is not None for core in engine.endpoints.values()) - engine.numbering.idle,
+        wakeups=engine.counters["wakeups"],
+        busy_arms=counts.arm_busy,
+        backoffs=engine.counters["backoffs"],
+        missed_events=engine.counters["missed_events"],
+        progress_calls=counts.progress_calls,
+        messages=engine.messages,
+        batches=engine.counters["batches"],
+        polls=counts.polls,
+        polls_paid=counts.polls_paid,
+        poll_seconds=counts.poll_nanoseconds / 1e9,
+        poll_limit=counts.poll_limit / 1e9,
+        background_closes=len(engine.background),
+        stopped_queues=engine.counters["stopped_queues"],
+    )

@@ -1,0 +1,131 @@
+"""What an endpoint has received of its UCP stream, in pieces that UCX lends, until somebody takes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ..._native import lib
+from .borrowed import Loan, in_use
+from .pending import Signal
+
+if TYPE_CHECKING:
+    from .._memory.buffers import Pinned
+    from .engine import Engine
+
+
+class Piece:
+    """A part of the stream: memory of UCX's, or (no loan) bytes that were put back."""
+
+    __slots__ = ("_part", "_start", "loan")
+
+    def __init__(self, what: Loan | bytes) -> None:
+        self.loan = what if isinstance(what, Loan) else None
+        self._start = 0
+        #: What is left of it, if that is not all of the loan.
+        self._part = memoryview(what) if isinstance(what, bytes) else None
+
+    @property
+    def view(self) -> memoryview:
+        if self._part is not None:
+            return self._part
+        assert self.loan is not None
+        return self.loan.view
+
+    def skip(self, count: int) -> None:
+        """Forgets the first bytes."""
+        self._part = self.view[count:]
+        self._start += count
+
+    def end(self) -> None:
+        """Its memory can be used no more. Ended already: no effect.
+
+        Raises:
+            BufferError: see :meth:`Loan.end`.
+        """
+        if self._part is not None:
+            try:
+                self._part.release()
+            except BufferError:
+                raise in_use() from None
+        if self.loan is not None:
+            try:
+                self.loan.end()
+            except BufferError:
+                if self._part is not None:
+                    self._part = self.loan.view[self._start :]
+                raise
+
+
+class Inbox:
+    """The unread part of a stream. Whatever is taken and not used can be put back."""
+
+    __slots__ = ("_engine", "_id", "_pieces", "_waiter", "size")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._id = engine.next_id()
+        self._pieces: deque[Piece] = deque()
+        self._waiter: Signal | None = None
+        #: Unread bytes.
+        self.size = 0
+        engine.children[self._id] = self.discard  # before its loans are ended one by one
+
+    def arrived(self, address: int, length: int) -> None:
+        engine = self._engine
+        loan = Loan(engine, address, length, lambda: lib.tu_stream_release(engine.handle, address))
+        self._pieces.append(Piece(loan))
+        self.size += length
+        self.wake()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for more."""
+        return self._waiter is not None
+
+    def wake(self) -> None:
+        if self._waiter is not None:
+            self._waiter.set()
+
+    async def wait(self) -> None:
+        """Waits until something arrives or :meth:`wake` is called. Cancelling it loses nothing."""
+        self._waiter = Signal()
+        try:
+            await self._engine.waiting.wait(self._waiter)
+        finally:
+            self._waiter = None
+
+    def take(self) -> Piece:
+        """The oldest piece, to be ended by the caller."""
+        piece = self._pieces.popleft()
+        self.size -= len(piece.view)
+        return piece
+
+    def take_into(self, pins: Pinned, start: int) -> int:
+        """Copies as much as there is and fits behind byte ``start`` of the buffers; returns the bytes."""
+        position = start
+        while self._pieces and position < pins.size:
+            piece = self._pieces[0]
+            count = min(len(piece.view), pins.size - position)
+            pins.fill(piece.view[:count], position)
+            position += count
+            self.size -= count
+            if count == len(piece.view):
+                self._pieces.popleft()
+                piece.end()
+            else:
+                piece.skip(count)
+        return position - start
+
+    def put_back(self, data: bytes) -> None:
+        if data:
+            self._pieces.appendleft(Piece(data))
+            self.size += len(data)
+            self.wake()
+
+    def discard(self) -> None:
+        """Nobody will read it."""
+        self._engine.children.pop(self._id, None)
+        while self._pieces:
+            self.take().end()
+        self.wake()

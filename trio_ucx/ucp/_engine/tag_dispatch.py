@@ -1,0 +1,92 @@
+"""Tag dispatch: the engine takes the tag messages of Connections off UCX's queue, and hands each to its connection."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from ..._native import ffi, lib
+from .operations import ReceiveOperation
+
+if TYPE_CHECKING:
+    from .._status import UCXError
+    from .engine import Engine
+
+logger = logging.getLogger("trio_ucx")
+
+#: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
+CONNECTION_BIT = 1 << 63
+
+
+class TagSink(Protocol):
+    """Takes the messages of one connection."""
+
+    def message_arrived(self, queue: int, handle: int, length: int) -> None:
+        """A message arrived, and is UCX's until it is received."""
+
+    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
+        """``count`` small messages of the same length arrived; 0: a message that was announced as small was not."""
+
+    def queue_stopped(self, error: UCXError) -> None:
+        """The shared-memory queue has stopped. (Endpoints that use it have failed already.)"""
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends this connection, and no other, after an exception in our own code. Never raises."""
+
+
+class Mail:
+    """Where the messages of one worker's Connections go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: What takes the messages of a connection id, while it is open.
+        self.boxes: dict[int, TagSink] = {}
+        #: Whether the messages of Connections are dispatched here.
+        self.claimed = False
+        #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
+        self._thresholds: collections.Counter[int] = collections.Counter()
+        self._warned = False
+        #: Where C code receives small messages; a record says at which offset.
+        self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
+
+    def claim(self) -> None:
+        """From now on, such messages come here."""
+        self.claimed = True
+        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self.small)
+
+    @property
+    def small(self) -> int:
+        """The length up to which C code receives messages as they arrive."""
+        return min([lib.TU_SMALL_MESSAGE + 1, *self._thresholds]) - 1
+
+    def expect_rendezvous(self, threshold: int) -> None:
+        """A connection opened whose peer has this rendezvous threshold; 0: none."""
+        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
+            self._thresholds[threshold] += 1
+            self.claim()
+
+    def forget_rendezvous(self, threshold: int) -> None:
+        """A connection was closed whose peer has this rendezvous threshold."""
+        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
+            self._thresholds -= collections.Counter({threshold: 1})
+            if self._engine.handle is not None:
+                self.claim()
+
+    def nobodys(self, tag: int, message: int) -> None:
+        """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
+        if not tag & CONNECTION_BIT and not self._warned:
+            self._warned = True
+            logger.warning(
+                "tag messages that belong to no Connection are dropped (tag %#x was the first): nobody has asked for "
+                "such on this worker. Call tag_receive or tag_probe before they come, or use another worker for them",
+                tag,
+            )
+        self.discard(message)
+
+    def discard(self, message: int) -> None:
+        """Takes a message off UCX's hands and throws it away."""
+        engine = self._engine
+        verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
+        if verdict > 0:
+            ReceiveOperation(engine, verdict, None, "discarding a message").leave_over()

@@ -1,0 +1,409 @@
+"""Memory that peers may read and write by themselves: registration, and the descriptor that lets them."""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from trio.lowlevel import enable_ki_protection
+
+from ..._native import ffi, lib
+from .._address import WorkerAddress
+from .._engine.borrowed import Window
+from .._engine.operations import live_handles
+from .._process import NOBODY, Process, check_process, this_process
+from .._status import Status, UCXError, read_sized
+from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
+from .buffers import Buffer, Pinned
+from .foreign import MemoryType
+
+if TYPE_CHECKING:
+    from .._context import Context
+
+
+class Access(enum.IntFlag):
+    """What peers may do with registered memory."""
+
+    READ = 1
+    WRITE = 2
+    ATOMIC = 4
+    ALL = 7
+
+
+#: The type, for the class that has a property of that name.
+View = memoryview
+
+#: UCX's protection bits: what we do with the memory, what peers do.
+_LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8, 1 << 9
+
+#: What of the kinds of memory that a Pinned may be in we can look at.
+_HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
+
+#: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the token; the
+#: lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
+_DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQ16sII")
+_MAGIC, _VERSION = b"TURM", 2
+#: The token in a descriptor of memory that cannot be reached by messages.
+_NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
+_CHECKSUM = struct.Struct("<I")
+_MAX_ADDRESS = 2**64 - 1
+_MAX_LENGTH = 2**63 - 1
+
+#: A packed remote key: which memory domains it has keys for, 64 bits, and the kind of memory; then for each domain the
+#: length of its key and the key. Of what follows UCX finds the end by itself (ucp_ep_rkey_unpack_internal).
+_RKEY = struct.Struct("=QB")
+
+
+def _is_rkey(packed: bytes) -> bool:
+    """Whether it looks like one, and is not cut off: UCX does not check, and would crash."""
+    if len(packed) < _RKEY.size:
+        return False
+    domains, memory_type = _RKEY.unpack_from(packed)
+    end = _RKEY.size
+    for _ in range(domains.bit_count()):
+        if end >= len(packed):
+            return False
+        end += 1 + packed[end]
+    return memory_type <= max(MemoryType) and end <= len(packed)
+
+
+def is_host_memory(packed: bytes) -> bool:
+    """Whether the memory of a packed remote key is host memory: that of a device, loads and stores do not reach."""
+    return bool(_RKEY.unpack_from(packed)[1] == MemoryType.HOST)
+
+
+@attrs.frozen(repr=False)
+class MemoryDescriptor:
+    """What a peer needs in order to reach a piece of our memory, for :meth:`Endpoint.attach`.
+
+    ``bytes(descriptor)`` serialises it, :meth:`from_bytes` brings it back. :attr:`Memory.descriptor` makes one. For the
+    memory of a UCP program without trio_ucx, make one of the address, the length and the packed key that it sends.
+
+    Attributes:
+        address: where the memory begins, in its process.
+        nbytes: its length.
+        rkey: UCX's packed remote key.
+        access: what peers may do. UCX itself checks that only with RDMA hardware.
+        worker: the address of a worker of the memory's context; atomics need one (:class:`RemoteMemory`).
+        process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
+        token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
+            empty for memory of programs without trio_ucx.
+    """
+
+    address: int
+    nbytes: int
+    rkey: bytes
+    access: Access = Access.ALL
+    worker: WorkerAddress | None = None
+    process: Process = NOBODY
+    token: bytes = b""
+
+    def __attrs_post_init__(self) -> None:
+        check_integer(self.address, "the address", 0, _MAX_ADDRESS)
+        check_integer(self.nbytes, "nbytes", 0, min(_MAX_LENGTH, _MAX_ADDRESS - self.address))
+        check_access(self.access)
+        if not isinstance(self.rkey, bytes):
+            raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
+        if not isinstance(self.worker, WorkerAddress | None):
+            raise TypeError(f"worker must be a WorkerAddress, not {type(self.worker).__name__}")
+        if not isinstance(self.token, bytes):
+            raise TypeError(f"a token is bytes, not {type(self.token).__name__}")
+        if len(self.token) not in (0, lib.TU_TOKEN_SIZE):
+            raise ValueError(f"a token has {lib.TU_TOKEN_SIZE} bytes, not {len(self.token)}")
+        if not _is_rkey(self.rkey):
+            raise ValueError(f"these {len(self.rkey)} bytes are no packed remote key of UCX's, or not all of one")
+
+    def __bytes__(self) -> bytes:
+        worker = bytes(self.worker) if self.worker is not None else b""
+        body = (
+            _DESCRIPTOR.pack(
+                _MAGIC,
+                _VERSION,
+                self.access,
+                self.address,
+                self.nbytes,
+                *attrs.astuple(self.process),
+                self.token or _NO_TOKEN,
+                len(self.rkey),
+                len(worker),
+            )
+            + self.rkey
+            + worker
+        )
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> MemoryDescriptor:
+        """Reads what ``bytes(descriptor)`` gave.
+
+        Raises:
+            TypeError: not bytes.
+            ValueError: it is damaged or something else. (UCX itself would crash.)
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a memory descriptor is made from bytes, not {type(data).__name__}")
+        data = bytes(data)
+        body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+        if len(body) < _DESCRIPTOR.size or body[:4] != _MAGIC:
+            raise ValueError(
+                f"these {len(data)} bytes are no memory descriptor: it is Memory.descriptor that makes them"
+            )
+        if checksum != _CHECKSUM.pack(zlib.crc32(body)):
+            raise ValueError("this memory descriptor was damaged on the way")
+        _, version, access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
+        if version != _VERSION:
+            raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
+        process, (token, rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
+        rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
+        if len(rkey) != rkey_length or len(worker) != worker_length:
+            raise ValueError("this memory descriptor contradicts itself")
+        return cls(
+            address,
+            nbytes,
+            rkey,
+            Access(access & 7),
+            WorkerAddress(worker) if worker else None,
+            process,
+            b"" if token == _NO_TOKEN else token,
+        )
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
+
+
+@attrs.define(eq=False, repr=False)
+class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
+    """Memory that UCX knows, for peers to reach: :meth:`Context.register`, :meth:`Context.allocate`. A context manager.
+
+    Attributes:
+        context: the context that it is registered with.
+        address: where it begins.
+        nbytes: its length in bytes.
+        access: what peers may do.
+    """
+
+    context: Context
+    address: int
+    nbytes: int
+    access: Access
+    _handle: Any
+    _window: Window | None
+    _pins: Pinned | None
+    #: What peers' requests by messages must have; empty: this memory has no such requests.
+    _token: bytes = b""
+    #: C's entry for such requests; None: there is none, or no more.
+    _served: Any = None
+    _rkey: bytes | None = None
+
+    @property
+    def memoryview(self) -> View:
+        """The memory itself, as bytes. It ends with :meth:`close`.
+
+        Raises:
+            ValueError: it was closed; or it is device memory.
+            RuntimeError: its context was closed.
+        """
+        self._check()
+        if self._window is None:
+            raise ValueError("this is no host memory")
+        return self._window.view
+
+    @property
+    def rkey(self) -> bytes:
+        """UCX's packed remote key (``ucp_rkey_pack``).
+
+        Raises:
+            ValueError: it was closed.
+            RuntimeError: its context was closed.
+        """
+        self._check()
+        if self._rkey is None:
+            native = self.context._native()
+            self._rkey = read_sized(lambda *out: lib.tu_memory_pack(native, self._handle, *out), "packing a remote key")
+        return self._rkey
+
+    @property
+    def descriptor(self) -> bytes:
+        """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
+
+        Includes the address of a worker of the context, if one is open: atomics need it.
+
+        Raises:
+            ValueError: it was closed.
+            RuntimeError: its context was closed.
+        """
+        self._check()
+        engine = next((engine for engine in list(self.context.engines) if engine.handle is not None), None)
+        worker = None
+        if engine is not None:
+            engine.data_ports.open("a memory descriptor says the worker's address")
+            worker = engine.address
+        return bytes(
+            MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process(), self._token)
+        )
+
+    def _check(self) -> None:
+        if self._handle is None:
+            raise ValueError("this memory was closed")
+        self.context._native()
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __buffer__(self, flags: int, /) -> View:
+        return self.memoryview
+
+    @enable_ki_protection
+    def close(self) -> None:
+        """Ends the registration (``ucp_mem_unmap``); frees allocated memory. Closed already: no effect.
+
+        Later requests of trio_ucx peers by messages are refused. Their requests in flight go on; until they complete,
+        the memory stays, and a registered buffer stays pinned. Peers that have mapped allocated memory over shared
+        memory keep their mapping. UCX does not check the requests of peers without trio_ucx, except with RDMA hardware:
+        they would write to whatever is at that address then. Tell them first.
+
+        Raises:
+            BufferError: something made from :attr:`memoryview` (a numpy array, say) is still in use.
+        """
+        if self._handle is None:
+            return
+        if self.context._birth.inherited:  # it belongs to the parent
+            self._handle = None
+            return
+        if self._window is not None:
+            self._window.close()
+        handle, self._handle = self._handle, None
+        served, self._served = self._served, None
+        if served is not None and lib.tu_memory_withdraw(served):
+            _closing[served] = self, handle
+            unmap_unused()  # another thread may have finished its last transfer just now
+        else:
+            self._unmap(handle)
+
+    def _unmap(self, handle: Any) -> None:
+        lib.tu_memory_unmap(self.context._handle, handle)
+        if self._pins is not None:
+            self._pins.release()
+        live_handles.closed("memory")
+        self.context._released_memory(self)
+
+    def _close_unasked(self) -> None:
+        """Closes it at the end of its context. Memory that is in use stays."""
+        warn_resource(f"unclosed {self!r}", self)
+        with suppress(BufferError):
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._handle is None else repr(self.access)
+        return f"<trio_ucx.ucp.Memory of {self.nbytes} bytes at {self.address:#x}, {state}>"
+
+
+#: Memory that was closed while peers' requests were in flight, and UCX's handle of it, by C's entry.
+_closing: dict[Any, tuple[Memory, Any]] = {}
+
+
+def unmap_unused() -> None:
+    """Ends the registration of closed memory for which no request is in flight any more."""
+    for served in list(_closing):
+        if served in _closing and lib.tu_memory_unused(served):
+            memory, handle = _closing.pop(served)
+            memory._unmap(handle)
+
+
+def register(context: Context, buffer: Buffer, access: Access) -> Memory:
+    """:meth:`Context.register`."""
+    access = check_access(access)
+    writable = bool(access & (Access.WRITE | Access.ATOMIC))
+    pins = Pinned(buffer, writable=writable)
+    try:
+        if pins.address is None:
+            raise TypeError("register contiguous buffers, one by one: no list, no strided array")
+        if pins.size == 0:
+            raise ValueError("there is nothing to register in an empty buffer")
+        protection = _protection(access, writable)
+        return _map(context, pins.address, pins.size, access, protection, pins)
+    except BaseException:
+        pins.release()
+        raise
+
+
+def allocate(context: Context, nbytes: int, access: Access) -> Memory:
+    """:meth:`Context.allocate`."""
+    access = check_access(access)
+    nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
+    if nbytes > _available():
+        raise MemoryError(f"this machine does not have {nbytes} bytes of memory to allocate")
+    return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None)
+
+
+def _available() -> int:
+    """Bytes of memory that can be had without swapping.
+
+    UCX itself fills a file in /dev/shm to find out whether there is enough (uct_posix_mem_alloc): asked for too much,
+    it takes all memory of the machine, and the file stays when the kernel kills us for that.
+    """
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+
+
+def check_access(access: Access) -> Access:
+    if not isinstance(access, Access):
+        raise TypeError(f"access must be of Access.READ, WRITE and ATOMIC, not {access!r}")
+    return access
+
+
+def _protection(access: Access, writable: bool) -> int:
+    protection = _LOCAL_READ | (_LOCAL_WRITE if writable else 0)
+    if access & (Access.READ | Access.ATOMIC):
+        protection |= _REMOTE_READ
+    if access & (Access.WRITE | Access.ATOMIC):
+        protection |= _REMOTE_WRITE
+    return protection
+
+
+def _map(
+    context: Context,
+    address: Any,
+    nbytes: int,
+    access: Access,
+    protection: int,
+    pins: Pinned | None,
+) -> Memory:
+    native = context._native()
+    out = ffi.new("ucp_mem_h *")
+    kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
+    status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
+    if status == Status.NO_MEMORY:
+        raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
+    if status != Status.OK:
+        raise UCXError(status, f"registering {nbytes} bytes of memory")
+    base, on_host = int(ffi.cast("uintptr_t", address)), pins is None or pins.memory in _HOST_MEMORY
+    if pins is None:
+        found, length, found_kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
+        lib.tu_memory_query(out[0], found, length, found_kind)  # the length may be more than was asked for
+        base = found[0]
+    window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
+    memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
+    if on_host and context.serves_memory:
+        memory._token = os.urandom(lib.TU_TOKEN_SIZE)
+        readable, writable = Access.READ in access, Access.WRITE in access
+        memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, readable, writable)
+        if memory._served == ffi.NULL:
+            lib.tu_memory_unmap(native, out[0])
+            memory._handle = memory._served = None
+            raise MemoryError(f"no memory to register {nbytes} bytes of memory")
+    context.memories.add(memory)
+    context.lent_memory = True
+    live_handles.opened("memory")
+    return memory

@@ -1,0 +1,568 @@
+"""Memory of a peer: put, get, and atomics.
+
+Theory of atomics
+=================
+
+UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
+handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
+ever; nor can it be closed by force. So an endpoint gets a *companion* with the first atomic: a second endpoint to the
+same process, by worker address, without error handling. The endpoint watches for both: when it fails, or is closed,
+whatever waits on the companion is told. What UCX still has pending there ends with the worker. It bears that for
+atomics that were sent, but not for others, so only as many are under way as surely can be sent (``_rma/atomics.py``).
+
+What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
+a companion's connection to a dead peer is freed only with the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from ..._native import ffi, lib
+from .._connecting import connect_companion, connect_for_memory
+from .._context import Feature
+from .._engine.borrowed import Loan
+from .._engine.operations import EndpointCore, Operation
+from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
+from .._memory.buffers import Buffer, Pinned, new_bytes
+from .._memory.registered import Access, MemoryDescriptor
+from .._process import NOBODY
+from .._status import Status, UCXError
+from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
+from .atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
+from .ways import Key, Way, connect, find_way, try_connect
+
+if TYPE_CHECKING:
+    from .._address import WorkerAddress
+    from .._engine.engine import Engine
+
+
+class _Transfer(Operation):
+    """A put or a get under way: holds the key."""
+
+    __slots__ = ("_key",)
+
+    def __init__(
+        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key | None
+    ) -> None:
+        super().__init__(engine, id, pins, doing, core)
+        self._key = key
+        if key is not None:
+            key.hold()
+
+    def error(self, status: int) -> Exception:
+        return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
+
+    def _gone(self) -> bool:
+        return self.endpoint is not None and self.endpoint.problem() is not None
+
+    def release(self) -> None:
+        super().release()
+        if self._key is not None:
+            self._key.let_go()
+
+
+class _Atomic(Operation):
+    """An atomic under way: holds the key, its words, and a place in the companion's window."""
+
+    __slots__ = ("_fetches", "_key", "_window", "_words")
+
+    def __init__(
+        self,
+        engine: Engine,
+        id: int,
+        pins: Pinned | None,
+        doing: str,
+        core: EndpointCore | None,
+        window: AtomicWindow,
+        fetches: bool,
+        key: Key,
+        words: Any,
+    ) -> None:
+        super().__init__(engine, id, pins, doing, core)
+        self._window = window
+        self._fetches = fetches
+        self._key = key
+        self._words = words
+        key.hold()
+
+    def release(self) -> None:
+        super().release()
+        self._key.let_go()
+        if self._fetches:
+            self._window.leave()
+        else:
+            self._window.sent()
+
+
+@attrs.define(eq=False, repr=False)
+class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
+    """Memory of a peer, by :meth:`Endpoint.attach`. A context manager.
+
+    Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
+    left our memory, not yet reached the peer's: :meth:`flush` says when it has.
+
+    Atomics need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with
+    error handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies,
+    waiting tasks get BrokenResourceError, and the atomic may or may not have happened. They are not ordered with puts
+    and gets: flush in between. They are atomic towards UCX atomics of the same width; over TCP and shared memory, which
+    are done by processors, also towards atomic instructions of the owner's.
+
+    Attributes:
+        nbytes: its length in bytes.
+        access: what its owner allows.
+    """
+
+    nbytes: int
+    access: Access
+    _check_endpoint: Callable[[], None]
+    _core: EndpointCore
+    _descriptor: MemoryDescriptor
+    #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
+    _keys: dict[str, Key] = attrs.field(factory=dict)
+    #: The way for gets and puts, once it is known.
+    _way: Way | None = None
+    #: The way by UCX's puts and gets, for buffers that the other way does not take.
+    _ucx_way: Way | None = None
+    _loan: Loan | None = None
+    _closed: bool = False
+
+    # ---- put and get ----
+
+    @enable_ki_protection
+    async def get(self, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Reads from the peer's memory: by load, by a message to its owner, or by ``ucp_get_nbx`` (docs/ucp.md).
+
+        Args:
+            offset: where to begin.
+            nbytes: how much; by default all from there on.
+
+        Cancellation: returns at once; the transfer goes on, into memory of the library.
+
+        Raises:
+            TypeError, ValueError: beyond the end; not allowed by :attr:`access`; closed.
+            RuntimeError: the context was opened without ``Feature.RMA``.
+            UCXError: the owner refused. NO_ELEM: it has closed the memory.
+            OSError: the endpoint that reaches the memory of a Connection's peer cannot be opened.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        offset = check_integer(offset, "offset", 0, self.nbytes)
+        nbytes = self.nbytes - offset if nbytes is None else check_integer(nbytes, "nbytes", 0, 2**62)
+        self._check(Access.READ, "read", offset, nbytes)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        data = new_bytes(nbytes)
+        await self._transfer(False, Pinned(data), offset, "reading remote memory")
+        return data
+
+    @enable_ki_protection
+    async def get_into(self, buffer: Buffer, offset: int = 0) -> int:
+        """Reads from the peer's memory into a writable buffer, as much as that takes; otherwise as :meth:`get`.
+
+        Returns:
+            The number of bytes.
+
+        Cancellation: returns at once; the buffer stays pinned until UCX lets go of it.
+
+        Raises:
+            TypeError, ValueError: not a writable contiguous buffer (lists of them UCX does not take); beyond the end;
+                not allowed by :attr:`access`; closed.
+            RuntimeError, UCXError, OSError: as for :meth:`get`.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        pins = await self._pin(buffer, Access.READ, "read", offset)
+        size = pins.size
+        await self._transfer(False, pins, offset, "reading remote memory")
+        return size
+
+    @enable_ki_protection
+    async def put(self, data: Buffer, offset: int = 0) -> None:
+        """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (docs/ucp.md).
+
+        Returns when ``data`` may be used again. The peer is not told; send it a message after :meth:`flush`.
+
+        Cancellation: the data may or may not be written, wholly or in part; it stays pinned until UCX lets go of it.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer (lists of them UCX does not take); beyond the end; not
+                allowed by :attr:`access`; closed.
+            RuntimeError, UCXError, OSError: as for :meth:`get`; but :meth:`flush` raises what the owner refused later.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        pins = await self._pin(data, Access.WRITE, "write", offset)
+        self._core.unflushed = True
+        await self._transfer(True, pins, offset, "writing remote memory")
+
+    @enable_ki_protection
+    async def flush(self) -> None:
+        """Waits until everything that was put, and every atomic, has happened at the peer (``ucp_ep_flush_nbx``).
+
+        Cancellation: puts and atomics go on.
+
+        Raises:
+            UCXError: the owner has refused a put over this endpoint, to any of its memory. NO_ELEM: it has closed that
+                memory.
+            ValueError: closed.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        self._check_open()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await flush(self._core)
+        if self._core.handle is None:  # another task has closed it meanwhile
+            self._core.check()
+        error = refusal(lib.tu_transfers_status(self._core.handle), "a put before this flush")
+        if error is not None:
+            raise error
+
+    @enable_ki_protection
+    def map(self) -> memoryview:
+        """The memory itself, where this process reaches it by load and store (``ucp_rkey_ptr``).
+
+        That is so for memory that its owner allocated (:meth:`Context.allocate`), over shared memory. Read-only without
+        ``Access.WRITE``. It ends with :meth:`close`.
+
+        Raises:
+            UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
+                connection is not up yet; :meth:`flush` waits for it.
+            ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        self._check(Access.READ, "read", 0, 0)
+        if self._loan is None:
+            if not try_connect(self._core):
+                raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
+            key = self._key("load and store", self._core)
+            pointer = key.mapped(self._descriptor)
+            if not pointer:
+                raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
+            writable = bool(self.access & Access.WRITE)
+            key.hold()  # destroying it would unmap what the view shows
+            self._loan = Loan(self._core.engine, pointer, self.nbytes, key.let_go, writable=writable)
+        return self._loan.view
+
+    # ---- atomics ----
+
+    @enable_ki_protection
+    async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Adds to an integer of the peer's (``ucp_atomic_op_nbx`` with ADD). Returns before that has happened: flush.
+
+        Args:
+            value: what to add; negative numbers as two's complement. The sum wraps around.
+            offset: where the integer is, a multiple of its size.
+            bits: 64 or 32.
+
+        Cancellation: it may or may not happen.
+
+        Raises:
+            TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
+                :attr:`access`; no worker's address; closed.
+            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
+            OSError: the first atomic cannot open the connection for atomics.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def and_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise and; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def or_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise or; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def xor(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
+        """Bitwise exclusive or; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=False)
+
+    @enable_ki_protection
+    async def fetch_add(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Adds; returns what was there before, unsigned, once it has happened; otherwise as :meth:`add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_and(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise and; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_or(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise or; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def fetch_xor(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Bitwise exclusive or; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def swap(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Stores ``value``; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
+
+    @enable_ki_protection
+    async def compare_swap(self, expected: int, value: int, offset: int = 0, *, bits: int = 64) -> int:
+        """Stores ``value`` if ``expected`` is there; returns what was there before; otherwise as :meth:`fetch_add`.
+
+        Cancellation: as :meth:`add`.
+
+        Raises: as :meth:`add`.
+        """
+        return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
+
+    def _check_aligned(self, offset: int, size: int) -> None:
+        if (self._descriptor.address + offset) % size:
+            raise ValueError(f"an atomic of {8 * size} bits needs an address that is a multiple of {size}")
+
+    async def _atomic(self, kind: int, value: int, swapped: Any, offset: int, bits: int, *, fetch: bool) -> int:
+        if type(bits) is not int or bits not in (32, 64):
+            raise ValueError(f"bits must be 32 or 64, not {bits!r}")
+        size = bits // 8
+        operand = _word(value, bits)
+        reply = _word(swapped, bits) if kind == lib.TU_ATOMIC_COMPARE_SWAP else 0
+        offset = check_integer(offset, "offset", 0, 2**62)
+        self._check(Access.ATOMIC, "use atomics on", offset, size)
+        self._check_aligned(offset, size)
+        engine = self._core.engine
+        engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        core = self._companion()
+        await connect(core)
+        core.check()
+        if core.atomics is None:
+            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if core.over_tcp() else LIMIT)
+        window: AtomicWindow = core.atomics
+        await window.enter()
+        try:
+            self._check_open()
+            core.check()
+            key = self._key("atomics", core)
+        except BaseException:
+            window.leave()
+            raise
+        words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
+        self._core.unflushed = True
+        remote = self._descriptor.address + offset
+        verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
+        if verdict <= 0:
+            window.leave() if fetch or verdict < 0 else window.sent()
+        operation = pending_operation(
+            engine,
+            verdict,
+            None,
+            "an atomic operation",
+            core,
+            lambda engine, id, pins, doing, core: _Atomic(engine, id, pins, doing, core, window, fetch, key, words),
+        )
+        await completed(operation, engine)
+        return int(words[1])
+
+    def _companion(self) -> EndpointCore:
+        """The endpoint without error handling beside ours."""
+        core = self._core
+        if core.companion is None:
+            core.companion = connect_companion(core, self._worker_address())
+        return core.companion
+
+    def _chain_companion(self) -> EndpointCore:
+        """The same for the atomics of request chains, of which C decides how many are under way."""
+        core = self._core
+        if core.chain_companion is None:
+            core.chain_companion = connect_companion(core, self._worker_address())
+        return core.chain_companion
+
+    def _worker_address(self) -> WorkerAddress:
+        address = self._core.peer_address or self._descriptor.worker
+        if address is None:
+            raise ValueError(
+                "atomics need the address of a worker of the peer's: open the endpoint by one, or make the "
+                "descriptor while a worker of the memory's context is open"
+            )
+        return address
+
+    def _key(self, use: str, core: EndpointCore) -> Key:
+        if use not in self._keys:
+            self._keys[use] = Key(core, self._descriptor.rkey)
+        return self._keys[use]
+
+    # ---- checks ----
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this remote memory was closed")
+        self._check_endpoint()
+
+    def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None:
+        self._check_open()
+        if access not in self.access:
+            raise ValueError(f"its owner does not allow to {doing} this memory: {self.access!r}")
+        if offset + nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes from offset {offset} on reach beyond the end of {self.nbytes}")
+
+    async def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
+        """Checks all that can be, whether we are cancelled last."""
+        offset = check_integer(offset, "offset", 0, 2**62)
+        self._check_open()
+        pins = Pinned(buffer, writable=access is Access.READ)
+        try:
+            if pins.address is None:
+                raise TypeError(
+                    "UCX has no gather and scatter, and no strided arrays, for remote memory: take contiguous buffers "
+                    "one by one"
+                )
+            self._check(access, doing, offset, pins.size)
+            check_reaches(self._core.engine, pins)
+            await trio.lowlevel.checkpoint_if_cancelled()
+        except BaseException:
+            pins.release()
+            raise
+        return pins
+
+    async def _reach(self, memory: int) -> Way:
+        """Finds the way for local memory of this kind. No checkpoint if it is known."""
+        if self._way is None:
+            await connect(self._core)
+            self._check_open()
+            self._way = self._way or self._find_way()
+        if self._way is not None and self._way.takes(memory):
+            return self._way
+        return await self._reach_by_ucx()
+
+    async def _reach_by_ucx(self) -> Way:
+        """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
+        if self._ucx_way is None or self._ucx_way.core.handle is None:
+            core = connect_for_memory(self._core) if self._core.owner is not None else self._core
+            await connect(core)
+            self._check_open()
+            old = self._keys.pop("put and get", None)  # for an endpoint that is gone
+            if old is not None:
+                old.close()
+            self._ucx_way = Way(core, ffi.NULL, self._key("put and get", core))
+        return self._ucx_way
+
+    def _find_way(self) -> Way | None:
+        try:
+            key = self._key("load and store", self._core)
+        except UCXError:
+            return find_way(self._core, self._descriptor, None)
+        return find_way(self._core, self._descriptor, key)
+
+    async def _transfer(self, put: bool, pins: Pinned, offset: int, doing: str) -> None:
+        if pins.size == 0:
+            pins.release()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        try:
+            self._core.engine.context.require(Feature.RMA, doing)
+            way = await self._reach(pins.memory)
+            self._check_open()
+            core, key = way.core, way.key
+            core.check()
+        except BaseException:
+            pins.release()
+            raise
+        if way.native != ffi.NULL:
+            verdict = lib.tu_transfer(core.handle, way.native, put, pins.native_list(), offset)
+        else:
+            assert key is not None
+            call = lib.tu_put if put else lib.tu_get
+            verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+        operation = pending_operation(
+            core.engine,
+            verdict,
+            pins,
+            doing,
+            core,
+            lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key),
+        )
+        await completed(operation, core.engine)
+
+    @enable_ki_protection
+    def close(self) -> None:
+        """Lets go of it (``ucp_rkey_destroy``), once nothing is under way. Closed already: no effect.
+
+        Raises:
+            BufferError: something made from :meth:`map` is still in use.
+        """
+        if self._closed:
+            return
+        self._core.engine.check_thread()
+        if self._loan is not None:
+            self._loan.end()
+        self._closed = True
+        for key in self._keys.values():
+            key.close()
+
+    def __del__(self) -> None:
+        if not self._closed and self._core.engine.usable:
+            warn_resource(f"unclosed {self!r}", self)
+            for key in self._keys.values():
+                self._core.engine.call_soon(key.close)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else repr(self.access)
+        return f"<trio_ucx.ucp.RemoteMemory of {self.nbytes} bytes at {self._core.label}, {state}>"
+
+
+def _word(value: int, bits: int) -> int:
+    number: int = check_integer(value, "the value", -(2 ** (bits - 1)), 2**bits - 1)
+    return number % (1 << bits)
+
+
+def attach(check: Callable[[], None], core: EndpointCore, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+    """:meth:`Endpoint.attach`."""
+    if not isinstance(descriptor, MemoryDescriptor):
+        descriptor = MemoryDescriptor.from_bytes(descriptor)
+    context = core.engine.context
+    if not context.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
+        context.require(Feature.RMA, "using remote memory")
+    if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
+        raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
+    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, core, descriptor)
+    return memory

@@ -1,0 +1,176 @@
+"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts and gets.
+
+Theory
+======
+
+Over TCP, and over shared memory for memory that the owner did not allocate, UCX does puts and gets by messages of its
+own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid them:
+
+* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces
+  (``rma/transfer.c``).
+* Otherwise trio_ucx's own active messages ask the owner (``rma/transfer.c``, and ``rma/owner.c`` at the owner), if the
+  memory's descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks
+  each request. docs/wire.md describes these messages.
+* UCX's puts and gets do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from ..._native import ffi, lib
+from .._engine.operations import EndpointCore, live_handles
+from .._engine.posting import completed, post_flush
+from .._memory.registered import MemoryDescriptor, is_host_memory
+from .._status import Status, UCXError
+
+#: UCX's transports that do not put and get by RDMA hardware.
+_SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
+
+#: Longer gets and puts over TCP go as several messages of so many bytes: as much as finds room in one segment, which
+#: the receiver need not put together.
+PART_OVER_TCP = 65_000
+
+
+class Key:
+    """An unpacked remote key. It is destroyed when it was closed and no operation uses it any more."""
+
+    def __init__(self, core: EndpointCore, packed: bytes) -> None:
+        self._engine = core.engine
+        self._id = core.engine.next_id()
+        self._uses = 0
+        self._closed = False
+        out = ffi.new("ucp_rkey_h *")
+        # UCX gets no length: it reads until it finds this byte behind the key.
+        status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
+        if status != Status.OK:
+            raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
+        self.handle: Any = out[0]
+        self._engine.at_end[self._id] = self._destroy
+        live_handles.opened("remote key")
+
+    def _destroy(self) -> None:
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        self._engine.at_end.pop(self._id, None)
+        if self._uses == 0 and self._engine.usable:  # else UCX frees it with the worker
+            lib.tu_rkey_destroy(handle)
+        live_handles.closed("remote key")
+
+    def hold(self) -> None:
+        self._uses += 1
+
+    def let_go(self) -> None:
+        self._uses -= 1
+        if self._closed and self._uses == 0:
+            self._destroy()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._uses == 0:
+            self._destroy()
+
+    def mapped(self, descriptor: MemoryDescriptor) -> int:
+        """The address at which this process has mapped the memory; 0 if it has not.
+
+        Raises:
+            ValueError: the descriptor claims more memory than there is.
+        """
+        pointer = ffi.new("uint64_t *")
+        if not is_host_memory(descriptor.rkey):
+            return 0
+        if lib.tu_rkey_pointer(self.handle, descriptor.address, pointer) != Status.OK:
+            return 0
+        start = int(pointer[0])
+        end = _end_of_shared_mapping(start)
+        if not end:
+            return 0
+        if start + descriptor.nbytes > end:
+            raise ValueError(
+                f"this descriptor is of {descriptor.nbytes} bytes of memory, of which only {end - start} exist"
+            )
+        return start
+
+
+def _end_of_shared_mapping(address: int) -> int:
+    """The end of the shared mapping at this address; 0 if there is none."""
+    with open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            span, permissions, _ = line.split(b" ", 2)
+            first, _, end = span.partition(b"-")
+            if int(first, 16) <= address < int(end, 16):
+                return int(end, 16) if permissions.endswith(b"s") else 0
+    return 0
+
+
+async def connect(core: EndpointCore) -> None:
+    """Waits until the endpoint is up. No checkpoint if it is known to be.
+
+    On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
+        to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
+    """
+    if not core.connected:
+        operation = post_flush(core)
+        if operation is not None:
+            await completed(operation, core.engine)
+        core.connected = True
+
+
+def try_connect(core: EndpointCore) -> bool:
+    """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
+    if not core.connected:
+        operation = post_flush(core)
+        if operation is not None and operation.outcome is None:
+            operation.leave_over()
+            return False
+        if operation is not None:
+            operation.result()
+        core.connected = True
+    return True
+
+
+def _is_emulated(core: EndpointCore) -> bool:
+    """Whether UCX would put and get by messages of its own, as far as UCX tells."""
+    return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
+
+
+@attrs.frozen(eq=False)
+class Way:
+    """A way to a peer's memory.
+
+    Attributes:
+        core: the endpoint.
+        native: ``tu_way_t``; NULL: UCX's puts and gets.
+        key: the key that UCX needs, or that keeps the memory mapped.
+    """
+
+    core: EndpointCore
+    native: Any
+    key: Key | None
+
+    def takes(self, memory: int) -> bool:
+        """Whether it can use local memory of this kind."""
+        return bool(self.native == ffi.NULL or memory <= lib.TU_MEMORY_HOST or self.native.messages)
+
+
+def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
+    """The way to a peer's memory without UCX's puts and gets; None if there is none.
+
+    Args:
+        core: an endpoint that is up.
+        key: the memory's key, unpacked for this endpoint; None if UCX does not accept it.
+
+    Raises:
+        ValueError: the descriptor claims more than there is.
+    """
+    native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
+    pointer = 0 if key is None else key.mapped(descriptor)
+    native.local = ffi.cast("char *", pointer)
+    if descriptor.token and core.engine.context.serves_memory and _is_emulated(core):
+        native.messages = True
+        native.part = PART_OVER_TCP if core.over_tcp() else 0
+        ffi.memmove(native.token, descriptor.token, len(descriptor.token))
+    return Way(core, native, key if pointer else None) if pointer or native.messages else None
