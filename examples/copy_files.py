@@ -4,7 +4,7 @@
     python examples/copy_files.py receive DEST              prints the address that it listens at, takes one tree, ends
     python examples/copy_files.py send SOURCE HOST:PORT
 
-One connection carries everything; its tags are lanes that do not wait for each other:
+One connection carries everything; its tags are queues that do not wait for each other:
 
     COMPLAINTS   either side's reason for giving up
     CONTENTS     to the receiver: a PLAN; when the files are there, an Entry per directory, deepest first, and b""

@@ -1,18 +1,19 @@
-"""Waiting: how a task waits for something that UCX will tell, and what its schedule points cost.
+"""Waiting for what UCX will report: a task polls for a moment before it parks.
 
-A task that has to wait polls in C for a moment before it parks, because waking it takes longer than most answers. It
-polls only while no other task has work to do, as far as that can be known for nearly nothing:
+Waking a parked task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no
+other task has work to do, which two cheap checks find out:
 
-* of the tasks that this worker woke, all have run;
-* the schedule point that comes first, and that every call owes Trio anyway, was short. (Others that were runnable have
-  run meanwhile.)
+* All tasks that this worker woke have run.
+* The schedule point before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks
+  run during it.
 
-For how long is decided in C (``adaptive_poll.c``): it grows while it pays and ends when it does not.
+C code decides for how long a task polls (``adaptive_poll.c``): the time grows while polling finds something, and polling
+stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and signals.
 
-While tasks poll, the worker is not armed: over shared memory, armed means that every message of the peer costs it a
-system call, and us an event. Whoever parks last arms. A task that found what it waited for goes on without arming: it
-will most probably wait again, and others that wait get what it finds. If it does not, the worker is armed as soon as
-Trio has nothing else to run (``_engine/arming.py``).
+The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
+message, and itself an event. The last task that parks arms the worker. A task that has found what it waited for goes on
+without arming, because it will most probably wait again; meanwhile its polls serve other waiting tasks, too. If it does
+not wait again, ``arming.py`` sees to it that the worker is armed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 #: The default of ``spin``, in seconds: three times what it costs to wake a task.
 DEFAULT_SPIN = 100e-6
-#: Its limit, in seconds: all of Trio stands still meanwhile.
+#: Its limit, in seconds: a task that waits in vain uses a core for so long.
 MOST_SPIN = 1.0
 #: Seconds. A schedule point takes 3 to 10 microseconds by itself; a longer one includes the work of other tasks.
 _ALONE = 25e-6
@@ -47,7 +48,7 @@ def check_spin(spin: float | None) -> float:
         return DEFAULT_SPIN
     spin = check_timeout(spin, "spin")
     if spin > MOST_SPIN:
-        raise ValueError(f"spin must be at most {MOST_SPIN} seconds, not {spin}: nothing else runs meanwhile")
+        raise ValueError(f"spin must be at most {MOST_SPIN} seconds, not {spin}: polling uses a whole core")
     return spin
 
 
@@ -59,7 +60,7 @@ def check_yield_interval(yield_interval: float) -> float:
 
 
 class Waiting:
-    """One worker's waits."""
+    """How the tasks of one worker wait."""
 
     __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
 
