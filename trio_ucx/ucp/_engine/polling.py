@@ -7,8 +7,9 @@ other task has work to do, which two cheap checks find out:
 * The schedule point before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks
   run during it.
 
-C code decides for how long a task polls (``adaptive_poll.c``): the time grows while polling finds something, and polling
-stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and signals.
+C code decides for how long a task polls (``adaptive_poll.c``): the time grows while polling finds something, and
+polling stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and
+signals.
 
 The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
 message, and itself an event. The last task that parks arms the worker. A task that has found what it waited for goes on
