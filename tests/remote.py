@@ -86,7 +86,7 @@ async def expect_broken(function: Any, *args: object) -> None:
 
 
 async def released(worker: ucp.Worker) -> None:
-    """Waits until UCX has let go of everything that was left over."""
+    """Waits until UCX has let go of every detached operation."""
     with trio.fail_after(30):
         while worker.statistics().left_over_operations:
             await trio.sleep(0.002)

@@ -75,10 +75,10 @@ class Moving:
     message: InFlight
 
 
-class SimulatedMail:
+class SimulatedTagDispatch:
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
-        self.boxes: dict[int, Any] = {}
+        self.sinks: dict[int, Any] = {}
         self.arena = memoryview(b"")
 
     def expect_rendezvous(self, threshold: int) -> None:
@@ -87,7 +87,7 @@ class SimulatedMail:
     def forget_rendezvous(self, threshold: int) -> None:
         pass
 
-    def nobodys(self, tag: int, message: int) -> None:
+    def drop_unclaimed(self, tag: int, message: int) -> None:
         self.discard(message)
 
     def discard(self, message: int) -> None:
@@ -101,14 +101,14 @@ class SimulatedEngine:
     handle: Any = "worker"
 
     def __init__(self) -> None:
-        self.mail = SimulatedMail(self)
+        self.tag_dispatch = SimulatedTagDispatch(self)
         self.in_flight: dict[int, Any] = {}
         self.unrecorded: dict[int, object] = {}
         self.endpoints: dict[int, EndpointCore] = {}
         self.children: dict[int, Callable[[], None]] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, int]] = []
-        self.left_over = 0
+        self.detached = 0
         self.turns = 0
         self.messages = 0
         self.batches = self
@@ -283,7 +283,7 @@ class SimulatedTransport(Transport):
                 rows.append([lib.TU_RECORD_MESSAGE, 0, 0, thing.size, tag_of(thing.queue), handle])
                 if thing.data is not None:
                     taken.append(thing)
-        engine.mail.arena = memoryview(bytes(arena))
+        engine.tag_dispatch.arena = memoryview(bytes(arena))
         deliver(engine, [field for row in rows for field in row])
         deliver_failures(engine)
         for message in taken:
@@ -710,7 +710,7 @@ class World:
         for side in self.sides:
             side.collect()
             assert not side.engine.in_flight, side.engine.in_flight
-            assert side.engine.left_over == 0
+            assert side.engine.detached == 0
             assert not side.receivers and not side.link.receiving.queues
             assert not side.link.receiving.detached_receives and side.link.buffers_released()
             assert not side.link.sending.credit.waiting

@@ -174,7 +174,7 @@ MODULES = [
             "_connecting",
             "_engine.dispatch",
             "_engine.engine",
-            "_engine.stream_inbox",
+            "_engine.stream_buffer",
             "_listener",
             "_engine.borrowed",
             "_engine.tag_dispatch",

@@ -322,27 +322,27 @@ async def test_low_threshold_told_in_the_exchange(worker: ucp.Worker, transports
 
 async def test_low_threshold_lasts_as_long_as_its_connection(worker: ucp.Worker, transports: str) -> None:
     """Then small messages are received as they come again, up to what the peers that are left keep with them."""
-    mail = worker._engine.mail
-    whole = mail.small
+    tag_dispatch = worker._engine.tag_dispatch
+    whole = tag_dispatch.small
     async with (
         unharmed(worker),
         ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "100"}) as low,
         ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "500"}) as middle,
     ):
         async with open_pair(middle, worker) as (client, server):
-            assert mail.small == 499
+            assert tag_dispatch.small == 499
             for close in ("abort", "aclose"):
                 async with open_pair(low, worker) as (other, other_server):
-                    assert mail.small == 99
+                    assert tag_dispatch.small == 99
                     await other.aclose() if close == "aclose" else other.abort()
                     await other_server.aclose()
-                await until(lambda: mail.small == 499)
+                await until(lambda: tag_dispatch.small == 499)
             with trio.fail_after(10):
                 async with trio.open_nursery() as nursery:
                     for size in (0, 99, 100, 499, 500, 1024, 1025):
                         nursery.start_soon(client.send, pattern(size), 1)
                         assert await server.receive(1) == pattern(size)
-        await until(lambda: mail.small == whole)
+        await until(lambda: tag_dispatch.small == whole)
 
 
 @pytest.mark.parametrize("threshold", [1, wire.MIN_THRESHOLD - 1])
@@ -361,7 +361,7 @@ async def test_threshold_too_low(worker: ucp.Worker, threshold: int, monkeypatch
             async with listener:
                 with pytest.raises(ConnectionRefusedError, match=f"UCX_RNDV_THRESH\\) of {threshold} bytes"):
                     await trio_ucx.open_ucx_stream(*listener.address, worker=ours)
-        assert worker._engine.mail.small == 1024
+        assert worker._engine.tag_dispatch.small == 1024
 
 
 @pytest.mark.parametrize("threshold", ["0", "1", "17", "63", "intra:10,inter:64k"])

@@ -207,7 +207,7 @@ class Node:
         self.engine = SimpleNamespace(
             numbering=numbering,
             address=SimpleNamespace(uid=uid),
-            mail=SimpleNamespace(boxes={}),
+            tag_dispatch=SimpleNamespace(sinks={}),
             made=self.made,
             data_ports=SimpleNamespace(admit=lambda *_: None),
         )

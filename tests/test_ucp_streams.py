@@ -30,7 +30,7 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
 
 async def arrived(endpoint: ucp.Endpoint, size: int) -> None:
     """Waits until so many bytes are there, unread."""
-    await until(lambda: endpoint._core.inbox is not None and endpoint._core.inbox.size == size)
+    await until(lambda: endpoint._core.stream_buffer is not None and endpoint._core.stream_buffer.size == size)
 
 
 # ---- the data ----
@@ -436,7 +436,7 @@ async def test_dropped_data(worker: ucp.Worker) -> None:
         with pytest.warns(ResourceWarning, match="unreleased .*StreamData"):
             await server.stream_receive_some()
             gc.collect()
-            await until(lambda: len(worker._engine.children) <= children + 1)  # the inbox
+            await until(lambda: len(worker._engine.children) <= children + 1)  # the stream buffer
 
 
 # ---- cancelled, stopped, killed ----

@@ -96,7 +96,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises: nothing, also after the close.
         """
         link = self._link
-        left_over = sum(operation.left_over for operation in link.core.pending)
+        detached = sum(operation.detached for operation in link.core.pending)
         return ConnectionStatistics(
             messages_sent=link.sending.credit.sent,
             bytes_sent=link.sending.bytes_sent,
@@ -105,7 +105,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             held=link.receiving.credit.unread,
             credit=link.sending.credit.credit,
             queued_sends=len(link.sending.credit.waiting),
-            left_over_operations=left_over + len(link.receiving.detached_receives),
+            left_over_operations=detached + len(link.receiving.detached_receives),
         )
 
     # ---- messages ----

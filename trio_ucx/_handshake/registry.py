@@ -60,7 +60,7 @@ class Registry:
         self._network_address = _network_address(self.engine)
         self.control = ControlSockets(self.engine)
         self.engine.at_end[self.engine.next_id()] = self.control.close
-        self.engine.mail.claim()
+        self.engine.tag_dispatch.claim()
 
     def toward(self, uid: int) -> Registry:
         """The registry whose worker still has room for endpoints to a peer worker: this one, or a successor's."""
@@ -162,11 +162,11 @@ class Introduction:
 
     def _enter(self, registry: Registry) -> None:
         self.registry = registry
-        boxes = registry.engine.mail.boxes
+        sinks = registry.engine.tag_dispatch.sinks
         self.id = wire.new_connection_id()
-        while self.id in boxes:
+        while self.id in sinks:
             self.id = wire.new_connection_id()
-        boxes[self.id] = self
+        sinks[self.id] = self
 
     # ---- the exchange ----
 
@@ -191,7 +191,7 @@ class Introduction:
 
     def _move(self, registry: Registry) -> None:
         if registry is not self.registry:
-            del self.registry.engine.mail.boxes[self.id]
+            del self.registry.engine.tag_dispatch.sinks[self.id]
             self._enter(registry)
 
     def say(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
@@ -309,7 +309,7 @@ class Introduction:
     # ---- the sink of its messages, until the link is that ----
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
-        self.registry.engine.mail.discard(handle)
+        self.registry.engine.tag_dispatch.discard(handle)
         self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
@@ -440,8 +440,8 @@ class Introduction:
 
     def _let_go(self, reason: str) -> None:
         engine = self.registry.engine
-        if engine.mail.boxes.get(self.id) is self:
-            del engine.mail.boxes[self.id]
+        if engine.tag_dispatch.sinks.get(self.id) is self:
+            del engine.tag_dispatch.sinks[self.id]
         contained(self._give_back)
         if self.control is not None:
             contained(self.control.refuse, reason) if reason else contained(self.control.abort)

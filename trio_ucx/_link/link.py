@@ -76,9 +76,9 @@ class Link:
         self.closing = Closing(
             transport, handshake, self.sending, self.receiving, options.close_timeout, self._unregister
         )
-        mail = self.engine.mail
-        mail.boxes[my_id] = self.receiving
-        mail.expect_rendezvous(peer_threshold)
+        tag_dispatch = self.engine.tag_dispatch
+        tag_dispatch.sinks[my_id] = self.receiving
+        tag_dispatch.expect_rendezvous(peer_threshold)
         self.engine.children[my_id] = self._unclosed
         core.owner = self.closing
         core.on_failure = self.closing.lost
@@ -144,5 +144,5 @@ class Link:
         """The endpoint has been closed: the engine forgets the connection."""
         engine = self.engine
         engine.children.pop(self.my_id, None)
-        engine.mail.boxes.pop(self.my_id, None)
-        engine.mail.forget_rendezvous(self.receiving.credit.threshold)
+        engine.tag_dispatch.sinks.pop(self.my_id, None)
+        engine.tag_dispatch.forget_rendezvous(self.receiving.credit.threshold)

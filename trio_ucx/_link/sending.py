@@ -273,9 +273,9 @@ class Sending:
     def fail_all(self, problem: Exception) -> None:
         """Ends all sends, because the connection has ended."""
         for send in self._in_flight():
-            if send.outcome is None and not send.left_over:
+            if send.outcome is None and not send.detached:
                 send.finish(Error(problem))  # it waits for the peer to ask for it
-                send.leave_over()
+                send.detach()
         for send in list(self.credit.waiting):
             send.withdraw(problem)
             self.handshake.error_reported = True
@@ -381,7 +381,7 @@ class SendOperation(Operation):
         if self.id:
             self.sending.cancelled += 1
             self.cancelled = True
-            self.leave_over()
+            self.detach()
         else:
             self.sending.credit.withdraw(self)
             self.release_unsent()

@@ -50,4 +50,4 @@ class Transport:
         """Drops a message that UCX holds."""
         engine = self.engine
         if engine.handle is not None:
-            engine.mail.discard(handle)
+            engine.tag_dispatch.discard(handle)

@@ -9,7 +9,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
-from ._engine.borrowed import Loan
+from ._engine.borrowed import Borrowed
 from ._engine.engine import Engine
 from ._engine.operations import Operation
 from ._engine.posting import check_reaches, completed, pending_operation
@@ -32,10 +32,10 @@ class Arrival:
         self.sender: int = native.endpoint
         self.rendezvous: bool = native.kind == lib.TU_AM_RENDEZVOUS
         self.header = bytes(ffi.buffer(native.header, native.header_length)) if native.header_length else b""
-        self.loan: Loan | None = None
+        self.borrowed: Borrowed | None = None
         self.copied: bytes | None = None
         if native.kind == lib.TU_AM_BORROWED:
-            self.loan = Loan(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._give_back)
+            self.borrowed = Borrowed(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._give_back)
         elif self.rendezvous:
             engine.children[self.id] = self.release
         else:
@@ -52,16 +52,16 @@ class Arrival:
         Raises:
             BufferError: something made from the data is still in use.
         """
-        if self.loan is not None:
-            self.loan.end()
+        if self.borrowed is not None:
+            self.borrowed.end()
         elif self.native is not None:
             self.engine.children.pop(self.id, None)
             if self.engine.usable:
                 self._give_back()
 
     def drop(self) -> None:
-        if self.loan is not None:
-            self.loan.drop()
+        if self.borrowed is not None:
+            self.borrowed.drop()
         else:
             self.release()
 
@@ -132,8 +132,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         if self.rendezvous:
             raise ValueError("the data of a rendezvous is with the sender: receive it")
         arrival = self._arrival
-        if arrival.loan is not None and not arrival.loan.ended:
-            return arrival.loan.view
+        if arrival.borrowed is not None and not arrival.borrowed.ended:
+            return arrival.borrowed.view
         if arrival.copied is not None:
             return memoryview(arrival.copied)
         raise self._gone()

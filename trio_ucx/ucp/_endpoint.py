@@ -219,7 +219,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises: nothing, also after the close.
         """
         pending = [operation for core in with_companion(self._core) for operation in core.pending]
-        return EndpointStatistics(len(pending), sum(operation.left_over for operation in pending))
+        return EndpointStatistics(len(pending), sum(operation.detached for operation in pending))
 
     def _check(self) -> None:
         self._core.engine.check()
@@ -443,7 +443,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             return
         if not self._closing and self._core.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
-        elif self._core.inbox is not None:
+        elif self._core.stream_buffer is not None:
             self._core.engine.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ class _Probe:
     def __init__(self, engine: Engine, transport: str) -> None:
         self._target = engine
         self.arrived = False
-        by_message = engine.mail.claimed
+        by_message = engine.tag_dispatch.claimed
         options = {**engine.context.config, "TLS": transport, "RESOLVE_REMOTE_EP_ID": "n" if by_message else "y"}
         context = Context._open(options, Feature.TAG | Feature.WAKEUP)
         try:
@@ -109,7 +109,7 @@ class _Probe:
             context._close()
             raise
         self._engine.on_closed = context._close
-        self._tag = self._box() if by_message else 0
+        self._tag = self._sink() if by_message else 0
         engine.children[id(self)] = self.close
         try:
             core = connect_worker(self._engine, engine.address)
@@ -119,12 +119,12 @@ class _Probe:
             raise
         self._flushed = not by_message and self._operation is None
 
-    def _box(self) -> int:
-        boxes = self._target.mail.boxes
+    def _sink(self) -> int:
+        sinks = self._target.tag_dispatch.sinks
         tag = 0
-        while not tag or tag in boxes:
+        while not tag or tag in sinks:
             tag = (CONNECTION_BIT >> 32) | random.SystemRandom().getrandbits(31)
-        boxes[tag] = self
+        sinks[tag] = self
         return tag
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
@@ -132,7 +132,7 @@ class _Probe:
         self.arrived = True
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
-        self._target.mail.discard(handle)
+        self._target.tag_dispatch.discard(handle)
         self.arrived = True
 
     def queue_stopped(self, error: UCXError) -> None:
@@ -150,7 +150,7 @@ class _Probe:
     def close(self) -> None:
         self._target.children.pop(id(self), None)
         if self._tag:
-            self._target.mail.boxes.pop(self._tag, None)
+            self._target.tag_dispatch.sinks.pop(self._tag, None)
         self._engine.close_now()
 
 
@@ -257,7 +257,7 @@ class ReceiveQueue:
         )
         for core in failing:
             core.fail(error)
-        for sink in list(engine.mail.boxes.values()):
+        for sink in list(engine.tag_dispatch.sinks.values()):
             sink.queue_stopped(error)
         engine.settle()
 

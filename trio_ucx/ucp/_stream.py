@@ -1,7 +1,7 @@
 """UCP streams: bytes without message boundaries, each endpoint's its own.
 
 UCX has no backpressure for them, no end of file, and loses what is unread when the peer closes; so what arrives is
-taken over at once, into the endpoint's inbox. (A :class:`trio_ucx.Connection` has a stream with all three.)
+taken over at once, into the endpoint's stream buffer. (A :class:`trio_ucx.Connection` has a stream with all three.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._native import lib
 from ._context import Feature
 from ._engine.operations import EndpointCore, Operation
 from ._engine.posting import pending_operation, pin
-from ._engine.stream_inbox import Inbox, Piece
+from ._engine.stream_buffer import Piece, StreamBuffer
 from ._memory.buffers import Buffer, Pinned
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
@@ -62,10 +62,10 @@ class StreamData(metaclass=OpenedNotConstructed):
         self.release()
 
     def __del__(self) -> None:
-        loan = self._piece.loan
-        if loan is not None and not loan.ended and self._engine.usable:
+        borrowed = self._piece.borrowed
+        if borrowed is not None and not borrowed.ended and self._engine.usable:
             warn_resource(f"unreleased {self!r}", self)
-            self._engine.call_soon(loan.drop)
+            self._engine.call_soon(borrowed.drop)
 
     def __repr__(self) -> str:
         try:
@@ -86,42 +86,42 @@ def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
 
 
 class StreamReader:
-    """One task at a time takes what an endpoint's inbox holds, or waits for more."""
+    """One task at a time takes what an endpoint's stream buffer holds, or waits for more."""
 
     def __init__(self, core: EndpointCore) -> None:
         self._core = core
         self._guard = ConflictDetector("another task is receiving from this stream")
 
-    def _inbox(self) -> Inbox:
+    def _open_buffer(self) -> StreamBuffer:
         core = self._core
         core.engine.check()
         core.engine.context.require(Feature.STREAM, "receiving from a UCP stream")
-        inbox = core.stream_inbox()
+        stream_buffer = core.open_stream_buffer()
         if core.handle is None and core.error is None:
             core.check()  # we closed it
-        return inbox
+        return stream_buffer
 
-    async def _wait(self, inbox: Inbox) -> None:
+    async def _wait(self, stream_buffer: StreamBuffer) -> None:
         core = self._core
         core.engine.settle()
-        if inbox.size:
+        if stream_buffer.size:
             return
         core.check()  # now, as the turn may have found that it broke, and wakes nobody later
-        await inbox.wait()
+        await stream_buffer.wait()
 
     async def receive_into(self, buffer: Buffer, exact: bool) -> int:
         pins = Pinned(buffer, writable=True)
         try:
-            inbox = self._inbox()
+            stream_buffer = self._open_buffer()
             with self._guard.hold():
                 await trio.lowlevel.checkpoint_if_cancelled()
-                received = inbox.take_into(pins, 0)
+                received = stream_buffer.take_into(pins, 0)
                 try:
                     while received < (pins.size if exact else min(pins.size, 1)):
-                        await self._wait(inbox)
-                        received += inbox.take_into(pins, received)
+                        await self._wait(stream_buffer)
+                        received += stream_buffer.take_into(pins, received)
                 except BaseException:
-                    inbox.put_back(pins.copy(received))
+                    stream_buffer.put_back(pins.copy(received))
                     raise
         finally:
             pins.release()
@@ -129,11 +129,11 @@ class StreamReader:
         return received
 
     async def receive_some(self) -> StreamData:
-        inbox = self._inbox()
+        stream_buffer = self._open_buffer()
         with self._guard.hold():
             await trio.lowlevel.checkpoint_if_cancelled()
-            while not inbox.size:
-                await self._wait(inbox)
-            data: StreamData = StreamData._create(self._core.engine, inbox.take())
+            while not stream_buffer.size:
+                await self._wait(stream_buffer)
+            data: StreamData = StreamData._create(self._core.engine, stream_buffer.take())
         await self._core.engine.waiting.schedule_point()
         return data

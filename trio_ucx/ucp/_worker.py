@@ -101,7 +101,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
         children = self._engine.children
         for id, earlier in list(self._successors.items()):
-            if not earlier._engine.mail.boxes:  # no connection, and none that is being opened
+            if not earlier._engine.tag_dispatch.sinks:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
                 earlier._engine.close_now()
         return self._open_beside(self._successors)
@@ -422,7 +422,9 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _with_stream_data(self) -> list[Endpoint]:
         ready = [
-            core.facade() for core in self._engine.endpoints.values() if core.inbox is not None and core.inbox.size
+            core.facade()
+            for core in self._engine.endpoints.values()
+            if core.stream_buffer is not None and core.stream_buffer.size
         ]
         return [endpoint for endpoint in ready if endpoint is not None]
 

@@ -69,11 +69,11 @@ class Window:
         self._closed = True
 
 
-class Loan:
+class Borrowed:
     """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
 
-    The engine knows all loans and ends them before it destroys its worker. A worker whose memory somebody still looks
-    at by then is left alone instead: better a leak than a crash.
+    The engine knows all of them, and ends them before it destroys its worker. A worker whose memory is still in use by
+    then is left alone instead: better a leak than a crash.
     """
 
     __slots__ = ("_engine", "_give_back", "_id", "_window")

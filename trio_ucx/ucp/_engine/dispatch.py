@@ -23,7 +23,7 @@ _OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, l
 
 def deliver(engine: Engine, rows: list[int]) -> None:
     """Takes the records of one call into C, all their fields in a row."""
-    mail = engine.mail
+    tag_dispatch = engine.tag_dispatch
     for start in range(0, len(rows), FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + FIELDS]
         try:
@@ -38,15 +38,15 @@ def deliver(engine: Engine, rows: list[int]) -> None:
                         operation.internal_error(error)
             elif kind == _PACKED:
                 engine.messages += id  # their number, in records of this kind
-                sink = mail.boxes.get(tag >> 32)
+                sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is not None:
-                    data = mail.arena[pointer : pointer + id * length].tobytes()
+                    data = tag_dispatch.arena[pointer : pointer + id * length].tobytes()
                     sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
             elif kind == _MESSAGE:
                 engine.messages += 1
-                sink = mail.boxes.get(tag >> 32)
+                sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is None:
-                    mail.nobodys(tag, pointer)
+                    tag_dispatch.drop_unclaimed(tag, pointer)
                 else:
                     sink.message_arrived(tag & 0xFFFFFFFF, pointer, length)
             else:
@@ -59,7 +59,7 @@ def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) 
     """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
     owner: TagSink | EndpointCore | None = None
     if kind in (_PACKED, _MESSAGE):
-        owner = engine.mail.boxes.get(tag >> 32)
+        owner = engine.tag_dispatch.sinks.get(tag >> 32)
     elif kind == lib.TU_RECORD_STREAM:
         owner = engine.endpoints.get(id)
     (engine if owner is None else owner).internal_error(error)
@@ -89,7 +89,7 @@ def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
     if core is None or core.handle is None:
         lib.tu_stream_release(engine.handle, pointer)
         return
-    core.stream_inbox().arrived(pointer, length)
+    core.open_stream_buffer().arrived(pointer, length)
     while engine.stream_watchers.give(None):
         pass
 

@@ -15,7 +15,7 @@ progressed and armed again before anybody sleeps. Tasks that wait poll before th
 
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
-has not matched; any other operation whose task is cancelled stays in the table, as *left over*.
+has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
 *Lost events.* While something is awaited, a safety net looks once a second whether the worker has something to deliver
 although its descriptor is silent, or the progress task has stepped aside. It should never find anything;
@@ -47,7 +47,7 @@ from .._status import Status, UCXError, broken
 from . import descriptors as descriptors
 from .arming import Arming, Event, Progress
 from .backoff import Backoff
-from .borrowed import Loan
+from .borrowed import Borrowed
 from .contained import contained, report
 from .data_ports import DataPorts
 from .dispatch import FIELDS, deliver, deliver_failures
@@ -62,7 +62,7 @@ from .safety_net import SafetyNet
 from .shutdown import dispose, drain, fail_everything, ignoring_late_run
 from .statistics import WorkerStatistics, worker_statistics
 from .system_tasks import spawn, spawn_background
-from .tag_dispatch import Mail
+from .tag_dispatch import TagDispatch
 
 _BATCH = 256
 #: Turns that one delivery takes before it lets other tasks run.
@@ -141,7 +141,7 @@ class Engine:
         self._records = ffi.new("tu_record_t[]", _BATCH)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
-        self.mail = Mail(self)
+        self.tag_dispatch = TagDispatch(self)
         self.received = ffi.new("tu_received_t *")
         self.in_flight: dict[int, Operation] = {}
         #: By id, the memory of operations that UCX has begun but that have no entry in flight: see :meth:`keep`.
@@ -158,7 +158,7 @@ class Engine:
         #: Tasks that wait for active messages, by the queue's id.
         self.am_waiters: dict[int, Waiters] = {}
         #: Memory that UCX lent and nobody will give back, because something still refers to it.
-        self.overdue: list[Loan] = []
+        self.overdue: list[Borrowed] = []
         #: Tasks that wait for a piece of any stream.
         self.stream_watchers = Waiters()
         #: Others to be told of an internal error; called with the exception for who waits.
@@ -169,7 +169,7 @@ class Engine:
         self.at_end: dict[int, Callable[[], None]] = {}
         #: The same, after that: lets go of what UCX may use as long as it has the worker.
         self.kept: list[Callable[[], None]] = []
-        self.left_over = 0
+        self.detached = 0
         #: Closes that go on after their task was cancelled.
         self.background: set[object] = set()
         self.background_ended: Signal | None = None
@@ -318,7 +318,7 @@ class Engine:
             again = True
             self.internal_error(error)
         if again:
-            self.call_soon(self.rouse)  # which also makes Trio look at what was woken all the same
+            self.call_soon(self.wake)  # which also makes Trio look at what was woken all the same
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""
@@ -409,7 +409,7 @@ class Engine:
         """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
         return self.queue_stopped and not self._net.awaited() and not self.listeners
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Makes the progress task look."""
         self.arming.handle(Event.WAKE)
 
@@ -489,7 +489,7 @@ class Engine:
 
     def _end(self, operation: Operation) -> None:
         operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
-        operation.leave_over()
+        operation.detach()
         lib.tu_operation_cancel(self.handle, operation.id)
 
     def _finish_close(self) -> None:
@@ -509,7 +509,7 @@ class Engine:
                 self._stop.cancel()
         live_handles.closed("worker")
         engines.discard(self)
-        self.left_over = 0
+        self.detached = 0
         dispose(self, handle, stuck)
 
     def statistics(self) -> WorkerStatistics:

@@ -1,7 +1,7 @@
 """Operations in flight, and the endpoints that they belong to: what the engine keeps its books about.
 
 An :class:`Operation` owns its buffers until UCX has completed it, whatever became of the task that posted it. UCX can
-cancel only a tag receive that has not matched; any other operation whose task is cancelled is *left over*.
+cancel only a tag receive that has not matched; any other operation whose task is cancelled is *detached*.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._status import Status, UCXError, broken, error_from_status
 from .contained import contained, report
 from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
 from .pending import Pending, Signal
-from .stream_inbox import Inbox
+from .stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
     from .._address import WorkerAddress
@@ -62,7 +62,7 @@ _DESCRIBED = 4
 class Operation(Pending):
     """A UCX operation in flight. Owns its buffers until UCX has completed it."""
 
-    __slots__ = ("doing", "endpoint", "engine", "id", "left_over", "pins")
+    __slots__ = ("detached", "doing", "endpoint", "engine", "id", "pins")
 
     def __init__(
         self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: EndpointCore | None = None
@@ -73,7 +73,7 @@ class Operation(Pending):
         self.pins = pins
         self.doing = doing
         self.endpoint = endpoint
-        self.left_over = False
+        self.detached = False
         if id:  # else it waits to be posted
             engine.in_flight[id] = self
             if endpoint is not None:
@@ -116,9 +116,9 @@ class Operation(Pending):
         return error_from_status(status, self.doing)
 
     def release(self) -> None:
-        if self.left_over:
-            self.left_over = False
-            self.engine.left_over -= 1
+        if self.detached:
+            self.detached = False
+            self.engine.detached -= 1
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
@@ -143,7 +143,7 @@ class Operation(Pending):
         if lib.tu_operation_cancel(engine.handle, self.id):
             engine.settle()  # its record is in the ring, or in a delivery that is under way: that one decides
             return False
-        self.leave_over()
+        self.detach()
         return True
 
     def internal_error(self, error: BaseException) -> None:
@@ -157,9 +157,9 @@ class Operation(Pending):
     def describe(self) -> str:
         """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
         where = f" (to {self.endpoint.label})" if self.endpoint is not None else ""
-        left_over = ", left over by a cancelled task" if self.left_over else ""
+        detached = ", detached: its task was cancelled" if self.detached else ""
         ucx = self._described_by_ucx()
-        return f"{self.doing}{where}{left_over}" + (f": {ucx}" if ucx else "")
+        return f"{self.doing}{where}{detached}" + (f": {ucx}" if ucx else "")
 
     def _described_by_ucx(self) -> str:
         engine = self.engine
@@ -172,11 +172,11 @@ class Operation(Pending):
             return ""
         return ffi.string(out).decode(errors="replace").strip()
 
-    def leave_over(self) -> None:
+    def detach(self) -> None:
         """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
-        if not self.left_over and self.id in self.engine.in_flight:
-            self.left_over = True
-            self.engine.left_over += 1
+        if not self.detached and self.id in self.engine.in_flight:
+            self.detached = True
+            self.engine.detached += 1
             self._task = None
             if self.endpoint is not None:
                 self.endpoint.changed()
@@ -218,7 +218,6 @@ class EndpointCore:
         "forcible",
         "handle",
         "id",
-        "inbox",
         "label",
         "memory_companion",
         "on_close",
@@ -228,6 +227,7 @@ class EndpointCore:
         "peer",
         "peer_address",
         "pending",
+        "stream_buffer",
         "told",
         "unflushed",
         "watch",
@@ -255,7 +255,7 @@ class EndpointCore:
         #: The user's object for it.
         self.facade: Callable[[], Any] = lambda: None
         #: What came of its UCP stream, once something came.
-        self.inbox: Inbox | None = None
+        self.stream_buffer: StreamBuffer | None = None
         self.pending: set[Operation] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
@@ -326,16 +326,16 @@ class EndpointCore:
         return [operation for operation in self.engine.in_flight.values() if operation.endpoint is self]
 
     def sends_done(self) -> bool:
-        """Whether no operation is under way but those left over."""
-        return all(operation.left_over for operation in self.pending)
+        """Whether no operation is under way but detached ones."""
+        return all(operation.detached for operation in self.pending)
 
     def buffers_released(self) -> bool:
-        return not any(operation.left_over for operation in self.pending)
+        return not any(operation.detached for operation in self.pending)
 
-    def stream_inbox(self) -> Inbox:
-        if self.inbox is None:
-            self.inbox = Inbox(self.engine)
-        return self.inbox
+    def open_stream_buffer(self) -> StreamBuffer:
+        if self.stream_buffer is None:
+            self.stream_buffer = StreamBuffer(self.engine)
+        return self.stream_buffer
 
     def fail(self, error: UCXError, *, linger: bool = False) -> None:
         """Marks it as failed, and ends its operations. Failed or closed already: no effect.
@@ -353,8 +353,8 @@ class EndpointCore:
             else:
                 self._force_close()
         finally:
-            if self.inbox is not None:
-                contained(self.inbox.wake)  # what has arrived can still be read
+            if self.stream_buffer is not None:
+                contained(self.stream_buffer.wake)  # what has arrived can still be read
             callback, self.on_failure = self.on_failure, None
             if callback is not None:
                 callback()
@@ -384,7 +384,7 @@ class EndpointCore:
             and self.error is None
             and not self.exposed
             and not self.pending
-            and self.inbox is None
+            and self.stream_buffer is None
             and self.companion is None
             and self.chain_companion is None
             and self.memory_companion is None
@@ -428,8 +428,8 @@ class EndpointCore:
                 self._linger(BEFORE_PEER, until_drained=True)
             else:
                 self._force_close()
-        if self.inbox is not None:
-            self.inbox.discard()
+        if self.stream_buffer is not None:
+            self.stream_buffer.discard()
         callback, self.on_close = self.on_close, None
         if callback is not None:
             callback()
@@ -455,11 +455,11 @@ class EndpointCore:
         return handle
 
     def _end_operation(self, operation: Operation) -> None:
-        if operation.outcome is None and not operation.left_over:
+        if operation.outcome is None and not operation.detached:
             problem = self.problem()
             assert problem is not None
             operation.fail(problem)
-            operation.leave_over()
+            operation.detach()
 
     def _force_close(self) -> None:
         handle = self._let_go()
@@ -470,7 +470,7 @@ class EndpointCore:
             if self.error is None:
                 verdict = lib.tu_endpoint_close(handle)
                 if verdict > 0:
-                    Operation(engine, verdict, None, "closing an endpoint without error handling").leave_over()
+                    Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
         else:
             self.close_native(handle)

@@ -93,10 +93,10 @@ class SafetyNet:
             engine.in_flight
             or engine.numbering.has_temporary
             or engine.lingering
-            or engine.mail.boxes
+            or engine.tag_dispatch.sinks
             or engine.stream_watchers
             or any(waiters for waiters in engine.am_waiters.values())
-            or any(core.inbox is not None and core.inbox.awaited for core in engine.endpoints.values())
+            or any(core.stream_buffer is not None and core.stream_buffer.awaited for core in engine.endpoints.values())
         )
 
     def close(self) -> None:

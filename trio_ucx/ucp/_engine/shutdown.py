@@ -51,7 +51,7 @@ def drain(engine: Engine) -> Iterator[None]:
         engine.turn(arm=False)
     # Then what nobody asked for. (Messages of Connections are taken by every turn.)
     while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.received)):
-        engine.mail.discard(message)
+        engine.tag_dispatch.discard(message)
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
     yield
@@ -66,7 +66,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         handle: UCX's, which the engine has forgotten.
         stuck: what is still under way, in words.
     """
-    if engine.unanswered or not all(loan.ended for loan in engine.overdue):
+    if engine.unanswered or not all(borrowed.ended for borrowed in engine.overdue):
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
     elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
@@ -135,7 +135,7 @@ def fail_everything(engine: Engine, error: BaseException) -> None:
 
     def fail(operation: Operation) -> None:
         operation.finish(Error(failure()))
-        operation.leave_over()
+        operation.detach()
 
     def fail_endpoint(core: EndpointCore) -> None:
         callback, core.on_failure = core.on_failure, None

@@ -62,7 +62,7 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
     lib.tu_worker_counts(engine.handle, counts)
     return WorkerStatistics(
         operations_in_flight=len(engine.in_flight),
-        left_over_operations=engine.left_over,
+        left_over_operations=engine.detached,
         completed_operations=engine.counters["completed"],
         endpoints=sum(core.handle is not None for core in engine.endpoints.values()) - engine.numbering.idle,
         wakeups=engine.counters["wakeups"],

@@ -40,7 +40,7 @@ def spawn_background(engine: Engine, function: Callable[[], Awaitable[object]], 
             if not engine.background and engine.background_ended is not None:
                 contained(engine.background_ended.set)
             if engine.usable:
-                contained(engine.rouse)  # the progress task may be waiting for the last background task
+                contained(engine.wake)  # the progress task may be waiting for the last background task
 
     try:
         trio.lowlevel.spawn_system_task(run, name=name)

@@ -35,13 +35,13 @@ class TagSink(Protocol):
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
 
 
-class Mail:
+class TagDispatch:
     """Where the messages of one worker's Connections go."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         #: What takes the messages of a connection id, while it is open.
-        self.boxes: dict[int, TagSink] = {}
+        self.sinks: dict[int, TagSink] = {}
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
         #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
@@ -73,7 +73,7 @@ class Mail:
             if self._engine.handle is not None:
                 self.claim()
 
-    def nobodys(self, tag: int, message: int) -> None:
+    def drop_unclaimed(self, tag: int, message: int) -> None:
         """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
         if not tag & CONNECTION_BIT and not self._warned:
             self._warned = True
@@ -89,4 +89,4 @@ class Mail:
         engine = self._engine
         verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
         if verdict > 0:
-            ReceiveOperation(engine, verdict, None, "discarding a message").leave_over()
+            ReceiveOperation(engine, verdict, None, "discarding a message").detach()

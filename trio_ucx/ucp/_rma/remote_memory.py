@@ -26,7 +26,7 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .._connecting import connect_companion, connect_for_memory
 from .._context import Feature
-from .._engine.borrowed import Loan
+from .._engine.borrowed import Borrowed
 from .._engine.operations import EndpointCore, Operation
 from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
 from .._memory.buffers import Buffer, Pinned, new_bytes
@@ -129,7 +129,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _way: Way | None = None
     #: The way by UCX's puts and gets, for buffers that the other way does not take.
     _ucx_way: Way | None = None
-    _loan: Loan | None = None
+    _borrowed: Borrowed | None = None
     _closed: bool = False
 
     # ---- put and get ----
@@ -232,7 +232,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         self._check(Access.READ, "read", 0, 0)
-        if self._loan is None:
+        if self._borrowed is None:
             if not try_connect(self._core):
                 raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
             key = self._key("load and store", self._core)
@@ -241,8 +241,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
             key.hold()  # destroying it would unmap what the view shows
-            self._loan = Loan(self._core.engine, pointer, self.nbytes, key.let_go, writable=writable)
-        return self._loan.view
+            self._borrowed = Borrowed(self._core.engine, pointer, self.nbytes, key.let_go, writable=writable)
+        return self._borrowed.view
 
     # ---- atomics ----
 
@@ -533,8 +533,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if self._closed:
             return
         self._core.engine.check_thread()
-        if self._loan is not None:
-            self._loan.end()
+        if self._borrowed is not None:
+            self._borrowed.end()
         self._closed = True
         for key in self._keys.values():
             key.close()

@@ -124,7 +124,7 @@ def try_connect(core: EndpointCore) -> bool:
     if not core.connected:
         operation = post_flush(core)
         if operation is not None and operation.outcome is None:
-            operation.leave_over()
+            operation.detach()
             return False
         if operation is not None:
             operation.result()

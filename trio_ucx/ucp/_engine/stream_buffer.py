@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ..._native import lib
-from .borrowed import Loan, in_use
+from .borrowed import Borrowed, in_use
 from .pending import Signal
 
 if TYPE_CHECKING:
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Piece:
-    """A part of the stream: memory of UCX's, or (no loan) bytes that were put back."""
+    """A part of the stream: borrowed memory of UCX's, or bytes that were put back."""
 
-    __slots__ = ("_part", "_start", "loan")
+    __slots__ = ("_part", "_start", "borrowed")
 
-    def __init__(self, what: Loan | bytes) -> None:
-        self.loan = what if isinstance(what, Loan) else None
+    def __init__(self, what: Borrowed | bytes) -> None:
+        self.borrowed = what if isinstance(what, Borrowed) else None
         self._start = 0
-        #: What is left of it, if that is not all of the loan.
+        #: What is left of it once a part was taken.
         self._part = memoryview(what) if isinstance(what, bytes) else None
 
     @property
     def view(self) -> memoryview:
         if self._part is not None:
             return self._part
-        assert self.loan is not None
-        return self.loan.view
+        assert self.borrowed is not None
+        return self.borrowed.view
 
     def skip(self, count: int) -> None:
         """Forgets the first bytes."""
@@ -41,23 +41,23 @@ class Piece:
         """Its memory can be used no more. Ended already: no effect.
 
         Raises:
-            BufferError: see :meth:`Loan.end`.
+            BufferError: see :meth:`Borrowed.end`.
         """
         if self._part is not None:
             try:
                 self._part.release()
             except BufferError:
                 raise in_use() from None
-        if self.loan is not None:
+        if self.borrowed is not None:
             try:
-                self.loan.end()
+                self.borrowed.end()
             except BufferError:
                 if self._part is not None:
-                    self._part = self.loan.view[self._start :]
+                    self._part = self.borrowed.view[self._start :]
                 raise
 
 
-class Inbox:
+class StreamBuffer:
     """The unread part of a stream. Whatever is taken and not used can be put back."""
 
     __slots__ = ("_engine", "_id", "_pieces", "_waiter", "size")
@@ -69,12 +69,12 @@ class Inbox:
         self._waiter: Signal | None = None
         #: Unread bytes.
         self.size = 0
-        engine.children[self._id] = self.discard  # before its loans are ended one by one
+        engine.children[self._id] = self.discard  # before its borrowed buffers are ended one by one
 
     def arrived(self, address: int, length: int) -> None:
         engine = self._engine
-        loan = Loan(engine, address, length, lambda: lib.tu_stream_release(engine.handle, address))
-        self._pieces.append(Piece(loan))
+        borrowed = Borrowed(engine, address, length, lambda: lib.tu_stream_release(engine.handle, address))
+        self._pieces.append(Piece(borrowed))
         self.size += length
         self.wake()
 
