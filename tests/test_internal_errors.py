@@ -23,7 +23,7 @@ from helpers import open_pair, open_peer, open_raw_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import receiving
-from trio_ucx.ucp._engine.operations import live_handles
+from trio_ucx.ucp._live_handles import live_handles
 
 # ---- no memory for a message ----
 

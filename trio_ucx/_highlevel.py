@@ -25,8 +25,8 @@ from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
 from ._wire import MAX_WINDOW, MIN_WINDOW
 from .ucp import Worker
+from .ucp import _descriptors as descriptors
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
-from .ucp._engine import descriptors as descriptors
 from .ucp._listener import check_port
 from .ucp._opening import check_is_ours, check_local_address
 from .ucp._status import origin_of

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import trio
 
 from .._wire import ProtocolError
-from ..ucp._engine.contained import contained
+from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
-from ..ucp._engine.operations import live_handles
+from ..ucp._live_handles import live_handles
 from .exchange import Event, Exchange
 from .streams import TLS
 

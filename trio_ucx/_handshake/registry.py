@@ -23,7 +23,7 @@ from ..ucp import Feature, UCXError, Worker, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
-from ..ucp._engine.contained import contained, report
+from ..ucp._contained import contained, report
 from ..ucp._engine.engine import Engine
 from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore, Operation

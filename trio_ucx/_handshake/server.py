@@ -14,9 +14,9 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
+from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
-from ..ucp._engine import descriptors as descriptors
-from ..ucp._engine.contained import contained, report
+from ..ucp._contained import contained, report
 from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource

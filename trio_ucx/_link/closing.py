@@ -23,8 +23,9 @@ import trio
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
 from ..ucp import Status, UCXError
-from ..ucp._engine.contained import contained, report
-from ..ucp._engine.operations import EndpointCore, live_handles, under_way
+from ..ucp._contained import contained, report
+from ..ucp._engine.operations import EndpointCore, under_way
+from ..ucp._live_handles import live_handles
 from ..ucp._status import broken
 from .receiving import Receiving
 from .sending import Sending

@@ -14,7 +14,7 @@ import trio
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake
 from ..ucp import Worker
-from ..ucp._engine.operations import live_handles
+from ..ucp._live_handles import live_handles
 from .closing import Closing
 from .receiving import Receiving
 from .sending import Sending

@@ -19,7 +19,7 @@ from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
 from .._tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp import Status, UCXError
-from ..ucp._engine.contained import contained
+from ..ucp._contained import contained
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.pending import Pending
 from ..ucp._engine.posting import pin

@@ -22,8 +22,8 @@ from .._byte_stream import Tail
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
 from ..ucp import Status, UCXError
+from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
-from ..ucp._engine.contained import contained
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned

@@ -11,18 +11,12 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 if TYPE_CHECKING:
     from ._types import FFI, Lib
-
-#: Native pointers: what the compiled module hands out, told apart for the type checker.
-ContextHandle = NewType("ContextHandle", object)
-WorkerHandle = NewType("WorkerHandle", object)
-EndpointHandle = NewType("EndpointHandle", object)
-ListenerHandle = NewType("ListenerHandle", object)
 
 #: The UCX that works for us; older ones lack parts of the API that the C sources use.
 MINIMUM_UCX = (1, 13)

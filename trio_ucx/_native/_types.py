@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NewType, Protocol
 
-from . import ContextHandle, EndpointHandle, ListenerHandle, WorkerHandle
+#: Native pointers: what the compiled module hands out, told apart for the type checker.
+ContextHandle = NewType("ContextHandle", object)
+WorkerHandle = NewType("WorkerHandle", object)
+EndpointHandle = NewType("EndpointHandle", object)
+ListenerHandle = NewType("ListenerHandle", object)
+
 
 #: A pointer, array or struct made by cffi.
 CData = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from ..ucp._engine import operations as _operations
+from ..ucp import _live_handles
 
 
 def live_handles() -> dict[str, int]:
@@ -14,7 +14,7 @@ def live_handles() -> dict[str, int]:
 
     Raises: nothing.
     """
-    return _operations.live_handles.counts()
+    return _live_handles.live_handles.counts()
 
 
 def assert_no_live_handles() -> None:

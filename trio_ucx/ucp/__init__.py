@@ -6,7 +6,9 @@ or in a forked child.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
-    _util, _status, _process, _address, _attributes   no engine
+    _util, _contained, _status, _process, _forks,
+      _descriptors, _live_handles, _address,
+      _attributes                                     no engine
     _memory                                           buffers, and memory that peers can get and put
     _context, _opening, _reach                        configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress

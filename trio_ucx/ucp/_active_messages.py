@@ -19,8 +19,8 @@ from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
 from ._context import Feature
 from ._engine.engine import Engine
-from ._engine.operations import live_handles
 from ._engine.pending import Waiters
+from ._live_handles import live_handles
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from .._native import ffi, lib
+from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address
 from ._address_format import PADDING
-from ._engine import descriptors as descriptors
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process

@@ -16,12 +16,12 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from . import _descriptors as descriptors
+from . import _forks as forks
 from . import _log as ucx_log
 from . import _shared_memory as shared_memory
 from ._attributes import ContextAttributes, check_name, native_name, query_context
-from ._engine import descriptors as descriptors
-from ._engine import forks as forks
-from ._engine.forks import Birth
+from ._forks import Birth
 from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register

@@ -14,14 +14,14 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from . import _descriptors as descriptors
 from ._address import Resolved, format_address
 from ._attributes import check_name
 from ._connecting import accept_request
 from ._endpoint import Endpoint, read_sockaddr
-from ._engine import descriptors as descriptors
 from ._engine.engine import Engine, engines
-from ._engine.operations import live_handles
 from ._engine.pending import Waiters
+from ._live_handles import live_handles
 from ._opening import EndpointOptions, ErrorMode, check_error_mode
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer, warn_resource

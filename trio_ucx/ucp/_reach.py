@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .._native import ucx
 from ._address import WorkerAddress
@@ -10,15 +10,24 @@ from ._address_format import ParsedAddress, parse_worker_address
 from ._process import Process, start_time, this_process
 from ._status import Status
 
-if TYPE_CHECKING:
-    from ._context import Context
-
 #: Values of UCX's option TLS that name only transports within a host, which have no socket addresses.
 _WITHIN_HOST = frozenset(
     {"self", "sm", "shm", "mm", "sysv", "posix", "xpmem", "cma", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
 )
 #: The first minor release whose addresses name it.
 _FIRST_RELEASE_SAID = 16
+
+
+class ReachContext(Protocol):
+    """A context, as far as hints look at it."""
+
+    @property
+    def transports(self) -> str:
+        """Its transports, separated by commas."""
+
+    @property
+    def shared_memory_handles_errors(self) -> bool:
+        """Whether endpoints with error handling use shared memory."""
 
 
 def has_ended(process: Process) -> bool:
@@ -29,7 +38,7 @@ def has_ended(process: Process) -> bool:
     return start_time(process.pid) != process.start
 
 
-def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
+def hint(context: ReachContext, status: int, address: WorkerAddress | None) -> str:
     """What is known about a peer that UCX could not reach, in parentheses; "" if UCX's message says it all.
 
     Args:
@@ -51,7 +60,7 @@ def hint(context: Context, status: int, address: WorkerAddress | None) -> str:
     return f" ({known})" if known else ""
 
 
-def accept_hint(context: Context) -> str:
+def accept_hint(context: ReachContext) -> str:
     """What is known about a client that could not be accepted, in parentheses."""
     return (
         f" (the client has none of the transports in use here, {context.transports}; or its UCX is of another release: "
@@ -64,12 +73,12 @@ def _same_release() -> str:
     return f"socket addresses work only between workers of the same one, here {ours}; worker addresses do between any"
 
 
-def _within_host(context: Context) -> bool:
+def _within_host(context: ReachContext) -> bool:
     """Whether none of its transports has socket addresses, which makes such a connection fail."""
     return set(context.transports.split(",")) <= _WITHIN_HOST
 
 
-def _about_worker(context: Context, status: int, address: WorkerAddress) -> str:
+def _about_worker(context: ReachContext, status: int, address: WorkerAddress) -> str:
     if has_ended(address.process):
         return "its process has ended"
     if status == Status.SHMEM_SEGMENT:

@@ -36,8 +36,8 @@ from .._native import lib
 from ._address import WorkerAddress
 from ._address_format import parse_worker_address
 from ._connecting import connect_worker
+from ._contained import report
 from ._context import Context, Feature
-from ._engine.contained import report
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
 from ._engine.posting import post_flush

@@ -12,12 +12,13 @@ import trio
 from outcome import Error, Outcome, Value
 
 from ..._native import ffi, lib
+from .._descriptors import opened
 from .._endpoint import Endpoint
-from .._engine.descriptors import opened
-from .._engine.operations import EndpointCore, Operation, live_handles
+from .._engine.operations import EndpointCore, Operation
 from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
 from .._engine.shutdown import ignoring_late_run
+from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._rma.atomics import LIMIT, LIMIT_OVER_TCP
 from .._rma.remote_memory import RemoteMemory

@@ -39,22 +39,23 @@ import trio
 from outcome import Error
 
 from ..._native import ffi, lib
+from .. import _descriptors as descriptors
 from .. import _shared_memory as shared_memory
 from .._address import worker_address
 from .._attributes import native_name, query_worker
+from .._contained import contained, report
 from .._context import Context, Feature
+from .._forks import Birth
+from .._live_handles import live_handles
 from .._status import Status, UCXError, broken
-from . import descriptors as descriptors
 from .arming import Arming, Event, Progress
 from .backoff import Backoff
 from .borrowed import Borrowed
-from .contained import contained, report
 from .data_ports import DataPorts
 from .dispatch import FIELDS, deliver, deliver_failures
-from .forks import Birth
 from .lingering import Lingering
 from .numbering import Numbering
-from .operations import EndpointCore, Operation, live_handles, under_way
+from .operations import EndpointCore, Operation, under_way
 from .pending import Signal, Waiters
 from .polling import DEFAULT_SPIN, Waiting
 from .progress import ProgressTask

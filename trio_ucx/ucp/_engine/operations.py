@@ -6,8 +6,6 @@ cancel only a tag receive that has not matched; any other operation whose task i
 
 from __future__ import annotations
 
-import collections
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +14,11 @@ from outcome import Error, Value
 
 from ..._native import ffi, lib
 from .. import _reach
+from .._contained import contained, report
+from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
-from .contained import contained, report
 from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
@@ -28,29 +27,6 @@ if TYPE_CHECKING:
     from .._address import WorkerAddress
     from .engine import Engine
     from .peers import Watch
-
-
-class LiveHandles:
-    """Native handles alive in this process, by kind; after everything is closed, none. Any thread may count."""
-
-    def __init__(self) -> None:
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
-
-    def opened(self, kind: str) -> None:
-        with self._lock:
-            self._counts[kind] += 1
-
-    def closed(self, kind: str) -> None:
-        with self._lock:
-            self._counts[kind] -= 1
-
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return {kind: count for kind, count in self._counts.items() if count}
-
-
-live_handles = LiveHandles()
 
 
 #: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.

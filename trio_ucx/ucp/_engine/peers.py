@@ -10,9 +10,10 @@ import os
 
 import trio
 
+from .._live_handles import live_handles
 from .._process import Process, start_time, this_process
 from .._status import Status, UCXError
-from .operations import EndpointCore, live_handles
+from .operations import EndpointCore
 
 
 class Watch:

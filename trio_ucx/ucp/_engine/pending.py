@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import outcome
 import trio
 from outcome import Error, Outcome, Value
 
-from .contained import report
-
-if TYPE_CHECKING:
-    from .polling import Waiting
+from .._contained import report
 
 RaiseCancel = Callable[[], Any]
+
+
+class Parking(Protocol):
+    """How a worker's tasks wait: :class:`polling.Waiting`."""
+
+    async def wait(self, pending: Pending) -> Any:
+        """Waits for something pending."""
+
+    def wake(self) -> None:
+        """A task that is parked here was made runnable."""
 
 
 class Pending:
@@ -33,7 +40,7 @@ class Pending:
         #: Whether a task looks for it, and will wait for it if that finds nothing.
         self.expected = False
         #: Where a task is parked that waits for it: to be told that it goes on.
-        self.parked_at: Waiting | None = None
+        self.parked_at: Parking | None = None
         self._raise_cancel: RaiseCancel | None = None
 
     @property
@@ -174,7 +181,7 @@ class Waiters:
         while self._finish_first(Error(error)):
             pass
 
-    async def wait(self, waiting: Waiting | None = None) -> Any:
+    async def wait(self, waiting: Parking | None = None) -> Any:
         """Waits for a thing, by way of a worker's ``waiting`` if it is in a hurry. Cancelling it loses none."""
         waiter = Signal()
         self._queue[waiter] = None

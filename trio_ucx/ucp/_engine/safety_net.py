@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..._native import lib
+from .._descriptors import opened
 from .arming import TIMER
-from .descriptors import opened
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -11,11 +11,11 @@ import trio
 from outcome import Error
 
 from ..._native import lib, ucx
+from .._contained import contained
 from .._memory.registered import unmap_unused
 from .._status import Status, UCXError, broken
 from .._util import warn_resource
 from .answers import send_answers
-from .contained import contained
 from .lingering import MOST_BEFORE_PEER
 
 if TYPE_CHECKING:

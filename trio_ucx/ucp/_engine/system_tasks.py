@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from .contained import contained, report
+from .._contained import contained, report
 
 if TYPE_CHECKING:
     from .engine import Engine

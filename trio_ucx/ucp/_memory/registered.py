@@ -16,7 +16,7 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .._address import WorkerAddress
 from .._engine.borrowed import Window
-from .._engine.operations import live_handles
+from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
 from .._status import Status, UCXError, read_sized
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource

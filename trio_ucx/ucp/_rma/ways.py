@@ -21,8 +21,9 @@ from typing import Any
 import attrs
 
 from ..._native import ffi, lib
-from .._engine.operations import EndpointCore, live_handles
+from .._engine.operations import EndpointCore
 from .._engine.posting import completed, post_flush
+from .._live_handles import live_handles
 from .._memory.registered import MemoryDescriptor, is_host_memory
 from .._status import Status, UCXError
 

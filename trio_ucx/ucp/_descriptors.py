@@ -10,7 +10,7 @@ import os
 import re
 import resource
 
-from ..._native import ffi, lib
+from .._native import ffi, lib
 
 #: For the first context: two pipes and an epoll of UCX's, and those that it opens for a moment to find devices.
 CONTEXT = 5 + 3
