@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +23,21 @@ APART = {("testing", "_cli")}
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
 RULES = ["_wire", "_credit", "_tag_queue", "_byte_stream", "_close_handshake", "_batch"]
 #: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
-PURE = [*RULES, "_handshake/exchange", "_handshake/facts", "ucp/_arming"]
+PURE = [*RULES, "_handshake/exchange", "_handshake/facts", "ucp/_engine/arming"]
 #: What the rules may import besides each other.
 HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: Inside ``_link``, lowest first.
 LINK = ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"]
+
+
+#: What modules below may import for annotations only: who holds them.
+HOLDERS = {
+    "trio_ucx.ucp._engine.engine": "Engine, of which they are parts, or to which they belong",
+    "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
+    "trio_ucx.ucp._context": "Context: Memory.context",
+}
 
 
 def modules() -> list[Path]:
@@ -50,6 +59,42 @@ def imports(path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    parts = ["trio_ucx", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def for_annotations(path: Path) -> set[str]:
+    """The names that a module imports under ``if TYPE_CHECKING``."""
+    found = set()
+    package = ["trio_ucx", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for inner in node.body:
+                if isinstance(inner, ast.ImportFrom) and inner.level:
+                    base = [*package[: len(package) - inner.level + 1], *([inner.module] if inner.module else [])]
+                    found.add(".".join(base))
+    return found
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Annotations included, except those that name a holder."""
+    names = {module_name(path) for path in modules()}
+    graph = {}
+    for path in modules():
+        annotated = for_annotations(path) & set(HOLDERS)
+        imported = {name if name in names else name.rpartition(".")[0] for name in imports(path)}
+        graph[module_name(path)] = (imported & names) - annotated - {module_name(path)}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {error.args[1]}")
+
+
+def test_pure_modules_exist() -> None:
+    assert {str(path.relative_to(PACKAGE).with_suffix("")) for path in modules()} >= set(PURE)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

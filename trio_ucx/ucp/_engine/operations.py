@@ -7,7 +7,7 @@ cancel only a tag receive that has not matched; any other operation whose task i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 from outcome import Error, Value
@@ -26,7 +26,13 @@ from .stream_buffer import StreamBuffer
 if TYPE_CHECKING:
     from .._address import WorkerAddress
     from .engine import Engine
-    from .peers import Watch
+
+
+class Closable(Protocol):
+    """Something that an endpoint has beside it, as the watch of its peer's process."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 #: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
@@ -248,7 +254,7 @@ class EndpointCore:
         #: Whether UCX may close it by force.
         self.forcible = True
         #: What looks whether the peer's process lives.
-        self.watch: Watch | None = None
+        self.watch: Closable | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
         #: Whether an operation of the user's has reported that it broke: then closing it need not.
