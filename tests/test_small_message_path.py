@@ -120,7 +120,7 @@ async def test_in_when_it_is_there(worker: ucp.Worker, behind: int) -> None:
             worker._engine.settle()
             data = await server.receive()
         assert data == (b"other size" if behind else b"8 bytes.")
-        assert "_delivery.deliver" in path.functions
+        assert "dispatch.deliver" in path.functions
         assert len(path.functions) <= MOST_IN and path.calls <= MOST_IN, str(path)
 
 
@@ -144,7 +144,7 @@ async def test_in_when_a_parked_task_waits(transports: str) -> None:
             while not got:
                 await trio.sleep(0)
         assert got == [b"8 bytes."]
-        assert "_delivery.deliver" in path.functions
+        assert "dispatch.deliver" in path.functions
         assert len(path.functions) <= MOST_IN, str(path)
 
 
