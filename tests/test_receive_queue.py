@@ -254,6 +254,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
             if raw:
                 endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(where[1])))
                 stack.callback(endpoint.abort)
+                await endpoint.flush()  # so that messages go to the queue, and do not wait for the endpoint
             else:
                 connection = await stack.enter_async_context(trio_ucx.connect(tuple(where[0]), worker=worker))
             doomed = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex((await killed.hear())[1])))
