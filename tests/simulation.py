@@ -141,7 +141,7 @@ class SimulatedEngine:
         for one in deferred:
             one.send_batch()
 
-    def settle(self) -> None:
+    def progress(self) -> None:
         pass
 
     def watch_events(self) -> None:

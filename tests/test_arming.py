@@ -1,4 +1,4 @@
-"""Who looks at a worker next (``ucp/_engine/arming.py``): with a worker, a loop and a clock that are simulated."""
+"""The states of a worker (``ucp/_engine/arming.py``), with a simulated worker, loop and clock."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class World:
             if parks:
                 self.park()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Everybody parks, and the loop goes on until nothing happens any more. Raises Lost."""
         for _ in range(200):
             self.run_woken(parks=True)
@@ -441,7 +441,7 @@ def play(steps: list[Step], *, polling: bool) -> None:
         take(one, step)
     one.arrive()
     began = one.clock
-    one.settle()
+    one.run_until_idle()
     assert one.work == 0
     assert one.arming.state is State.ARMED
     assert one.clock - began < BOUND + 8 * PAUSE

@@ -158,7 +158,7 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
                         await trio.sleep(0.2)
                     assert not worker._engine.batches.batches
                     # The answers have come, and with them the proof that all was sent by then.
-                    worker._engine.settle()
+                    worker._engine.progress()
                     assert [connection.receive_nowait() for _ in sent] == sent
                 assert batches(worker) > 0
                 assert worker.statistics().missed_events == 0

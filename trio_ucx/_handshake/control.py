@@ -178,7 +178,7 @@ class ControlSockets:
             return
         ready = self._epoll.poll(0, _EVENTS)
         # What the peers had sent over UCX before comes first.
-        self._engine.settle()
+        self._engine.progress()
         for descriptor, _ in ready:
             control = self._sockets.get(descriptor)
             if control is not None:

@@ -286,7 +286,7 @@ class Introduction:
         except Exception as error:
             self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
             return
-        core.engine.settle()
+        core.engine.progress()
 
     def under_way(self) -> list[Operation]:
         """What has not ended at our endpoint, for the message of a timeout."""

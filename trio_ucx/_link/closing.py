@@ -273,7 +273,7 @@ class Closing:
         """Closes by force, at once; the peer is told on the control socket."""
         # Undisturbed, so that who waits is told that we closed it, whatever the peer has done meanwhile.
         if not self.handshake.closed and self.engine.undisturbed(self._abort):
-            self.engine.settle()
+            self.engine.progress()
 
     def _abort(self) -> None:
         self._sending.send_batch()

@@ -218,7 +218,7 @@ class Receiving:
         """
         queue = self.queues.get(number)
         if queue is None or (queue.packed is None and queue.ready_now() is None):
-            self.engine.settle()
+            self.engine.progress()
             queue = self.queues.get(number)
         if queue is not None and queue.packed is not None:
             data = self.take_small(number, self.max_message_size)
@@ -295,7 +295,7 @@ class Receiving:
             except BaseException as error:
                 self.engine.keep(verdict, (pins, message))
                 raise RuntimeError("an operation that UCX has begun could not be recorded") from error
-            self.engine.settle()
+            self.engine.progress()
             return
         if memory is not None:
             memory.release()

@@ -142,7 +142,7 @@ class Sending:
         except Exception:
             self.send_failed(reported=queue != wire.BATCH)  # the senders of a batch's messages have gone on
             raise
-        self.engine.settle()
+        self.engine.progress()
         return send
 
     def send_batch(self) -> None:
@@ -162,7 +162,7 @@ class Sending:
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
             if core.error is None:
                 core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
-            self.engine.settle()
+            self.engine.progress()
         except Exception as error:  # the sends of these messages have returned already
             self.internal_error(error)
 
@@ -346,7 +346,7 @@ class SendOperation(Operation):
             raise
         if self.queue == wire.STREAM and stays:
             sending.tail.add(self)
-        sending.engine.settle()
+        sending.engine.progress()
         return self
 
     def post_late(self) -> None:

@@ -114,7 +114,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self._check()
         native = lib.tu_am_next(self._handle)
         if native == ffi.NULL:
-            self._engine.settle()
+            self._engine.progress()
             self._check()
             native = lib.tu_am_next(self._handle)
             if native == ffi.NULL:
@@ -181,7 +181,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         engine.am_ids.pop(self._id, None)
         lib.tu_am_close(handle)
         live_handles.closed("active message queue")
-        engine.settle()  # senders of rendezvous are answered
+        engine.progress()  # senders of rendezvous are answered
         self._waiters.fail(trio.ClosedResourceError("these active messages were closed"))
 
     def __enter__(self) -> ActiveMessages:

@@ -169,5 +169,5 @@ def _make(
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label)
     core.forcible = options.error_mode is not ErrorMode.NONE
-    engine.settle()
+    engine.progress()
     return core

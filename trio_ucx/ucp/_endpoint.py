@@ -110,7 +110,7 @@ def query_name(core: EndpointCore) -> str:
 
 
 def evaluate(core: EndpointCore, nbytes: int) -> float:
-    core.engine.settle()  # a failure that UCX has not told yet
+    core.engine.progress()  # a failure that UCX has not told yet
     core.check()
     core.engine.context._check_evaluation()
     seconds = ffi.new("double *")

@@ -125,7 +125,7 @@ class ListenerCore:
         """Rejects who waits, and ends. Closed already: no effect."""
         if self.handle is None:
             return
-        self.engine.settle()  # requests that are in the ring
+        self.engine.progress()  # requests that are in the ring
         rejected = set()
         for request in [*self.waiting, *self.unanswered]:
             rejected.add(format_address(client_of(request)))

@@ -229,10 +229,10 @@ class ReceiveQueue:
                 return None
             limit = _Limit(_PROBE)
             while True:
-                engine.settle()
+                engine.progress()
                 for probe in probes:
                     probe.look()
-                engine.settle()
+                engine.progress()
                 if all(probe.arrived for probe in probes):
                     return True
                 if limit.reached():
@@ -259,7 +259,7 @@ class ReceiveQueue:
             core.fail(error)
         for sink in list(engine.tag_dispatch.sinks.values()):
             sink.queue_stopped(error)
-        engine.settle()
+        engine.progress()
 
 
 def stopped_error() -> UCXError:

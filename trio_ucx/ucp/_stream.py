@@ -103,7 +103,7 @@ class StreamReader:
 
     async def _wait(self, stream_buffer: StreamBuffer) -> None:
         core = self._core
-        core.engine.settle()
+        core.engine.progress()
         if stream_buffer.size:
             return
         core.check()  # now, as the turn may have found that it broke, and wakes nobody later

@@ -107,7 +107,7 @@ def _received(engine: Engine, verdict: int, pins: Pinned, doing: str) -> Receive
         except BaseException:
             engine.keep(verdict, pins)
             raise
-        engine.settle()
+        engine.progress()
         return operation
     size = pins.size
     pins.release()

@@ -321,7 +321,7 @@ class Worker(metaclass=OpenedNotConstructed):
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
         self._engine.check()
         check_feature(self._engine)
-        self._engine.settle()
+        self._engine.progress()
         received = self._engine.received
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
         if handle == 0:
@@ -417,7 +417,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         self._engine.check()
         self._context.require(Feature.STREAM, "receiving from UCP streams")
-        self._engine.settle()
+        self._engine.progress()
         return self._with_stream_data()
 
     def _with_stream_data(self) -> list[Endpoint]:
@@ -461,7 +461,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         self._engine.check()
         status = lib.tu_worker_fence(self._engine.handle)
-        self._engine.settle()
+        self._engine.progress()
         if status != Status.OK:
             raise UCXError(status, "fencing the worker")
 

@@ -139,7 +139,7 @@ class NativeChain:
             run.buffers, self.buffers = self.buffers, Buffers()
         self.forget()
         lib.tu_chain_free(handle)
-        engine.settle()
+        engine.progress()
 
     def restart(self, state: int) -> None:
         if self.handle is not None:
@@ -326,7 +326,7 @@ class ChainTimer:
             except trio.ClosedResourceError:
                 return
             if lib.tu_timer_ended(self._fd):  # else C has started the timer again, which must not be undone
-                engine.settle()
+                engine.progress()
 
     def _close(self) -> None:
         self._engine.at_end.pop(self._id, None)

@@ -1,4 +1,4 @@
-"""Arming: what a worker waits for, and who looks at it next. A state machine without I/O.
+"""Arming: what a worker waits for, and what progresses it next. A state machine without I/O.
 
 UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
 do, and any progress disarms the worker. One task of each worker, the progress task, waits for the descriptor.
@@ -9,7 +9,7 @@ when the descriptor becomes readable. :class:`Arming` decides this. It guarantee
 worker that has work.
 
 ====================  =======================================================================================
-State                 Who looks at the worker next
+State                 What progresses the worker next
 ====================  =======================================================================================
 ``ARMED``             the progress task, when the descriptor becomes readable
 ``DISARMED``          tasks that poll or run; the progress task waits for the descriptor, which tells only some events
@@ -72,7 +72,7 @@ BUSY_ROUNDS = 4
 
 
 class State(IntEnum):
-    """Who looks at the worker next: see the table above."""
+    """What progresses the worker next: see the table above."""
 
     ARMED = auto()
     DISARMED = auto()

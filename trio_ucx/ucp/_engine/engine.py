@@ -7,11 +7,11 @@ UCX calls back only into C (``_native``), which appends records to a ring. :meth
 that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor; then it
 delivers the records here, where they wake tasks. Nothing in a delivery runs user code.
 
-*Who calls it.* One system task per worker, the progress task (``_engine/progress.py``), waits for the descriptor with
-``wait_readable`` and takes a turn whenever it wakes. Besides, whoever posts an operation that does not complete at once
-takes a turn itself (:meth:`settle`), because posting to an armed worker can leave it with work and no event: it must be
-progressed and armed again before anybody sleeps. Tasks that wait poll before they park (``polling.py``). The module
-``arming.py`` decides who looks at the worker next.
+*What calls it.* One system task per worker, the progress task (``progress.py``), waits for the descriptor with
+``wait_readable`` and calls it whenever it wakes. A task that posts an operation which does not complete at once calls
+:meth:`progress`, because posting to an armed worker can leave it with work and no event: it must be progressed and
+armed again before every task sleeps. Waiting tasks poll before they park (``polling.py``). The module ``arming.py``
+decides what progresses the worker next.
 
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
 until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
@@ -203,7 +203,7 @@ class Engine:
         #: Called when a process may have died that wrote to this worker over shared memory.
         self.suspect_queue: Callable[[], None] = _nothing
         #: Endpoints that are closed a moment later.
-        self.lingering = Lingering(self.settle)
+        self.lingering = Lingering(self.progress)
         live_handles.opened("worker")
         context.destroy_postponed()
         context.engines.add(self)
@@ -299,7 +299,7 @@ class Engine:
         return count > 0
 
     def undisturbed(self, function: Callable[[], None]) -> bool:
-        """Calls it, and delivers nothing meanwhile. Whether the engine is to be settled now."""
+        """Calls it, and delivers nothing meanwhile. Whether the engine is to progress now."""
         if self._delivering:
             function()
             return False
@@ -325,7 +325,7 @@ class Engine:
         """Grows whenever something arrives or completes."""
         return self.messages + self.counters["arrived"] + self.counters["completed"]
 
-    def settle(self) -> None:
+    def progress(self) -> None:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
         if self._delivering:
             self._again = True  # the delivery under way takes another turn

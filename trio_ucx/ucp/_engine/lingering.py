@@ -36,7 +36,7 @@ class Lingering:
     """UCX's endpoints that nobody uses any more, and that are closed by force a moment later.
 
     Args:
-        settle: progresses the worker after one was closed.
+        progress: progresses the worker after one was closed.
 
     UCX 1.22 sometimes frees a TCP endpoint while it handles an event of it, and the process crashes: when both sides
     close by force at the same moment, or one does with more to write than the sockets hold. So the side that closes
@@ -44,8 +44,8 @@ class Lingering:
     that waits for longer.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self._progress = progress
         #: UCX's endpoint of each, when it is closed, and the latest time for that if it is closed as soon as nothing is
         #: under way; in the order in which they were added.
         self._endpoints: dict[ClosedEndpoint, tuple[Any, float, float | None]] = {}
@@ -79,7 +79,7 @@ class Lingering:
         if core in self._endpoints:
             handle, _, _ = self._endpoints.pop(core)
             core.close_native(handle)
-            self._settle()
+            self._progress()
             while not self._endpoints and self._ended:
                 self._ended.pop().set()
 

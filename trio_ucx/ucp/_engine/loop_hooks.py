@@ -18,7 +18,7 @@ class DeferredBatch(Protocol):
     """The sending part of a connection, with small messages that wait to be sent as one."""
 
     def send_batch(self) -> None:
-        """Hands them to UCX, and settles the engine if something remains to be done about them. Never raises."""
+        """Hands them to UCX, and makes the engine progress if something remains to be done about them. Never raises."""
 
     def internal_error(self, error: BaseException) -> None:
         """Handing them to UCX failed by an internal error: ends the connection. Never raises."""

@@ -123,7 +123,7 @@ class Operation(Pending):
         if self.id not in engine.in_flight:
             return True  # its outcome came from elsewhere, and the operation itself is over
         if lib.tu_operation_cancel(engine.handle, self.id):
-            engine.settle()  # its record is in the ring, or in a delivery that is under way: that one decides
+            engine.progress()  # its record is in the ring, or in a delivery that is under way: that one decides
             return False
         self.detach()
         return True
@@ -456,7 +456,7 @@ class EndpointCore:
             self.closed(handle)
         else:
             self.close_native(handle)
-        engine.settle()  # UCX takes the lanes apart in its progress, completed or not
+        engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
     def _much_under_way(self) -> bool:
         return sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH

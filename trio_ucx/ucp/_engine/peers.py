@@ -40,7 +40,7 @@ class Watch:
     def _died(self) -> None:
         # What it had sent before is in shared memory or in a socket: take it before UCX closes them.
         core = self._core
-        core.engine.settle()
+        core.engine.progress()
         core.fail(UCXError(Status.CONNECTION_RESET, f"the process at {core.label} died"))
         core.engine.suspect_queue()
 

@@ -83,7 +83,7 @@ def pending_operation(
         except BaseException:
             engine.keep(verdict, pins)
             raise
-        engine.settle()
+        engine.progress()
         return operation
     if pins is not None:
         pins.release()

@@ -81,7 +81,7 @@ class SafetyNet:
             arming = engine.arming
             if arming.sleeps and turns == engine.turns and not (arming.awaits_descriptor and engine.readable()):
                 before = engine.news()
-                engine.settle()
+                engine.progress()
                 if before != engine.news():
                     engine.counters["missed_events"] += 1
             turns = engine.turns

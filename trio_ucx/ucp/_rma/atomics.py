@@ -58,7 +58,7 @@ class AtomicWindow:
             verdict = lib.tu_endpoint_flush(self._core.handle)
             if verdict > 0:
                 _Flush(self, places, engine, verdict)
-                engine.settle()
+                engine.progress()
             else:
                 self.leave(places)
 
