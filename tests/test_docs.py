@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trio_ucx.ucp._engine import arming
+from trio_ucx.ucp._engine.arming import Event, State
+
 ROOT = Path(__file__).parent.parent
 
 PRINTED = {
@@ -40,3 +43,39 @@ def test_program_of_the_documentation(document: str, tmp_path: Path) -> None:
     assert len(lines) == len(PRINTED[document]), done.stdout
     for line, expected in zip(lines, PRINTED[document], strict=True):
         assert re.fullmatch(expected.replace("(", r"\(") if "b'" in expected else expected, line), line
+
+
+def arming_tables(lines: list[list[str]]) -> dict[str, list[str]]:
+    """The rows about states and events, by their first cell, of a table's lines that were taken apart into cells."""
+    plain = [[cell.replace("`", "") for cell in cells] for cells in lines]
+    names = {*State.__members__, *Event.__members__}
+    return {cells[0]: cells[1:] for cells in plain if len(cells) > 1 and cells[0] in names}
+
+
+def test_design_has_the_tables_of_arming() -> None:
+    page = (ROOT / "docs/design.md").read_text()
+    shown = arming_tables(
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    )
+    documented = arming_tables([re.split(r"\s{2,}", line) for line in (arming.__doc__ or "").splitlines()])
+    assert set(documented) == {*State.__members__, *Event.__members__}
+    assert shown == documented
+
+
+def sections(page: str) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / "docs" / document
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, section = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if section:
+            assert section in sections(found.read_text()), target
