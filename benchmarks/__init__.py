@@ -1,17 +1,17 @@
-"""What trio_ucx costs, beside others that do the same. See README.md here.
+"""What trio_ucx costs, compared with other libraries. See README.md here.
 
     jobs            what is measured: latency, bandwidth, message rate, idle CPU
     contenders/     one file for each library or tool; each gives the two ends of a pair
-    control, child  the process of one end, and how it is told what to do
+    control, child  the process of one end, and the orders that it gets
     pairs, runner   starting the processes, giving orders, limits of time, interleaved rounds
-    quiet           whether the machine is
+    quiet           whether other programs use the machine
     stats, marks    figures from measurements; what trio_ucx has to reach
     report, plots   tables, JSON, pictures
-    steps           prices of single steps, in one process
+    steps           the cost of single steps, in one process
     compare, scale, microseconds, crowded
                     the programs
-    defaults        trio_ucx's own values of UCX's options against UCX's: another one, for which trio_ucx's CLI measures
+    defaults        another program: trio_ucx's values of UCX's options against UCX's, by the code of trio_ucx's CLI
 
-What runs in the children imports nothing but the standard library and its own contender, so that a contender can live
-in an environment of its own (``--python``). Hence dataclasses, not attrs.
+Code that runs in the children imports nothing but the standard library and its own contender, so that a contender can
+have an environment of its own (``--python``). For this reason it uses dataclasses, not attrs.
 """

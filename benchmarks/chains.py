@@ -1,4 +1,4 @@
-"""Request chains beside the same with ``await``, and beside a plain loop in C: ``python benchmarks/chains.py``."""
+"""Compares request chains with ``await``, and with a plain loop in C: ``python benchmarks/chains.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder must not hide anybody's modules
+if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.table import Table
@@ -24,7 +24,7 @@ from benchmarks.stats import scaled
 
 ROUNDS, SECONDS = 7, 0.5
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.1
-#: How many times as long as a chain ``await`` is to take at least; how many times as long as C a chain may take.
+#: ``await`` has to take at least so many times as long as a chain; a chain may take so many times as long as C.
 FASTER = {"tcp": 1.5, "shm": 3.0}
 SLOWER = 1.3
 

@@ -17,12 +17,12 @@ from .control import Line, run
 from .ends import Control, End
 from .jobs import Batch, Kind
 
-#: Seconds beyond the limit of an order after which the kernel ends us, should nobody be left who does.
+#: Seconds after the limit of an order at which the kernel ends this process, if its parent has not.
 LAST = 10
 
 
 async def serve_orders(control: Control, end: End, leads: bool) -> None:
-    """Does what it is told, until it is told to end."""
+    """Carries out orders, until the order to end."""
     while True:
         order = await control.hear()
         if order["do"] == "end":
@@ -56,7 +56,7 @@ async def run_batch(control: Control, end: End, batch: Batch, leads: bool) -> di
         answer["more"] = dict(end.more)
     else:
         await end.receive(batch)
-    # The clock is the machine's: the pair's time is from the one's begin to the other's end.
+    # Both processes read the same clock: the pair's time is from the one's begin to the other's end.
     answer |= {"begin": begin, "end": time.perf_counter_ns(), "cpu": time.process_time() - used}
     if batch.job.kind in (Kind.LATENCY, Kind.STEPS) or not leads:
         end.verify(batch)

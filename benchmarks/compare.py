@@ -1,4 +1,4 @@
-"""Measures trio_ucx beside others: ``python benchmarks/compare.py``; ``--help`` tells more."""
+"""Compares trio_ucx with other libraries: ``python benchmarks/compare.py``; ``--help`` says more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder must not hide anybody's modules
+if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks import marks, quiet, report, runner

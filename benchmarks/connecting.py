@@ -123,7 +123,7 @@ async def hold(open_one: Any, held: int) -> dict[str, float]:
         answer: dict[str, float] = json.loads(await connection.receive())
         return answer
 
-    await trio.sleep(3)  # what is kept for a moment after a close has gone
+    await trio.sleep(3)  # endpoints that were kept for a moment after a close are gone
     connections = [await open_one().__aenter__()]
     before_there, before_here = await server_used(connections[0]), used()
     for _ in range(held):

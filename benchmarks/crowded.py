@@ -1,8 +1,8 @@
 """Whether polling makes anything worse where there is no core to spare: ``python benchmarks/crowded.py``.
 
-trio_ucx with its defaults beside ``spin=0``, which never polls, in one interleaved run:
+Compares trio_ucx's defaults with ``spin=0``, which never polls, in one interleaved run:
 
-* both processes on one core, where whoever polls keeps its peer from answering;
+* both processes on one core, where a process that polls keeps its peer from answering;
 * 50 busy tasks in each process, each computing for 10 microseconds between its schedule points.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder must not hide anybody's modules
+if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import attrs

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder must not hide anybody's modules
+if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import trio

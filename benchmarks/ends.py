@@ -37,10 +37,10 @@ class End:
         self.more: Mapping[str, float] = {}
 
     def prepare(self, batch: Batch) -> None:
-        """What is done before the time is taken."""
+        """Prepares a batch, before its time is taken."""
 
     async def ping(self, batch: Batch) -> list[int]:
-        """Sends each message, and receives it again; the nanoseconds that each took."""
+        """Sends each message, and receives it again. Returns the nanoseconds that each took."""
         raise NotImplementedError
 
     async def echo(self, batch: Batch) -> None:
@@ -50,7 +50,7 @@ class End:
         raise NotImplementedError
 
     async def receive(self, batch: Batch) -> None:
-        """Returns when all have arrived."""
+        """Receives the messages of a batch; returns when all have arrived."""
         raise NotImplementedError
 
     def verify(self, batch: Batch) -> None:

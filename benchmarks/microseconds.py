@@ -1,4 +1,4 @@
-"""Where every microsecond of a message goes: ``python benchmarks/microseconds.py``; ``--help`` tells more."""
+"""Where every microsecond of a message goes: ``python benchmarks/microseconds.py``; ``--help`` says more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder must not hide anybody's modules
+if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.table import Table
@@ -101,7 +101,7 @@ def contenders(transport: str) -> list[Contender]:
     for key, worker in WORKERS.items():
         found.append(make(key, "ours", (EIGHT, *ways) if key == "default" else (EIGHT,), worker=worker))
         found.append(make(f"path {key}", "ours_watched", worker=worker, watch="path"))
-    # Who polls would see other counts: strace makes everything so slow that polling does not pay.
+    # Only without polling: strace makes everything so slow that polling would not pay, and the counts would differ.
     found.append(make("calls spin=0", "ours_watched", worker=WORKERS["spin=0"], watch="calls"))
     if transport == "tcp":
         found += [make("C sleep", "perftest", mode="sleep"), make("sockets", "plain_sockets")]

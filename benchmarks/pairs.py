@@ -1,4 +1,4 @@
-"""Two processes, one per core, that do what they are told; every wait has a limit, and nothing is left running."""
+"""Two processes, one per core, that carry out orders; every wait has a limit, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Cpus = tuple[int | None, int | None]
 
 
 class PairFailed(Exception):
-    """What an end said, or that it said nothing."""
+    """An end reported an error, or did not answer in time."""
 
 
 def two_cpus() -> Cpus:
@@ -49,7 +49,7 @@ class Pair:
         self._seed = 0
 
     def hear(self, roles: Sequence[str], limit: float) -> dict[str, dict[str, Any]]:
-        """What each of these says; raises as soon as one of them fails."""
+        """Returns the answer of each end; raises as soon as one of them fails."""
         waiting = {self._sockets[self._lines[role]]: role for role in roles}
         deadline = time.monotonic() + limit
         heard = {}
@@ -91,7 +91,7 @@ class Pair:
                 self.tell(role, {"do": "end"})
 
     def batch(self, job: Job, count: int, limit: float) -> dict[str, float]:
-        """Runs one batch; its figures, with ``seconds`` for what it took."""
+        """Runs one batch. Returns its figures; ``seconds`` is the time that it took."""
         self._seed += 1
         order = {"do": "batch", "limit": limit, **Batch(job, count, self._seed).order()}
         self.tell("server", order)
@@ -132,9 +132,9 @@ class Pair:
         }
 
     def measure(self, job: Job, seconds: float) -> dict[str, float]:
-        """One message, which warms up and verifies the first; then more and more, until it takes long enough."""
+        """Runs a batch of one message, to warm up and to verify it; then larger ones, until one takes long enough."""
         if job.kind is Kind.IDLE:
-            return self.idle(max(3 * seconds, 3))  # what these orders cost must not show
+            return self.idle(max(3 * seconds, 3))  # the cost of these orders must not show
         if job.kind is Kind.OPENING:
             return self.opening()
         count, most = 1, max(1, BATCH_BYTES // job.size)

@@ -37,7 +37,7 @@ def chosen(results: Sequence[Result], kind: str, size: int, figure: str, place: 
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Draws what was measured; the files that it wrote."""
+    """Draws what was measured. Returns the files that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [
         _bars(results, folder / f"latency-{size}.svg", "latency", size, "median_us", 1, "microseconds, less is better")

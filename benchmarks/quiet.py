@@ -1,4 +1,4 @@
-"""Whether anybody else uses the cores that we measure on."""
+"""Whether other programs use the cores that are measured on."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Of a core's time, in percent; more than that and figures say little.
+#: Percent of a core's time. If other programs use more, the figures say little.
 TOLERABLE = 5.0
 
 
 def core_times(text: str) -> dict[int, tuple[int, int]]:
-    """Of ``/proc/stat``, by core: the time that it had something to do, and all of it."""
+    """Reads the text of ``/proc/stat``. Returns, by core, its busy time and its whole time."""
     found = {}
     for line in text.splitlines():
         name, *fields = line.split()
@@ -23,7 +23,7 @@ def core_times(text: str) -> dict[int, tuple[int, int]]:
 
 
 def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
-    """How busy the busiest of these cores was; all cores if there are none."""
+    """How busy the busiest of these cores was; of all cores if none is given."""
     then, now = core_times(before), core_times(after)
     shares = [0.0]
     for core in then:
@@ -33,7 +33,7 @@ def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
 
 
 def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
-    """What others use of these cores, while we do nothing."""
+    """How much of these cores other programs use, while this one does nothing."""
     stat = Path("/proc/stat")
     before = stat.read_text()
     time.sleep(seconds)

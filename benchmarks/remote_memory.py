@@ -1,6 +1,6 @@
-"""Puts and gets as this library does them, beside UCX's own: ``python benchmarks/remote_memory.py [ROUNDS]``.
+"""Compares this library's puts and gets with UCX's own: ``python benchmarks/remote_memory.py [ROUNDS]``.
 
-Two processes; the two ways take turns, and what is said are medians in microseconds, and their ratio.
+Two processes; the two ways alternate. Prints medians in microseconds, and their ratio.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def marks_table(verdicts: Iterable[Verdict]) -> Table:
 
 
 def against_table(rows: Rows) -> Table:
-    """Each figure beside that of the other checkout; with the spread of its rounds, which is what noise looks like."""
+    """Each figure beside that of the other checkout, with the spread of its rounds, which shows the noise."""
     made = Table(title="this checkout against the other one", title_justify="left")
     for title in ("contender", "figure"):
         made.add_column(title)
@@ -184,7 +184,7 @@ def show(rows: Rows, verdicts: Sequence[Verdict], missing: Sequence[Contender], 
 def conclude(
     rows: Rows, verdicts: Sequence[Verdict], settings: Mapping[str, Any], file: Path | None, to: Console
 ) -> int:
-    """What comes after a benchmark's tables: what failed, the marks, a warning, JSON. The exit status."""
+    """Prints what comes after a benchmark's tables: failures, the marks, a warning, JSON. Returns the exit status."""
     failed = [row for row in rows.values() if row.errors]
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {trouble(row)}")

@@ -77,13 +77,13 @@ def run(plan: Plan, advance: Callable[[str], None] = lambda what: None) -> Rows:
 
 
 def in_turn(contenders: Sequence[Contender], number: int) -> list[Contender]:
-    """Another one begins each time, so that nobody always follows the same one."""
+    """The order of one round: another contender begins each time, so that none always follows the same one."""
     shift = number * 7 % max(1, len(contenders))
     return [*contenders[shift:], *contenders[:shift]]
 
 
 def run_contender(plan: Plan, contender: Contender, rows: Mapping[Job, Row], advance: Callable[[Job], None]) -> bool:
-    """Measures each job once. A job that fails ends its processes; the others get new ones. Whether all was well."""
+    """Measures each job once. A job that fails ends its processes; the next gets new ones. Whether all succeeded."""
     jobs = list(rows)
     good = True
     while jobs:
@@ -110,7 +110,7 @@ def run_contender(plan: Plan, contender: Contender, rows: Mapping[Job, Row], adv
 
 
 class NotOpened(Exception):
-    """It could not even start."""
+    """The pair could not even start."""
 
 
 Measure = Callable[[Job], tuple[Mapping[str, float], Sequence[str]]]
@@ -130,7 +130,7 @@ def opened(plan: Plan, contender: Contender) -> Iterator[Measure]:
 
 
 def with_tail(figures: Mapping[str, float]) -> Mapping[str, float]:
-    """With how much longer the slowest of a hundred takes than most."""
+    """Adds the figure "tail": the 99th percentile divided by the median."""
     if "p99_us" not in figures or not figures["median_us"]:
         return figures
     return {**figures, "tail": figures["p99_us"] / figures["median_us"]}

@@ -1,7 +1,7 @@
 """What the single steps of a message cost, in one process: ``python -m benchmarks.steps CPU SECONDS`` prints JSON.
 
-Nanoseconds, medians of many batches, with the call from Python. What needs a message to be there is timed one by one,
-less what reading the clock takes.
+Nanoseconds, medians of many batches, including the call from Python. Steps that need a message to be there are timed
+one by one; the time of reading the clock is subtracted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_BATCHES = 5
 DATA = bytes(range(1, 9))
 RECORDS = 16
 FULL = 2**64 - 1
-#: What a Connection's message passes: of its sender, then of its receiver.
+#: The steps of a Connection's message: its sender's, then its receiver's.
 PASSES = ("send, Python", "send, C", "progress and record, C", "delivery, Python", "receive_into, Python")
 SIZES = (MIB, 16 * MIB)
 CHAIN_SIZES = (4, 256)
@@ -47,7 +47,7 @@ Prices = dict[str, float]
 
 
 async def price(act: Callable[[], object], seconds: float) -> float:
-    """Of a plain function."""
+    """The cost of a plain function, in nanoseconds."""
 
     async def again(count: int) -> None:
         for _ in range(count):
@@ -128,7 +128,7 @@ async def of_python_and_kernel(seconds: float) -> Prices:
 async def prices_one_by_one(
     once: Callable[[], Awaitable[Sequence[int]]], names: Sequence[str], seconds: float
 ) -> Prices:
-    """Of the steps between the times that ``once`` gives. A step without a name does not count."""
+    """The costs of the steps between the times that ``once`` returns. A step without a name does not count."""
     itself = statistics.median(clock() - clock() for _ in range(1000))  # negative
     rows: list[Sequence[int]] = []
     deadline = clock() + seconds * len(names) * 1e9
@@ -140,7 +140,7 @@ async def prices_one_by_one(
 
 @asynccontextmanager
 async def connected(transport: str) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection]]:
-    """Two workers of this process."""
+    """Both ends of a connection between two workers of this process."""
     config = {"TLS": TLS[transport]}
     async with (
         ucp.open_worker(config=config, yield_interval=1) as near,
@@ -154,7 +154,7 @@ async def connected(transport: str) -> AsyncIterator[tuple[trio_ucx.Connection, 
 
 
 async def of_a_message(transport: str, seconds: float) -> Prices:
-    """Of a Connection's message in one process, where nothing has to be waited for; there and back, in turn."""
+    """The costs of a Connection's message in one process, which waits for nothing; there and back alternately."""
     async with connected(transport) as ends:
         engines = [end.worker._engine for end in ends]
         into = bytearray(8)
@@ -189,7 +189,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         async def arrive() -> Sequence[int]:
             here = next(turn)
             engine = engines[1 - here]
-            engines[here].turn(False)  # else the message would wait for another one
+            engines[here].turn(False)  # otherwise the message would wait for another one
             ends[here].send_nowait(DATA, TAG)
             count = 0
             while not count:  # over tcp the first look may find nothing yet
@@ -228,7 +228,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
 
 
 async def of_memory(seconds: float) -> Prices:
-    """Of one MiB, when messages of these sizes are copied; and the page faults of that."""
+    """The costs of one MiB when messages of these sizes are copied, and its page faults."""
     found = {}
     for size in SIZES:
         source, target = memoryview(bytearray(b"x") * size), memoryview(bytearray(b"y") * size)
@@ -238,7 +238,7 @@ async def of_memory(seconds: float) -> Prices:
             target[:] = source
 
         def receive(source: memoryview = source, size: int = size, last: list[bytes] = last) -> None:
-            """As a program does that keeps a message until it has the next one."""
+            """Copies as a program does that keeps a message until it has the next one."""
             data = new_bytes(size)
             pins = Pinned(data)
             pins.fill(source)
@@ -259,7 +259,7 @@ async def of_memory(seconds: float) -> Prices:
 
 
 async def of_a_chain(transport: str, seconds: float) -> Prices:
-    """A small request chain: half of it gets of 8 bytes, half puts of what was read; and what came of it."""
+    """The costs of a small request chain, half gets of 8 bytes and half puts of what was read, and of its outcomes."""
     found = {}
     options = {"config": {"TLS": TLS[transport]}, "features": ucp.DEFAULT_FEATURES | ucp.Feature.RMA}
     async with ucp.open_worker(**options) as owner, ucp.open_worker(**options) as worker:  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ class Counted:
 
 
 async def measure(seconds: float, transports: list[str]) -> Prices:
-    """All of them; each price may take so many seconds."""
+    """Measures all of them; each may take so many seconds."""
     found = await of_python_and_kernel(seconds) | await of_memory(seconds)
     for transport in transports:
         found |= await of_a_message(transport, seconds)

@@ -12,7 +12,7 @@ One connection carries everything; its tags are queues that do not wait for each
     FILES + n    to the receiver, for each of the n jobs: an Entry per file or link, each file's Entry followed by its
                  contents in pieces and by their checksum; then b""
 
-Nobody counts bytes in flight: a sender that is faster than the receiver waits in `send`.
+Neither side counts bytes in flight: a sender that is faster than the receiver waits in `send`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAN = struct.Struct("<HQ")  # jobs, bytes altogether
 
 
 class CopyError(Exception):
-    """Told to the user, and to the other side, in one line."""
+    """A failure that the user, and the other side, read in one line."""
 
 
 #: What may go wrong without a bug in this program.
@@ -83,7 +83,7 @@ class Entry:
 
 @attrs.frozen
 class Transfer:
-    """What every task of one side uses."""
+    """The state that all tasks of one side share."""
 
     connection: trio_ucx.Connection
     progress: Progress
@@ -125,7 +125,7 @@ async def heed_complaints(connection: trio_ucx.Connection) -> None:
 
 
 def scan(source: str) -> list[Entry]:
-    """Lists a tree, each directory before what is in it."""
+    """Lists a tree, each directory before its contents."""
     entries, paths = [], [""]
     while paths:
         path = paths.pop()
@@ -195,7 +195,7 @@ async def send(source: str, address: tuple[str, int], jobs: int) -> None:
 
 @contextmanager
 def open_directory(root: int, parts: list[str]) -> Iterator[int]:
-    """Opens a directory below the root, and makes what is missing of it. Never goes through a symbolic link."""
+    """Opens a directory below the root, and makes missing ones. Never follows a symbolic link."""
     directory = os.dup(root)
     try:
         for part in parts:
@@ -211,7 +211,7 @@ def open_directory(root: int, parts: list[str]) -> Iterator[int]:
 
 @contextmanager
 def put_in_place(directory: int, name: str) -> Iterator[str]:
-    """Gives a name to work under, which is renamed in the end; after an error nothing is left of it."""
+    """Gives a temporary name, which is renamed at the end; after an error nothing is left of it."""
     temporary = f".copy_files-{secrets.token_hex(8)}"
     try:
         yield temporary

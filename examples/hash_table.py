@@ -11,7 +11,7 @@ In programs of your own:
         await table.put(b"key", b"value")
         assert await table.get(b"key") == b"value"
 
-The server owns memory, tells who connects how to reach it, and sleeps. What is in the memory, in integers of 8 bytes:
+The server owns memory, tells each client how to reach it, and sleeps. The memory, in integers of 8 bytes:
 
     header    MAGIC, how many buckets there are, the offset of the first byte that is free
     buckets   a node each, without a key: the head of a list
@@ -19,24 +19,24 @@ The server owns memory, tells who connects how to reach it, and sleeps. What is 
 
     node      the next node's offset, 0 in the last; BLAKE2b of the key, 16 bytes; the value's length << 48 | its offset
 
-A lookup is one chain: walk from the bucket to the node that has the key, get the value. So is writing: take memory with
-an atomic addition, and put node and value there; meanwhile walk to the key's node, or to the last one. There the new
-node is tied, by a compare-and-swap of the last one's next node, 0. If another client was faster, that fails, and the
-walk is done again. In the key's node, if there is one, the place of the value is swapped.
+A lookup is one chain: walk from the bucket to the node that has the key, get the value. A write is one chain, too: take
+memory with an atomic addition, and put node and value there; meanwhile walk to the key's node, or to the last one. A
+compare-and-swap of the last one's next offset, which is 0, ties the new node to the list. If another client was faster,
+that fails, and the walk is done again. If the key has a node, the offset of its value is swapped instead.
 
-What that guarantees:
+Guaranteed:
 
 * Clients that write at once lose nothing, and a key never has two nodes: a node is tied only behind all others.
-* A value is seen whole, old or new: it is complete before anything leads to it, and never written again.
-* Nothing is locked. A client that dies in the middle costs the memory that it took, and what it wrote is there or not.
+* A value is seen whole, old or new: it is complete before anything refers to it, and never written again.
+* Nothing is locked. When a client dies in the middle, the memory that it took is lost, and its entry is there or not.
 
-What it does not:
+Not guaranteed:
 
-* Memory is never given back: not that of replaced values, nor what was left when an entry did not fit. There is no
+* Memory is never freed: neither that of replaced values, nor the rest that was too small for an entry. There is no
   deletion, and a table that was full once stays full.
 * Integers that another client swaps are read by ordinary gets, which have to find 8 aligned bytes either old or new.
   The processors and adapters that UCX runs on do so; no specification promises it.
-* Keys are known by their hashes only. Clients are trusted: who may connect may overwrite everything.
+* Keys are known by their hashes only. Clients are trusted: every client that can connect can overwrite everything.
 * The table ends with its server. A put that raises BrokenResourceError, or is cancelled, may have happened.
 """
 
@@ -73,7 +73,7 @@ PATIENCE = 10  # seconds for a server to say where its table is
 
 
 class TableError(Exception):
-    """Something is wrong with the table, or with what is to be put into it."""
+    """Something is wrong with the table, or with a value to be put into it."""
 
 
 class TableFull(TableError):
@@ -84,7 +84,7 @@ class TableFull(TableError):
 
 
 def lay_out(memory: ucp.Memory, buckets: int) -> None:
-    """Makes memory an empty table."""
+    """Writes an empty table to memory."""
     entries = HEADER.size + buckets * NODE.size
     if not entries <= memory.nbytes <= MAX_SIZE:
         raise TableError(f"a table of {buckets} buckets takes {entries} to {MAX_SIZE} bytes, not {memory.nbytes}")
@@ -112,7 +112,7 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
 
 
 async def run_chain(chain: ucp.RequestChain) -> ucp.Outcomes:
-    """Raises what the network did to it; what its conditions did is for the caller to see."""
+    """Runs it, and raises errors of the network. The outcomes of its conditions are left to the caller."""
     outcomes = await chain.run()
     for outcome in outcomes:
         if isinstance(outcome, Error) and not isinstance(outcome.error, ucp.DependencyError):
@@ -183,7 +183,7 @@ class Table:
             return True
 
     def _find(self, chain: ucp.RequestChain, key: bytes) -> tuple[ucp.ChainRequest, ucp.Condition]:
-        """Walks to the key's node, or to the last one of its bucket; and whether it is the key's."""
+        """Walks to the key's node, or to the last one of its bucket. The second result: whether it is the key's."""
         digest = int.from_bytes(self._digest(key), "little")
 
         def is_it(node: ucp.ChainRequest) -> ucp.Condition:

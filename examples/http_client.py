@@ -32,7 +32,7 @@ STALL_TIMEOUT = 60  # seconds in which something has to move
 
 
 class Failed(Exception):
-    """Told to the user in one line."""
+    """A failure that the user reads in one line."""
 
     def __init__(self, text: str, exit_status: int = 1) -> None:
         super().__init__(text)
@@ -72,7 +72,7 @@ class Server:
         return event
 
     async def send_request(self, target: str, data: str | None, task_status: trio.TaskStatus[None]) -> None:
-        """Has started when h11 knows of the request: it cannot take an answer before."""
+        """Has started when h11 knows of the request: h11 cannot take an answer before."""
         headers = [("Host", self.host)]
         with suppress(trio.BrokenResourceError):  # there may be an answer that says why
             if data is None:

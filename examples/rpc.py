@@ -14,8 +14,8 @@ In programs of your own, which bring their methods along:
 
 An argument or result is JSON, or a buffer (bytes, a numpy array), which is not copied and arrives as bytes.
 
-The protocol: a client numbers its calls, and each is a conversation on a lane (a tag) of its own. So calls do not wait
-for each other, and nobody has to sort replies.
+The protocol: a client numbers its calls, and each is a conversation with a tag of its own. So calls do not wait for
+each other, and replies need no sorting.
 
     REQUESTS   to the server: {"call": number, "method": name, "timeout": seconds or null,
                               "values": {name: value}, "buffers": [name, ...]}, or {"cancel": number}
@@ -24,8 +24,9 @@ for each other, and nobody has to sort replies.
                to the client: {"values": {"result": value}}, or {"buffers": ["result"]} and the buffer,
                               or {"error": [type, text]}
 
-What was announced is sent, and what was sent is received, whatever becomes of the call meanwhile; a cancelled call is
-answered, too. So nothing is ever left on a lane. The server reads no further while MAX_CALLS calls are unanswered.
+Each side sends all that it has announced, and receives all that the other side sends, even if the call is cancelled
+meanwhile; a cancelled call is answered, too. So no message is left in a tag queue. While MAX_CALLS calls are
+unanswered, the server reads no further request.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ from outcome import Error, Outcome, Value
 import trio_ucx
 
 REQUESTS = 0
-SILENCE = 2**31 - 1  # a lane that nobody sends on: who waits at it learns of the connection's end
+SILENCE = 2**31 - 1  # nobody sends with this tag: a receive ends when the connection does
 MAX_CALLS = 256
 MAX_HEADER = 2**16  # bytes of JSON
 
 
 class RpcError(Exception):
-    """What a method raised at the server. Its arguments are that exception's type and text, both strings."""
+    """A method raised an exception at the server. The arguments are that exception's type and text, both strings."""
 
     def __str__(self) -> str:
         return ": ".join(self.args)
@@ -87,9 +88,9 @@ def encode(head: Mapping[str, Any], things: Mapping[str, Any]) -> tuple[bytes, l
     return header, [*buffers.values()]
 
 
-async def receive_header(connection: trio_ucx.Connection, lane: int) -> Any:
+async def receive_header(connection: trio_ucx.Connection, tag: int) -> Any:
     buffer = bytearray(MAX_HEADER)  # a longer message is refused
-    length = await connection.receive_into(buffer, lane)
+    length = await connection.receive_into(buffer, tag)
     try:
         return json.loads(buffer[:length])
     except (ValueError, RecursionError) as error:

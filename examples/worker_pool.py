@@ -12,10 +12,10 @@ In programs of your own, whose workers run `await work(address, {"shout": bytes.
 
 The pool listens. It gives each worker one task at a time, and both use a single tag:
 
-    to the worker   a function's name, then the payload; b"" when nobody wants the result any more
+    to the worker   a function's name, then the payload; b"" when the task was dropped
     to the pool     for each task: b"" and the result, or the type and the text of an exception
 
-A worker that leaves gives its task back. The task of one that dies goes to another, but not to more than MAX_DEATHS.
+A worker that leaves gives its task back. If a worker dies, its task goes to another one, until MAX_DEATHS have died.
 
 When a process is killed in the middle of a message over shared memory, connections of other local processes can break.
 With UCX_TLS=tcp that does not happen.
@@ -45,7 +45,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 import trio_ucx
 
 MAX_DEATHS = 3
-AHEAD = 64  # tasks that `map` hands in before their turn
+AHEAD = 64  # tasks that `map` queues ahead
 
 Function = Callable[[bytes], bytes]
 
@@ -55,7 +55,7 @@ class PoolError(Exception):
 
 
 class TaskError(PoolError):
-    """A task raised. Its arguments are that exception's type and text, both strings."""
+    """A task raised an exception. The arguments are that exception's type and text, both strings."""
 
     def __str__(self) -> str:
         return ": ".join(self.args)
@@ -78,7 +78,7 @@ class Task:
 
 @attrs.define(eq=False)
 class Job:
-    """A task on its way. It has ended when it has an outcome, or nobody wants one."""
+    """A task that was given to the pool. It has ended when it has an outcome, or was dropped."""
 
     task: Task
     deaths: int = 0
@@ -131,10 +131,10 @@ class Pool:
         return len(self._posts)
 
     async def run(self, task: Task) -> bytes:
-        """Has a task done and returns its result.
+        """Gives a task to a worker and returns its result.
 
-        Cancellation: the task is dropped. If it is being done, its function should look now and then whether it still
-        has to: ``trio.from_thread.check_cancelled()``.
+        Cancellation: the task is dropped. A function that is running should check for that now and then, with
+        ``trio.from_thread.check_cancelled()``.
 
         Raises:
             TaskError: the function raised, or there is none of this name.
@@ -149,7 +149,7 @@ class Pool:
             job.end()
 
     async def map(self, tasks: Iterable[Task]) -> AsyncGenerator[bytes, None]:
-        """Has tasks done and yields their results in order, and raises what :meth:`run` would.
+        """Gives tasks to workers and yields their results in order; raises what :meth:`run` would.
 
         If you may not take all results, use it in ``contextlib.aclosing``, which drops the other tasks.
         """
@@ -177,7 +177,7 @@ class Pool:
         return job
 
     async def _employ(self, connection: trio_ucx.Connection) -> None:
-        """Sees to one worker, from its coming to its going."""
+        """Serves one worker, from its connection to its end."""
         post = Post(connection)
         self._posts.add(post)
         self._alone.deadline = math.inf
@@ -189,7 +189,7 @@ class Pool:
         except* (trio.BrokenResourceError, trio_ucx.ucp.UCXError, PoolError):
             died = True
         except* trio.EndOfChannel:
-            died = False  # it said goodbye; that sends failed comes of it
+            died = False  # it closed gracefully; for that reason sends failed
         finally:
             self.lost += died
             self._posts.remove(post)
@@ -214,7 +214,7 @@ class Pool:
             post.job = None
 
     async def _take_answers(self, post: Post) -> None:
-        while True:  # also while it has no task: so its end is noticed at once
+        while True:  # also while it has no task, so that its end is noticed at once
             kind = (await post.connection.receive()).decode(errors="replace")
             result = await post.connection.receive()
             if post.job is None:
@@ -245,7 +245,7 @@ class Pool:
 
 @asynccontextmanager
 async def open_pool(address: tuple[str, int] = ("127.0.0.1", 0), patience: float = math.inf) -> AsyncIterator[Pool]:
-    """Listens for workers. Leaving the block drops what is not done and sends the workers home.
+    """Listens for workers. Leaving the block drops unfinished tasks and dismisses the workers.
 
     Raises:
         PoolError: there has been no worker for ``patience`` seconds.
@@ -256,7 +256,7 @@ async def open_pool(address: tuple[str, int] = ("127.0.0.1", 0), patience: float
     pool = Pool(listener.address, patience=patience)
     pool._alone.deadline = trio.current_time() + patience
     async with listener, trio.open_nursery() as nursery:
-        # Says goodbye however this ends, while serve_ucx aborts after an error: workers can tell it from our death.
+        # Always closes gracefully; serve_ucx aborts after an error, which workers could not tell from our death.
         nursery.start_soon(trio.serve_listeners, pool._employ, [listener])
         nursery.start_soon(pool._despair)
         try:
@@ -270,7 +270,7 @@ async def open_pool(address: tuple[str, int] = ("127.0.0.1", 0), patience: float
 
 
 async def work(address: tuple[str, int], functions: Mapping[str, Function]) -> None:
-    """Works for a pool until that closes. Tasks run in a thread: so a goodbye is heard, and a task can be dropped."""
+    """Works for a pool until that closes. Tasks run in a thread: meanwhile the pool can close, or drop the task."""
 
     async def compute(name: str, payload: bytes, scope: trio.CancelScope) -> None:
         kind, result = "Cancelled", memoryview(b"")
@@ -286,7 +286,7 @@ async def work(address: tuple[str, int], functions: Mapping[str, Function]) -> N
             await connection.send(result)
 
     connection = await trio_ucx.open_ucx_stream(*address)
-    async with aclosing(connection), trio.open_nursery() as nursery:  # says goodbye even when cancelled
+    async with aclosing(connection), trio.open_nursery() as nursery:  # closes gracefully even when cancelled
         scope = trio.CancelScope()
         async for name in connection.messages():
             if name:

@@ -1,4 +1,4 @@
-"""Who is measured: one file for each. A file has:
+"""The contenders: one file for each. A file has:
 
 CONTENDERS      its configurations
 LOOP            what its ends run in: "trio", "asyncio" or "blocking"; "tool" where it is a program of its own

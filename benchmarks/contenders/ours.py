@@ -107,7 +107,7 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
             await control.tell({"address": listener.address})
             async with await listener.accept() as connection:
                 yield await greet(connection, setup)
-                with trio.move_on_after(5):  # the client closes first: its goodbye is answered at once
+                with trio.move_on_after(5):  # the client closes first, and its GOODBYE is answered at once
                     async for _ in connection.messages(TAG):
                         pass
 
@@ -140,7 +140,7 @@ class OurEnd(End):
         super().__init__()
         self.connection = connection
         self.payload = b""
-        #: For all messages in flight, as ucx_perftest has it: what more memory costs is not what is compared.
+        #: One for all messages in flight, as in ucx_perftest: the cost of more memory is not compared here.
         self.buffer = bytearray()
 
     def prepare(self, batch: Batch) -> None:

@@ -25,7 +25,7 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
 
 
 class BareEnd(ours_raw.RawEnd):
-    """Nothing here is awaited: what Trio knows of the worker stands still meanwhile."""
+    """Nothing here is awaited, so Trio and the engine do nothing meanwhile."""
 
     def __init__(self, end: ours_raw.RawEnd) -> None:
         super().__init__(end.worker, end.endpoint, end.mine, end.theirs)

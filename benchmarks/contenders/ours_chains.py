@@ -24,12 +24,12 @@ from .ours import TAG, TLS, check_transports, worker_options
 
 LOOP = "trio"
 STEPS = 1000
-#: Slots of 64 bytes among which the nodes of the list are scattered; of the first the offset would be the end's.
+#: Slots of 64 bytes among which the nodes of the list are scattered. The first is not used: offset 0 is the end.
 SLOTS = 16_384
 PAIRS, PAIR = SLOTS * 64, 16
 FLAG = PAIRS + STEPS * PAIR
 NBYTES = FLAG + 8
-#: What a pair's first half is where something is put to the second.
+#: The value of a pair's first half for which something is put to the second half.
 CHOSEN = 0xC0FFEE
 
 FOLLOW_SMALL, FOLLOW, ORDERED, UNORDERED = (
@@ -178,7 +178,7 @@ class Doer(End):
 
 
 class Chain(Doer):
-    """The chain is made before the time is taken: ``build_us`` says what a step of that takes."""
+    """The chain is made before the time is taken; ``build_us`` is the time of that for each step."""
 
     chain: ucp.RequestChain | None = None
     outcomes: Sequence[Any] = ()

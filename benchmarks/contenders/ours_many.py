@@ -67,7 +67,7 @@ def allow_descriptors(connections: int) -> None:
 
 
 class Growth:
-    """What further connections cost this process, from here on: the first one also makes what they share."""
+    """The cost of further connections in this process, from here on: the first one also makes what they share."""
 
     def __init__(self, further: int) -> None:
         self._count = further
@@ -112,7 +112,7 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
 
 
 async def connect_all(worker: ucp.Worker, address: list[Any], count: int) -> list[trio_ucx.Connection]:
-    """Connections with a message there and back: only then all of each is there."""
+    """Connections that have carried a message there and back: only then each is complete."""
     connections: list[trio_ucx.Connection] = []
     left = count
 

@@ -1,8 +1,8 @@
 """trio_ucx's Connections, watched: when a message passes which point, or which system calls it needs.
 
-The clock is read around every call into C that sends or looks for what arrived. From finding a message to sending the
-next one, a process is alone on the path of the message; the rest of half a round trip is the way to the other process,
-until that has found it. What the process does meanwhile only counts where the other one has to wait for it.
+The clock is read around every call into C that sends a message or looks for one. From finding a message to sending the
+next one, only this process works on the message. The rest of half a round trip is the path to the other process, until
+that has found it. Meanwhile the process does other things, which count only if the other process has to wait for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..jobs import Batch
 from . import ours
 
 LOOP = "trio"
-#: The calls into C that bring what has arrived: how much, they answer.
+#: The calls into C that return records; the result is their number.
 LOOKS = ("tu_poll", "tu_poll_at_once", "tu_worker_look", "tu_worker_turn")
 
 clock = time.perf_counter_ns
@@ -56,7 +56,7 @@ class Watch(trio.abc.Instrument):
         self.woken = clock()
 
     def install(self) -> None:
-        """Puts our functions in the place of the compiled module's."""
+        """Replaces functions of the compiled module by ours."""
         watched = SimpleNamespace(**{name: getattr(lib, name) for name in dir(lib)})
         for name in dir(lib):
             if name in LOOKS:
@@ -102,7 +102,7 @@ class Watch(trio.abc.Instrument):
 
 @contextlib.contextmanager
 def system_calls() -> Iterator[dict[str, int]]:
-    """How many of which this process makes, told at the end of the block; none where strace is missing or forbidden."""
+    """Counts this process's system calls by name, until the block ends; none if strace is missing or forbidden."""
     counts: dict[str, int] = {}
     strace = shutil.which("strace")
     if strace is None:

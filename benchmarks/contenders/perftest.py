@@ -20,7 +20,7 @@ from . import Contender
 
 LOOP = "tool"
 
-#: What UCX calls what. It makes its connections by worker address, which needs no tcp beside shared memory.
+#: UCX's names of the transports. The tool connects by worker address, which needs no tcp beside shared memory.
 TLS = {"tcp": "tcp", "shm": "tcp,sm,self"}
 #: Seconds for the server to listen.
 START = 10
@@ -28,7 +28,7 @@ ATTEMPTS = 3
 
 
 class NotListening(Exception):
-    """The server ended, or does nothing."""
+    """The server ended, or does not listen."""
 
 
 def ucx_environment(transport: str) -> dict[str, str]:
@@ -43,7 +43,7 @@ def ucx_environment(transport: str) -> dict[str, str]:
 
 @functools.cache
 def tool() -> Path | None:
-    """The libucx wheel's, so that it is the same UCX; else the system's."""
+    """The tool of the libucx wheel, so that it is the same UCX; otherwise the system's."""
     wheel = importlib.util.find_spec("libucx")
     if wheel is not None and wheel.origin is not None:
         found = Path(wheel.origin).parent / "bin" / "ucx_perftest"
@@ -64,7 +64,7 @@ def contender(mode: str, transport: str, jobs: tuple[Job, ...]) -> Contender:
     )
 
 
-# Sleeping over shared memory hangs now and then, which is UCX's.
+# Sleeping over shared memory hangs now and then: a fault of UCX.
 CONTENDERS = [
     contender("poll", "tcp", latency() + bandwidth() + rate()),
     contender("sleep", "tcp", latency() + bandwidth() + rate()),
@@ -114,7 +114,7 @@ def calibrate(contender: Contender, job: Job, seconds: float, cpus: tuple[int | 
 def run(
     contender: Contender, job: Job, count: int, rank: int, cpus: tuple[int | None, int | None]
 ) -> Mapping[str, float]:
-    """One run of the tool; it prints half round trips. Somebody may take the port before it: then another one."""
+    """One run of the tool, which prints half round trips. If the port is taken meanwhile, tries another one."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(NotListening):
             return run_once(contender, job, count, rank, cpus)
@@ -126,7 +126,7 @@ def run_once(
 ) -> Mapping[str, float]:
     port = free_port()
     test = "tag_lat" if job.kind is Kind.LATENCY else "tag_bw"
-    # The command is the server's, whose test the client chooses.
+    # The server is started without these: its client chooses the test.
     client = ["-t", test, "-s", str(job.size), "-n", str(count), "-w", str(min(count, 100)), "-R", str(rank)]
     if job.kind is Kind.BANDWIDTH:
         client += ["-O", str(WINDOW)]
@@ -168,7 +168,7 @@ def process(contender: Contender, port: int, cpu: int | None, arguments: list[st
 
 
 def wait_listening(port: int, server: subprocess.Popen[str]) -> None:
-    """Looks into the kernel's table: a connection to try would be taken for the client."""
+    """Looks into the kernel's table, because the tool would take a trial connection for its client."""
     wanted, listening = f":{port:04X}", "0A"
     deadline = time.monotonic() + START
     while time.monotonic() < deadline and server.poll() is None:
