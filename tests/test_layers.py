@@ -34,7 +34,6 @@ LINK = ["transport", "buffers", "sending", "receiving", "closing", "link", "__in
 
 #: What modules below may import for annotations only: who holds them.
 HOLDERS = {
-    "trio_ucx.ucp._engine.engine": "Engine, of which they are parts, or to which they belong",
     "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
     "trio_ucx.ucp._context": "Context: Memory.context",
 }
