@@ -256,7 +256,7 @@ class Sending:
         return [operation for operation in self.core.pending if isinstance(operation, SendOperation)]
 
     def finished(self) -> bool:
-        """Whether GOODBYE may be sent: what is still in flight was cancelled and nobody misses it, or is lost."""
+        """Whether GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
         if self.problem() is not None:
             return True
         if self.credit.waiting:

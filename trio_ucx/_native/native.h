@@ -136,8 +136,8 @@ typedef struct tu_rma tu_rma_t;
 typedef struct tu_chains tu_chains_t;
 typedef struct tu_transfer tu_transfer_t;
 
-/* A function that the worker calls after each progress of UCX while the hook is in its list. Whoever owns a hook adds
- * it when there is something to do, and removes it when there is not. The function returns how much it did; it may add
+/* A function that the worker calls after each progress of UCX while the hook is in its list. Its owner adds it
+ * when there is something to do, and removes it when there is not. The function returns how much it did; it may add
  * and remove hooks, its own included. */
 typedef struct tu_hook {
     tu_list_t link;

@@ -62,8 +62,8 @@ TCP_WITHOUT_KEYS = (1, 19)
 DEFAULT_OPTIONS: Mapping[str, str] = {
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
-    # Endpoints by worker address learn at once who answers, and are up when they know. Otherwise the first large
-    # message finds that out. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
+    # Endpoints by worker address resolve the peer's endpoint at once, and are up then. Otherwise the first large
+    # message resolves it. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
     # and an atomic that waits for it ends our process when its peer dies meanwhile.
     "RESOLVE_REMOTE_EP_ID": "y",
 }

@@ -84,7 +84,7 @@ def cancel(pending: Pending) -> None:
         pending._raise_cancel = _raise_request_cancelled
         task = pending._task
         if pending.cancel():
-            pending._task = task  # who awaits it is to be told
+            pending._task = task  # the task that awaits it is to be told
             pending.finish_cancelled()
 
 

@@ -95,8 +95,8 @@ class CopiedReports:
 
 
 class NativeChain:
-    """The handle of a chain, whoever is left to free it, and the memory that it uses: the engine knows it, so that the
-    garbage collector does not take that away when it takes a forgotten chain apart."""
+    """The handle of a chain, and the memory that it uses. The engine refers to it, so that it outlives a chain that the
+    garbage collector collects; then the engine frees it."""
 
     def __init__(self, engine: Engine) -> None:
         out = ffi.new("tu_chain_t **")

@@ -16,10 +16,10 @@ State                 What progresses the worker next
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
-``ENDED``             whoever posts something: there is no progress task any more
+``ENDED``             tasks that post something: there is no progress task any more
 ====================  =======================================================================================
 
-Everybody who progresses the worker disarms it, so ``ARMED`` becomes ``DISARMED`` by itself. These events cause the
+Any progress disarms the worker, so ``ARMED`` becomes ``DISARMED`` by itself. These events cause the
 other transitions:
 
 ============  ==========  ==========  ===========  =============  =============  ==========

@@ -1,4 +1,4 @@
-"""Memory that UCX lends: what arrived, where UCX put it, without a copy."""
+"""Memory borrowed from UCX: what arrived, where UCX put it, without a copy."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Borrowed:
             self._give_back()
 
     def drop(self) -> None:
-        """The same where nobody could take the error: what is in use stays lent."""
+        """The same where no caller could handle the error: memory that is in use stays borrowed."""
         try:
             self.end()
         except BufferError as error:
             if self not in self._engine.overdue:
                 self._engine.overdue.append(self)
-                warn_resource(f"memory that UCX lent was dropped: {error}", self)
+                warn_resource(f"memory borrowed from UCX was dropped: {error}", self)

@@ -429,7 +429,7 @@ class EndpointCore:
             watch.close()
 
     def _let_go(self) -> Any:
-        """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
+        """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         contained(self.stop_watching)
         handle, self.handle = self.handle, None
         for operation in list(self.pending):

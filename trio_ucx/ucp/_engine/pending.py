@@ -63,7 +63,7 @@ class Pending:
             notify(self)
 
     def finish_cancelled(self) -> None:
-        """Finishes because somebody cancelled it, with the exception that this somebody wants to see."""
+        """Finishes with the exception that the abort function was given for a cancellation."""
         assert self._raise_cancel is not None
         self.finish(outcome.capture(self._raise_cancel))
 
@@ -71,8 +71,8 @@ class Pending:
         """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
 
         Returns:
-            True when nobody will hear of this any more; False when its completion is at hand and the waiting task
-            must take it.
+            True when the wait ends now, as cancelled; False when the completion is at hand, and the waiting task gets
+            that instead.
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Waiters:
         return True
 
     def give(self, thing: Any) -> bool:
-        """Gives it to who waits longest; False when nobody does."""
+        """Gives it to the task that has waited longest; False when no task waits."""
         return self._finish_first(Value(thing))
 
     def fail(self, error: Exception) -> None:

@@ -99,7 +99,7 @@ class Waiting:
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _yielded_lately(self) -> bool:
-        # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
+        # If another task passed that schedule point, ours has run since, so it yielded later.
         return perf_counter() - self._yielded < self._yield_interval
 
     def poll_at_once(self) -> bool:

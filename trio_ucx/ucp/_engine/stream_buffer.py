@@ -1,4 +1,4 @@
-"""What an endpoint has received of its UCP stream, in pieces that UCX lends, until somebody takes it."""
+"""What an endpoint has received of its UCP stream, in borrowed pieces, until a task takes it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Buffers: from Python objects to pinned memory that UCX may use until it says that it is done.
 
 A :class:`Pinned` holds the buffer export of every object it was made from (``ffi.from_buffer``): a ``bytearray`` in it
-cannot be resized, a ``memoryview`` or ``mmap`` not be closed. :meth:`Pinned.release` ends that at once, whoever still
-refers to the object.
+cannot be resized, a ``memoryview`` or ``mmap`` not be closed. :meth:`Pinned.release` ends that at once, even if other
+code still refers to the object.
 
-The buffer protocol comes first, as it says most; then what ``_memory_kinds`` understands, and :class:`Strided`.
+The buffer protocol is tried first, because it tells most; then what ``foreign`` understands, and :class:`Strided`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LIMIT_OVER_TCP = 1
 
 
 class AtomicWindow:
-    """The places for atomics under way, and who waits for one."""
+    """The places for atomics under way, and the tasks that wait for one."""
 
     def __init__(self, core: EndpointCore, limit: int) -> None:
         self._core = core
