@@ -152,9 +152,9 @@ class TagQueue:
     """One tag queue of a connection, in the receiving direction."""
 
     __slots__ = (
+        "_advancing",
         "_again",
         "_later",
-        "_settling",
         "failure",
         "messages",
         "mover",

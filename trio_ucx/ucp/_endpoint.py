@@ -277,7 +277,9 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         reply: bool = False,
         protocol: SendProtocol = SendProtocol.AUTO,
     ) -> None:
-        """Sends an active message (``ucp_am_send_nbx``) to the peer's queue for its id: :meth:`Worker.open_active_messages`.
+        """Sends an active message (``ucp_am_send_nbx``).
+
+        It goes to the queue that the peer has opened for its id: :meth:`Worker.open_active_messages`.
 
         Returns when ``data`` may be used again. With a rendezvous, that is when the peer has received the message, or
         released it unread.
