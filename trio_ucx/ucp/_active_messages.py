@@ -29,9 +29,9 @@ class WhenFull(enum.Enum):
     """What becomes of a message that finds its receiver's queue full.
 
     HOLD keeps a rendezvous (its data stays with the sender, which waits) and drops an eager message. REFUSE fails a
-    rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. CUT does the same, and
-    closes the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where it
-    came from). What is dropped is counted.
+    rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. CUT does the same,
+    and closes the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where
+    it came from). What is dropped is counted.
     """
 
     HOLD = "hold"
