@@ -26,7 +26,7 @@ import trio
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
-from trio_ucx.ucp._engine.dispatch import FIELDS, deliver
+from trio_ucx.ucp._engine.dispatch import deliver
 from trio_ucx.ucp._memory.buffers import Pinned, new_bytes
 
 from .contenders.ours import TAG, TLS
@@ -162,11 +162,13 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         received, armed = ffi.new("tu_received_t *"), ffi.new("int *")
         records = ffi.new("tu_record_t[]", RECORDS)
         view = memoryview(ffi.buffer(records)).cast("Q")
-        look = partial(lib.tu_worker_turn, engines[0].handle, records, RECORDS)
+        look = partial(lib.tu_worker_progress_and_arm, engines[0].handle, records, RECORDS)
         found = {
             "a look that finds nothing, C": await price(partial(look, 0, armed), seconds),
             "the same, and armed, C": await price(partial(look, 1, armed), seconds),
-            "the same, by the engine, Python and C": await price(partial(engines[0].turn, True), seconds),
+            "the same, by the engine, Python and C": await price(
+                partial(engines[0].progress_and_deliver, True), seconds
+            ),
         }
         raw = [
             await one.open_endpoint(other.address) for one, other in itertools.permutations(end.worker for end in ends)
@@ -182,21 +184,21 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             begin = clock()
             lib.tu_tag_send_one(handle, DATA, 8, lib.TU_MEMORY_HOST, TAG)
             end = clock()
-            engines[1 - here].turn(False)
+            engines[1 - here].progress_and_deliver(False)
             lib.tu_tag_receive_one(engines[1 - here].handle, address, 8, lib.TU_MEMORY_HOST, TAG, FULL, received)
             return begin, end
 
         async def arrive() -> Sequence[int]:
             here = next(turn)
             engine = engines[1 - here]
-            engines[here].turn(False)  # otherwise the message would wait for another one
+            engines[here].progress_and_deliver(False)  # otherwise the message would wait for another one
             ends[here].send_nowait(DATA, TAG)
             count = 0
             while not count:  # over tcp the first look may find nothing yet
                 begin = clock()
-                count = lib.tu_worker_turn(engine.handle, records, RECORDS, False, armed)
+                count = lib.tu_worker_progress_and_arm(engine.handle, records, RECORDS, False, armed)
             recorded = clock()
-            deliver(engine, view[: count * FIELDS].tolist())
+            deliver(engine, view[: count * lib.TU_RECORD_FIELDS].tolist())
             delivered = clock()
             ends[1 - here].receive_nowait(TAG)
             return begin, recorded, delivered, clock()

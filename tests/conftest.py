@@ -15,7 +15,8 @@ from helpers import TRANSPORTS, Certificates, Rounds
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
-from trio_ucx.ucp._engine import engine as _engine
+from trio_ucx.ucp._engine import lifetime as _lifetime
+from trio_ucx.ucp._engine.engine import Engine
 
 # Children must take Ctrl-C even where a shell has started us in the background, which ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,16 +85,16 @@ def pytest_collection_finish() -> None:
 
 
 _closed: list[ucp.WorkerStatistics] = []
-_finish_close = _engine.Engine._finish_close
+_finish_close = _lifetime._finish_close
 
 
-def _recording_finish_close(engine: _engine.Engine) -> None:
+def _recording_finish_close(engine: Engine) -> None:
     _finish_close(engine)
     assert engine.statistics_at_close is not None
     _closed.append(engine.statistics_at_close)
 
 
-_engine.Engine._finish_close = _recording_finish_close  # type: ignore[method-assign]
+_lifetime._finish_close = _recording_finish_close
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ class SimulatedEngine:
         self.counters: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, int]] = []
         self.detached = 0
-        self.turns = 0
+        self.progress_count = 0
         self.messages = 0
         self.batches = self
         self.waiting = SimpleNamespace(poll_at_once=lambda: False)
@@ -251,7 +251,7 @@ class SimulatedTransport(Transport):
             return False
         peer = self.peer
         engine = peer.engine
-        engine.turns += 1
+        engine.progress_count += 1
         rows: list[list[int]] = []
         arena = bytearray()
 
@@ -448,7 +448,7 @@ class Side:
             sent = waiting[which % len(waiting)]
             sent.cancelled = True
             assert sent.pending is not None
-            sent.pending.abandon()
+            sent.pending.cancel()
 
     def receive(self, tag: int, want: Want, size: int = 20_000) -> None:
         if not self.open:
@@ -503,7 +503,7 @@ class Side:
     def cancel_receive(self, which: int) -> None:
         self.collect()
         if self.receivers:
-            self.receivers.pop(which % len(self.receivers)).pending.abandon()
+            self.receivers.pop(which % len(self.receivers)).pending.cancel()
 
     # ---- the byte stream ----
 
@@ -567,7 +567,7 @@ class Side:
 
     def cancel_read(self) -> None:
         if self.reading is not None and self.reading.outcome is None:
-            self.reading.abandon()
+            self.reading.cancel()
             self.reading = None
 
     # ---- the end ----

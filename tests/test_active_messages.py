@@ -635,15 +635,15 @@ async def test_worker_closed_while_something_uses_the_data(
     transports: str, make: Callable[[memoryview], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rather a leak than a crash."""
-    abandoned: list[Any] = []
-    monkeypatch.setattr(_end, "abandoned", abandoned)
+    left_alone: list[Any] = []
+    monkeypatch.setattr(_end, "left_alone", left_alone)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:
                 message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
                 made = make(message.data)
                 expected = pattern(LENT)[LENT - len(made) :]
-    assert len(abandoned) == 1
+    assert len(left_alone) == 1
     gc.collect()
     assert bytes(made) == expected
     with pytest.raises(BufferError):

@@ -30,7 +30,7 @@ class World:
     polling: bool = True
     clock: float = 0.0
     # The worker.
-    turns: int = 0
+    progress_count: int = 0
     work: int = 0
     armed_by_ucx: bool = False
     descriptor: bool = False
@@ -60,11 +60,11 @@ class World:
     def deliver(self) -> bool:
         came, self.work = self.work, 0
         self.woken = min(self.parked, self.woken + came)
-        self.turns += 1
+        self.progress_count += 1
         self.armed_by_ucx = False
         return came > 0
 
-    def turn(self, arm: bool) -> int:
+    def progress_and_deliver(self, arm: bool) -> int:
         self.calls.append("arm" if arm else "progress")
         self.deliver()
         if arm and self.more:
@@ -209,7 +209,7 @@ def world(state: State, *, polling: bool = True) -> World:
         made.refusals = 1
     made.round()
     if state in (State.DISARMED, State.SUSPENDED):
-        made.turn(arm=False)
+        made.progress_and_deliver(arm=False)
     if state is State.SUSPENDED:
         made.descriptor = True
         if not polling:
@@ -361,7 +361,7 @@ def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
     one = world(State.DISARMED)
     one.arming.defer()
     for _ in range(100):
-        one.turn(arm=False)
+        one.progress_and_deliver(arm=False)
         one.round(others=True)
     assert one.arming.state is State.DISARMED, "it is polled all the time"
     one.clock += 2 * MOMENT
@@ -372,13 +372,13 @@ def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
 def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> None:
     one = world(State.DISARMED)
     for _ in range(STEADY + 1):
-        one.turn(arm=False)
+        one.progress_and_deliver(arm=False)
         one.go_on(alone=True)
     assert one.arming.steady
     one.round(others=True)
     assert not one.hook
     for _ in range(10):
-        one.turn(arm=False)
+        one.progress_and_deliver(arm=False)
         one.clock += TIMER
         one.round(others=True)
         assert one.arming.state is State.DISARMED

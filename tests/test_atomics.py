@@ -197,7 +197,7 @@ async def test_graceful_close_flushes(transports: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
-async def test_companion_ends_with_its_endpoint(transports: str, way: str) -> None:
+async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str) -> None:
     async with open_between(transports, way) as (endpoint, context):
         with context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.swap(5)

@@ -166,11 +166,12 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
 
 async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
+        instrument = worker._engine.arming._loop._before_wait  # type: ignore[attr-defined]
         try:
-            trio.lowlevel.remove_instrument(worker._engine.batches)
+            trio.lowlevel.remove_instrument(instrument)
         except KeyError:
             return False
-        trio.lowlevel.add_instrument(worker._engine.batches)
+        trio.lowlevel.add_instrument(instrument)
         return True
 
     async def idle() -> None:

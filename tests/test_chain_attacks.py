@@ -18,6 +18,7 @@ from remote import SOON, for_ucx, open_owner, released
 from test_chains import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
+from trio_ucx.ucp._engine.lifetime import close_now
 
 
 @pytest.fixture(params=["tcp", "tcp,sm,self"])
@@ -501,7 +502,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_until_closed, chain)
                     await trio.sleep(0.05)
-                    worker._engine.close_now()
+                    close_now(worker._engine)
         for memory_of_ours in (buffer, number):
             memory_of_ours.append(1)
 

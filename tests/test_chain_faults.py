@@ -19,6 +19,7 @@ from test_chains import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
+from trio_ucx.ucp._engine.lifetime import close_now
 
 
 @pytest.fixture(params=["tcp", "tcp,sm,self"])
@@ -316,7 +317,7 @@ async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
 
             nursery.start_soon(wait)
             await trio.sleep(0.01)
-            ground.worker._engine.close_now()  # nothing of it is closed before
+            close_now(ground.worker._engine)  # nothing of it is closed before
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
 
@@ -389,7 +390,7 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
                             await trio.sleep(0.001)
                     await trio.sleep(0.005)
                     if what == "worker":
-                        worker._engine.close_now()
+                        close_now(worker._engine)
                     elif what == "endpoint":
                         endpoint.abort()
                     else:
@@ -431,7 +432,7 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
 
         def begun() -> bool:
             if since == "connecting":
-                return endpoint._core.companion is not None or endpoint._core.chain_companion is not None
+                return endpoint._core.atomics_endpoint is not None or endpoint._core.chain_atomics_endpoint is not None
             return any(one.doing == doing for one in endpoint.worker._engine.in_flight.values())
 
         with trio.fail_after(SOON + 5):
@@ -444,7 +445,7 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
                 if end == "the peer is killed":
                     peer.signal(signal.SIGKILL)
                 else:
-                    endpoint.worker._engine.close_now()
+                    close_now(endpoint.worker._engine)
         failure = trio.BrokenResourceError if end == "the peer is killed" else trio.ClosedResourceError
         assert isinstance(ended[0], Value) or isinstance(ended[0].error, failure)
 

@@ -500,7 +500,7 @@ async def test_two_workers_that_send_the_same_memory(transports: str) -> None:
             await until(lambda: second.statistics().left_over_operations == 0)
             async with ucp.open_worker(context=context):
                 assert not context.postponed
-        assert not context.engines
+        assert not context.workers
     if ucx.version >= (1, 22):
         assert postponed
     assert_free(data)

@@ -167,6 +167,8 @@ MODULES = [
         for name in (
             "_rma.atomics",
             "_engine.arming",
+            "_engine.batches",
+            "_engine.lifetime",
             "_engine.loop_hooks",
             "_engine.progress",
             "_memory.buffers",
@@ -191,11 +193,11 @@ MODULES = [
 PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: Functions that Trio's loop calls, and with which deliveries begin: no caller of theirs could handle an error.
 LOOP = {
-    *("turn", "take", "_look", "before_io_wait", "after_io_wait", "_abandon_for_trio"),
+    *("progress_and_deliver", "take", "_look", "before_io_wait", "after_io_wait", "_abort_for_trio"),
     *("_run", "run", "_wait", "call", "_serve", "_begin"),
 }
 #: Functions that contain and report errors: the test relies on them, so they are left out.
-CONTAINERS = {"internal_error", "_abandon_for_trio", "fail_everything", "end_waits", "spawn", "run", "guard"}
+CONTAINERS = {"internal_error", "_abort_for_trio", "_fail_everything", "end_waits", "spawn", "run", "guard"}
 
 
 class Injected(RuntimeError):

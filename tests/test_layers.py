@@ -32,9 +32,27 @@ COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepco
 LINK = ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"]
 
 
-#: What modules below may import for annotations only: who holds them.
+#: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
+UCP = [
+    ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log"],
+    ["_status", "_shared_memory", "_address_format", "_network_part", "_address"],
+    ["_memory"],
+    ["_attributes", "_opening", "_reach", "_context"],
+    ["_engine"],
+    ["_connecting"],
+    ["_tag", "_stream", "_am_send"],
+    ["_receive_queue"],
+    ["_rma"],
+    ["_endpoint"],
+    ["_arrivals", "_active_messages", "_listener", "_requests"],
+    ["_chains"],
+    ["_worker"],
+    ["__init__"],
+]
+
+#: The only exceptions: what users get as ``endpoint.worker`` and ``memory.context``. Modules below theirs import them,
+#: for annotations.
 HOLDERS = {
-    "trio_ucx.ucp._engine.engine": "Engine, of which they are parts, or to which they belong",
     "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
     "trio_ucx.ucp._context": "Context: Memory.context",
 }
@@ -77,6 +95,26 @@ def for_annotations(path: Path) -> set[str]:
                     base = [*package[: len(package) - inner.level + 1], *([inner.module] if inner.module else [])]
                     found.add(".".join(base))
     return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_holders_are_imported_for_annotations_alone(path: Path) -> None:
+    if path.parent != PACKAGE / "_native":
+        assert for_annotations(path) <= set(HOLDERS)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ucp").rglob("*.py")), ids=lambda path: path.stem)
+def test_ucp_has_one_direction(path: Path) -> None:
+    def line_of(name: str) -> int:
+        return next(number for number, line in enumerate(UCP) if name in line)
+
+    mine = line_of(path.relative_to(PACKAGE / "ucp").with_suffix("").parts[0])
+    exceptions = for_annotations(path)
+    for imported in imports(path):
+        parts = imported.split(".")
+        if parts[:2] == ["trio_ucx", "ucp"] and not any(imported.startswith(name) for name in exceptions):
+            theirs = parts[2] if any(parts[2] in line for line in UCP) else "__init__"
+            assert line_of(theirs) <= mine, f"{path.name} imports {imported}"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -185,7 +185,7 @@ def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> Non
     counted(Sending, "_keep")
     counted(SendOperation, "post")
     counted(SendOperation, "post_late")
-    counted(SendOperation, "abandon")
+    counted(SendOperation, "cancel")
     counted(Receiving, "take_small")
     counted(Receiving, "packed_arrived", lambda receiving, queue, count, length, data: count > 2)
     counted(Receiving, "next_piece")

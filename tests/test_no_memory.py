@@ -69,9 +69,9 @@ class Side:
         assert lib.tu_endpoint_to_worker(self.worker, 77, address, options, out) == Status.OK
         self.endpoint = out[0]
 
-    def turn(self, arm: bool = False) -> list[tuple[int, ...]]:
+    def progress(self, arm: bool = False) -> list[tuple[int, ...]]:
         """Records: kind, id, status, length, tag, pointer."""
-        count = lib.tu_worker_turn(self.worker, self.records, 64, arm, self.armed)
+        count = lib.tu_worker_progress_and_arm(self.worker, self.records, 64, arm, self.armed)
         assert count >= 0
         view = memoryview(ffi.buffer(self.records)).cast("Q").tolist()
         width = lib.TU_RECORD_FIELDS
@@ -123,7 +123,7 @@ def until(found: Callable[[], Any], *others: Side) -> Any:
 
 
 def of_kind(side: Side, kind: int) -> Callable[[], list[tuple[int, ...]]]:
-    return lambda: [record for record in side.turn() if record[0] == kind]
+    return lambda: [record for record in side.progress() if record[0] == kind]
 
 
 # ---- active messages ----
@@ -167,7 +167,7 @@ def test_queue_is_closed_after_a_reservation_failed(sides: tuple[Side, Side]) ->
     with no_memory():
         assert lib.tu_am_next(out[0]) == ffi.NULL
     lib.tu_am_close(out[0])
-    receiver.turn()
+    receiver.progress()
     receiver.cancel(posted)
 
 
@@ -186,7 +186,7 @@ def test_stream_data_that_found_no_room_is_taken_later(sides: tuple[Side, Side],
     with no_memory():
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
-            sender.turn()
+            sender.progress()
             lib.tu_worker_progress(receiver.worker)
     got = 0
 
@@ -210,7 +210,7 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
     said. Until there is memory for the next one, messages stay with UCX, which does not tell of them again."""
     sender, receiver = sides
     lib.tu_worker_claim_messages(receiver.worker, CLAIMED, lib.TU_SMALL_MESSAGE)
-    receiver.turn()
+    receiver.progress()
     first, second = ffi.new("char[]", b"rendezvous"), ffi.new("char[]", b"12345678")
     with ExitStack() as stack:
         hostile = Side(stack, RNDV_THRESH="0")
@@ -223,8 +223,8 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
             end = time.monotonic() + 0.3
             while time.monotonic() < end:
                 for side in (sender, hostile):
-                    side.turn()
-                assert receiver.turn(arm=True) == []
+                    side.progress()
+                assert receiver.progress(arm=True) == []
                 assert receiver.armed[0] != lib.TU_ARMED
         [record] = until(of_kind(receiver, lib.TU_RECORD_PACKED), sender, hostile)
         assert record[1:5] == (1, 0, 8, CLAIMED | 2)

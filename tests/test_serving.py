@@ -289,8 +289,8 @@ async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> N
             await remote_memory.put(bytes(8), 0)
             assert await remote_memory.fetch_add(1, 0) == 0
             core = connection._link.core
-            beside = [core.memory_companion, core.companion]
-            beside += [one.companion for one in beside if one is not None]
+            beside = [core.memory_endpoint, core.atomics_endpoint]
+            beside += [one.atomics_endpoint for one in beside if one is not None]
             found = [one for one in beside if isinstance(one, EndpointCore)]
             assert found
             for one in found:

@@ -143,7 +143,7 @@ def test_cancelled_in_the_middle_the_next_one_gets_it() -> None:
     queue = TagQueue(1, mover)
     queue.arrived(1, 3, whole=False)
     receive, buffer = into(queue, 3)
-    assert receive.abandon()
+    assert receive.cancel()
     assert len(mover.detached_receives) == 1 and not free(buffer)
     following = wait(queue, Want.BYTES)
     assert len(mover.moving) == 1  # no second transfer
@@ -159,7 +159,7 @@ def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
     queue.arrived(1, 3, whole=False)
     queue.arrived(2, 3, whole=False)
     mover.finish(1)  # the second message is in the second buffer already
-    first.abandon()
+    first.cancel()
     assert second.outcome is None
     mover.finish(0)
     assert value(second) == 3 and second_buffer == b"\1\1\1"  # nevertheless the first message comes first
@@ -276,7 +276,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
         elif action < 0.7 and waiting:
             index = chance.randrange(len(waiting))
             if waiting[index][0].outcome is None:
-                waiting.pop(index)[0].abandon()
+                waiting.pop(index)[0].cancel()
         elif mover.moving:
             mover.finish(chance.randrange(len(mover.moving)))
         collect()
@@ -287,7 +287,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
             mover.finish(chance.randrange(len(mover.moving)))
         collect()
     for receive, _ in waiting:
-        receive.abandon()
+        receive.cancel()
     assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
     assert queue.idle and not mover.detached_receives
     assert all(free(buffer) for buffer in buffers)

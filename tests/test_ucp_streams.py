@@ -327,7 +327,7 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
 @pytest.mark.parametrize("read", [0, 3])
 async def test_worker_closed_with_unread_data(transports: str, read: int) -> None:
     """And with endpoints that are open."""
-    abandoned = len(_end.abandoned)
+    left_alone = len(_end.left_alone)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         listener = await worker.open_listener("127.0.0.1", 0)
         client = await worker.open_endpoint(listener.address)
@@ -336,7 +336,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         await arrived(server, 10_000)
         await server.stream_receive(bytearray(read))
         await listener.aclose()
-    assert len(_end.abandoned) == abandoned
+    assert len(_end.left_alone) == left_alone
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
     with pytest.raises(trio.ClosedResourceError):
@@ -411,8 +411,8 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_worker_closed_while_something_uses_the_data(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    abandoned: list[Any] = []
-    monkeypatch.setattr(_end, "abandoned", abandoned)
+    left_alone: list[Any] = []
+    monkeypatch.setattr(_end, "left_alone", left_alone)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
             async with open_raw_pair(worker) as (client, server):
@@ -421,7 +421,7 @@ async def test_worker_closed_while_something_uses_the_data(transports: str, monk
                 await server.stream_receive(bytearray(10))
                 data = await server.stream_receive_some()
                 rest = data.data[5:]
-    assert len(abandoned) == 1
+    assert len(left_alone) == 1
     assert rest == pattern(5000)[15:]
     del rest
     data.release()

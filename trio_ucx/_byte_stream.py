@@ -57,7 +57,7 @@ class Piece(Protocol):
     def result(self) -> Any:
         """Raises what it failed with."""
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         """Its write was cancelled: withdraws it if it was not sent."""
 
 
@@ -91,7 +91,7 @@ class Write(Generic[_Piece]):
     def cancel(self) -> None:
         """The write is given up: withdraws what was not sent."""
         while self._in_flight:
-            self._in_flight.pop().abandon()  # the last first: what was sent is a prefix
+            self._in_flight.pop().cancel()  # the last first: what was sent is a prefix
 
 
 class Sent(Protocol):

@@ -152,9 +152,9 @@ class TagQueue:
     """One tag queue of a connection, in the receiving direction."""
 
     __slots__ = (
+        "_advancing",
         "_again",
         "_later",
-        "_settling",
         "failure",
         "messages",
         "mover",
@@ -175,7 +175,7 @@ class TagQueue:
         self._later: collections.deque[Packed] | list[Packed] = _NOTHING
         self.messages: collections.deque[Message] | list[Message] = _NOTHING
         self.receives: collections.deque[Receive] = _NOTHING
-        self._settling = False
+        self._advancing = False
         self._again = False
 
     @property
@@ -197,13 +197,13 @@ class TagQueue:
             self._drop(message)
             return
         self._add_messages([message])
-        self.settle()
+        self.advance()
         if whole is not False and message.state is State.HELD and message in self.messages:
             try:
                 self.mover.move(message, None)
             except MemoryError:
                 return  # UCX keeps the message until it is received
-            self.settle()
+            self.advance()
 
     def give(self, data: bytes) -> bool:
         """A small message arrived by itself, and receives wait: gives it to the first, if that is all there is to do.
@@ -211,7 +211,7 @@ class TagQueue:
         Returns:
             False if it is not: use :meth:`packed_arrived`.
         """
-        if self.messages or self._settling or self.failure is not None:
+        if self.messages or self._advancing or self.failure is not None:
             return False
         receive = self.receives[0]
         if receive.want is Want.LENGTH or len(data) > receive.limit:
@@ -228,7 +228,7 @@ class TagQueue:
         if self.failure is not None:
             return packed.left
         before = packed.left
-        if not self.messages and not self._settling:
+        if not self.messages and not self._advancing:
             while self.receives and packed.left:
                 receive = self.receives[0]
                 if receive.want is Want.LENGTH or packed.length > receive.limit:
@@ -248,7 +248,7 @@ class TagQueue:
                 return before - packed.left
         consumed = before - packed.left
         self._add_messages(self._messages_of(packed))
-        self.settle()
+        self.advance()
         return consumed
 
     def _fill_first(self, receive: Receive, data: bytes) -> None:
@@ -313,7 +313,7 @@ class TagQueue:
         if self.receives is _NOTHING:
             self.receives = collections.deque()
         self.receives.append(receive)
-        self.settle()
+        self.advance()
 
     def ready_now(self) -> Message | None:
         """The message that a receive could have without waiting."""
@@ -333,7 +333,7 @@ class TagQueue:
             receive.release()
         else:
             self._detach(receive)
-        self.settle()
+        self.advance()
 
     def _detach(self, receive: Receive) -> None:
         """The task of a receive is gone, while a message is written to its buffer: it keeps the buffer until then."""
@@ -361,7 +361,7 @@ class TagQueue:
             self._missing(message, error)
             self.messages.remove(message)
             self._part(message)
-            if receive is None or detached:  # it was for whoever is first
+            if receive is None or detached:  # it was for the first receive
                 receive = self.receives[0] if self.receives and self.receives[0].want is not Want.LENGTH else None
             if receive is not None:
                 self._remove(receive)
@@ -371,7 +371,7 @@ class TagQueue:
             message.state = State.READY
             if detached:
                 self._save(message)
-        self.settle()
+        self.advance()
 
     def _part(self, message: Message) -> None:
         """A message has nothing to do with a user's buffer any more. A detached receive lets go of its buffer."""
@@ -390,13 +390,13 @@ class TagQueue:
                 message.error = error
             self._part(message)
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Completes what can be completed, in order, and begins transfers for the receives that are next."""
-        # Beginning a transfer can deliver others, which settle, too: then once more.
+        # Beginning a transfer can deliver others, which call this again: then once more.
         self._again = True
-        if self._settling:
+        if self._advancing:
             return
-        self._settling = True
+        self._advancing = True
         try:
             while self._again:
                 self._again = False
@@ -404,7 +404,7 @@ class TagQueue:
                     pass
                 self._move_ahead()
         finally:
-            self._settling = False
+            self._advancing = False
 
     def _complete_first(self) -> bool:
         if not self.messages or not self.receives:
@@ -522,7 +522,7 @@ class TagQueue:
                 self._missing(message, error)
                 self.messages.remove(message)
                 self._drop(message)
-        self.settle()
+        self.advance()
 
     def _missing(self, message: Message, error: Exception | None) -> None:
         """A message will not arrive: in a sequential queue, nothing behind it counts."""
@@ -543,7 +543,7 @@ class TagQueue:
                 self.mover.consumed(message)
                 if message.receive is not None and not message.receive.detached:
                     self.give_up(message.receive, error)
-        self.settle()
+        self.advance()
 
     @property
     def moving(self) -> bool:
@@ -552,7 +552,7 @@ class TagQueue:
 
     def fail_unserved(self, error: Exception) -> bool:
         """No message will arrive any more: ends the receives for which none is there, and returns if there were any."""
-        self.settle()
+        self.advance()
         before = len(self.receives)
         served = len(self.messages)
         for receive in list(self.receives):

@@ -24,9 +24,9 @@ from ..ucp._address import format_address
 from ..ucp._address_format import parse_worker_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
-from ..ucp._engine.engine import Engine
+from ..ucp._engine.engine import Engine, InFlight
 from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
-from ..ucp._engine.operations import EndpointCore, Operation
+from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
 from ..ucp._process import this_host
 from ..ucp._status import os_error_from_status
@@ -217,7 +217,7 @@ class Introduction:
         return self._theirs
 
     @property
-    def numbers(self) -> PeerNumbers:
+    def numbers(self) -> PeerNumbers[EndpointCore]:
         return self.registry.engine.numbering.of(self.theirs.uid)
 
     @property
@@ -288,7 +288,7 @@ class Introduction:
             return
         core.engine.progress()
 
-    def under_way(self) -> list[Operation]:
+    def under_way(self) -> list[InFlight]:
         """What has not ended at our endpoint, for the message of a timeout."""
         return [] if self._core is None else self._core.under_way()
 

@@ -271,7 +271,7 @@ class Closing:
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
-        # Undisturbed, so that who waits is told that we closed it, whatever the peer has done meanwhile.
+        # Undisturbed, so that waiting tasks learn that we closed it, whatever the peer has done meanwhile.
         if not self.handshake.closed and self.engine.undisturbed(self._abort):
             self.engine.progress()
 

@@ -441,7 +441,7 @@ class PendingReceive(Pending):
         if self.pins is not None:
             self.pins.release()
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         self.queue.cancel(self)
         return True
 

@@ -51,7 +51,7 @@ class Sending:
         self._defers = not self.credit.stays(wire.MAX_BATCH)
         # When the last short message was sent, and how often the worker had made progress by then.
         self._sent_at = 0.0
-        self._sent_turn = 0
+        self._sent_count = 0
         self._posting = False
 
     # ---- whether ----
@@ -108,10 +108,10 @@ class Sending:
             if not batch.parts:
                 # Does it closely follow another? Not where its sender waited for anything in between.
                 now = perf_counter()
-                turns = self.engine.turns
-                defer = turns == self._sent_turn and now - self._sent_at < MOMENT and self._defers
+                count = self.engine.progress_count
+                defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
                 self._sent_at = now
-                self._sent_turn = turns
+                self._sent_count = count
                 if defer:
                     self.engine.batches.defer(self)
             if defer:
@@ -146,7 +146,7 @@ class Sending:
         return send
 
     def send_batch(self) -> None:
-        """See :class:`ucp._engine.loop_hooks.DeferredBatch`."""
+        """See :class:`ucp._engine.batches.DeferredBatch`."""
         if not self.batch.parts:
             return
         core = self.core
@@ -256,7 +256,7 @@ class Sending:
         return [operation for operation in self.core.pending if isinstance(operation, SendOperation)]
 
     def finished(self) -> bool:
-        """Whether GOODBYE may be sent: what is still in flight was cancelled and nobody misses it, or is lost."""
+        """Whether GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
         if self.problem() is not None:
             return True
         if self.credit.waiting:
@@ -375,7 +375,7 @@ class SendOperation(Operation):
             self.sending.send_failed(reported=self.awaited or self.notify is not None)
         super().finish(result)
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         if self.outcome is not None:
             return True
         if self.id:

@@ -142,7 +142,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     return (int)count;
 }
 
-/* A turn is about to arm; sequences had posted so much when it began. Whether not to: one goes on, and its steps take
+/* The worker is about to be armed; sequences had posted so much when it began. Whether not to: one goes on, and its steps take
  * no longer than it pays to poll for. */
 bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
 {
@@ -167,7 +167,7 @@ bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
     return poll->goes_on;
 }
 
-/* Whether a sequence went on in the last poll, or turn, and is not at its end. */
+/* Whether a sequence went on in the last poll or progress, and is not at its end. */
 bool tu_poll_goes_on(const tu_worker_t *worker)
 {
     return worker->poll.goes_on && worker->background.sequences > 0;
@@ -185,7 +185,7 @@ int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max)
     return tu_poll_begin(worker) ? tu_poll(worker, out, max) : 0;
 }
 
-/* Something arrived in a turn: adapts the limit to what polling could have saved the wait. */
+/* Something arrived by progress: adapts the limit to what polling could have saved the wait. */
 void tu_poll_ended(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;

@@ -26,7 +26,8 @@ typedef struct tu_served tu_served_t;  /* memory that peers may get and put by m
 #define TU_RECORD_CUT 6        /* id, status: an endpoint must be closed because of what its peer sent */
 #define TU_RECORD_PACKED 7     /* id, status, length, tag, pointer: packed messages of a Connection arrived, or one
                                   that could not be received (status). They are `id` messages of `length` bytes each,
-                                  one after the other, from the offset `pointer` of the arena on, until the next turn */
+                                  one after the other, from the offset `pointer` of the arena on, until the worker is
+                                  progressed again */
 #define TU_RECORD_UNUSED 8     /* peers' requests no longer use some memory that was withdrawn */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
@@ -136,7 +137,7 @@ typedef struct tu_worker_attributes {
     char name[TU_NAME_SIZE];
 } tu_worker_attributes_t;
 
-/* The state in which tu_worker_turn leaves the worker. */
+/* The state in which tu_worker_progress_and_arm leaves the worker. */
 #define TU_MORE 0
 #define TU_ARMED 1
 #define TU_BUSY 2
@@ -188,7 +189,7 @@ uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
-int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
+int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);

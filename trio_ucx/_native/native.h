@@ -1,7 +1,7 @@
 /* What the files of the C half share: the structures behind a worker, and the functions that they offer each other.
  *
  * Every callback that UCX makes is a C function. It appends a record to its worker's ring and returns, so no Python
- * runs inside UCX. Python asks for the records with tu_worker_turn(), which makes UCX progress, collects what arrived,
+ * runs inside UCX. Python asks for the records with tu_worker_progress_and_arm(), which makes UCX progress, collects what arrived,
  * takes the records and arms the worker, in one call.
  *
  * Room in the ring is reserved when something is posted or opened: one record for each pending operation, each endpoint
@@ -72,7 +72,7 @@
 
 /* Records for which the ring keeps room beside the reserved ones. */
 #define TU_RING_SLACK 256
-/* A turn ends when it has found so many bytes of messages that stay in UCX's buffers until Python takes them. */
+/* Progressing ends when it has found so many bytes of messages that stay in UCX's buffers until Python takes them. */
 #define TU_BATCH_BYTES (512 * 1024)
 /* Such a message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they
  * are used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
@@ -136,8 +136,8 @@ typedef struct tu_rma tu_rma_t;
 typedef struct tu_chains tu_chains_t;
 typedef struct tu_transfer tu_transfer_t;
 
-/* A function that the worker calls after each progress of UCX while the hook is in its list. Whoever owns a hook adds
- * it when there is something to do, and removes it when there is not. The function returns how much it did; it may add
+/* A function that the worker calls after each progress of UCX while the hook is in its list. Its owner adds it
+ * when there is something to do, and removes it when there is not. The function returns how much it did; it may add
  * and remove hooks, its own included. */
 typedef struct tu_hook {
     tu_list_t link;
@@ -207,7 +207,7 @@ typedef struct tu_poll {
     uint64_t began;            /* when the wait began that the limit is to be adapted to; 0: none */
     unsigned misses;           /* polls that found nothing, less those that hits have made up for */
     unsigned skip;             /* waits that do not poll before the next try */
-    bool goes_on;              /* a sequence went on in the last poll or turn, and may go on */
+    bool goes_on;              /* a sequence went on in the last poll or progress, and may go on */
     bool continues;            /* the last poll ended before its time, for a schedule point */
     uint64_t last;             /* when the poll began, or a sequence last posted something in it */
     uint64_t steps;            /* background.steps when the wait began */
@@ -321,10 +321,10 @@ void tu_hook_remove(tu_hook_t *hook);
 
 /* ---- polling (adaptive_poll.c) ---- */
 
-/* Something arrived in a turn, and so was not found by polling. */
+/* Something arrived by progress, and so was not found by polling. */
 void tu_poll_ended(tu_worker_t *worker);
 /* Whether the worker should go on polling rather than be armed, because sequences go on; `steps` is the number of their
- * steps when the turn began. */
+ * steps when progressing began. */
 bool tu_poll_sequences(tu_worker_t *worker, uint64_t steps);
 
 /* ---- operations (operation.c) ---- */

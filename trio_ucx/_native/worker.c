@@ -5,7 +5,7 @@
 #include "rma/rma.h"
 
 #define BUSY_RETRIES 4
-#define PROGRESS_BUDGET 4096 /* progress calls of a turn, so that a peer that floods the worker does not stop Python */
+#define PROGRESS_BUDGET 4096 /* calls of ucp_worker_progress in a row, so that a peer that floods the worker does not stop Python */
 
 /* Frees everything but UCX's worker, which has gone, or was never created. */
 static void worker_free(tu_worker_t *worker)
@@ -226,7 +226,7 @@ unsigned tu_worker_progress(tu_worker_t *worker)
  * none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be armed: call
  * again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or -1 if arming
  * failed. */
-int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
+int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
     int budget     = PROGRESS_BUDGET;
     int retries    = BUSY_RETRIES;
@@ -241,7 +241,7 @@ int tu_worker_turn(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, 
             moved = tu_worker_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
         } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->background.copies == 0); /* one piece of a copy is enough for a turn */
+                 worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
         count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {

@@ -6,14 +6,16 @@ or in a forked child.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
-    _util, _contained, _status, _process, _forks,
-      _descriptors, _live_handles, _address,
-      _attributes                                     no engine
+    _util, _contained, _live_handles, _process,
+      _forks, _descriptors, _log                      the process: its threads, forks, descriptors, UCX's log
+    _status, _shared_memory, _address_format,
+      _network_part, _address                         statuses and errors, addresses
     _memory                                           buffers, and memory that peers can get and put
-    _context, _opening, _reach                        configuration, options, hints for error messages
+    _attributes, _opening, _reach, _context           configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress
-    _connecting, _receive_queue                       making endpoints; noticing queues that dead processes have stopped
+    _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
+    _receive_queue                                    noticing queues that dead processes have stopped
     _rma                                              puts, gets and atomics
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold

@@ -1,7 +1,7 @@
-"""Receiving active messages: messages with an id, for whoever opened that id, with a header of their own.
+"""Receiving active messages: messages with an id and a header, for the queue that was opened for this id.
 
 A handler in C puts what arrives into a queue of bounded size; Python takes it from there. The data of a message is in
-one of three places: small enough to have been copied into the queue; in memory that UCX lends, until it is released;
+one of three places: small enough to have been copied into the queue; in memory borrowed from UCX, until it is released;
 or, with a rendezvous, still with the sender, until it is received.
 """
 
@@ -28,10 +28,10 @@ from ._util import OpenedNotConstructed, check_integer, warn_resource
 class WhenFull(enum.Enum):
     """What becomes of a message that finds its receiver's queue full.
 
-    HOLD keeps a rendezvous (its data stays with the sender, who waits) and drops an eager message. REFUSE fails a
-    rendezvous at its sender, and drops an eager message: nobody can tell an eager sender. CUT does the same, and closes
-    the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where it came
-    from). What is dropped is counted.
+    HOLD keeps a rendezvous (its data stays with the sender, which waits) and drops an eager message. REFUSE fails a
+    rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. CUT does the same,
+    and closes the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where
+    it came from). What is dropped is counted.
     """
 
     HOLD = "hold"

@@ -65,7 +65,7 @@ def post_am_send(
     if length > engine.max_am_header:
         raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
     pins = pin(engine, data)
-    pins.companion = kept_header
+    pins.kept = kept_header
     core.unflushed = True
     verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)
     return pending_operation(engine, verdict, pins, "sending an active message", core, _Send)

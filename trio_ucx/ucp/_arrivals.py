@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from ._endpoint import Endpoint
 from ._engine.borrowed import Borrowed
 from ._engine.engine import Engine
 from ._engine.operations import Operation
@@ -16,9 +17,6 @@ from ._engine.posting import check_reaches, completed, pending_operation
 from ._memory.buffers import Buffer, Pinned, new_bytes
 from ._status import Status, UCXError
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
-
-if TYPE_CHECKING:
-    from ._endpoint import Endpoint
 
 
 class Arrival:

@@ -82,13 +82,13 @@ def _usable(engine: Engine, address: WorkerAddress, options: EndpointOptions) ->
     return rest
 
 
-def connect_companion(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
+def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
     """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
-    core.engine.has_companions = True
+    core.engine.has_atomics_endpoints = True
     label, options = f"{address!r}, for atomics", opening.WITHOUT_ERROR_HANDLING
-    companion = _make_to_worker(core.engine, address, options, label, raw=True)
-    companion.origin = core.origin
-    return companion
+    endpoint = _make_to_worker(core.engine, address, options, label, raw=True)
+    endpoint.origin = core.origin
+    return endpoint
 
 
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
@@ -97,12 +97,12 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
     The peer answers gets and puts by the endpoint that is paired with it. UCX crashes there when that is closed with
     answers under way, so it must not be a Connection's, which both sides may close at any time.
     """
-    if core.memory_companion is None or core.memory_companion.handle is None:
+    if core.memory_endpoint is None or core.memory_endpoint.handle is None:
         assert core.peer_address is not None
         label = f"{core.label}, for its memory"
-        core.memory_companion = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
-        core.memory_companion.origin = core.origin
-    return core.memory_companion
+        core.memory_endpoint = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
+        core.memory_endpoint.origin = core.origin
+    return core.memory_endpoint
 
 
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:

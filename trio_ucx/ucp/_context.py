@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 from trio.lowlevel import enable_ki_protection
@@ -20,6 +20,7 @@ from . import _descriptors as descriptors
 from . import _forks as forks
 from . import _log as ucx_log
 from . import _shared_memory as shared_memory
+from ._address import WorkerAddress
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._forks import Birth
 from ._memory.buffers import Buffer
@@ -27,9 +28,6 @@ from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout
-
-if TYPE_CHECKING:
-    from ._engine.engine import Engine
 
 #: What `config` may be: UCX options by their names without the ``UCX_`` prefix.
 Config = Mapping[str, str | int | bool]
@@ -64,8 +62,8 @@ TCP_WITHOUT_KEYS = (1, 19)
 DEFAULT_OPTIONS: Mapping[str, str] = {
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
-    # Endpoints by worker address learn at once who answers, and are up when they know. Otherwise the first large
-    # message finds that out. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
+    # Endpoints by worker address resolve the peer's endpoint at once, and are up then. Otherwise the first large
+    # message resolves it. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
     # and an atomic that waits for it ends our process when its peer dies meanwhile.
     "RESOLVE_REMOTE_EP_ID": "y",
 }
@@ -96,6 +94,19 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
     }
 
 
+class WorkerOfContext(Protocol):
+    """A worker, as far as its context is concerned: :class:`~._engine.engine.Engine`."""
+
+    handle: Any
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, in this thread and process."""
+
+    def publish_address(self, why: str) -> WorkerAddress:
+        """Returns its address, which others will get; opens its ports to them."""
+
+
 @attrs.define(eq=False, repr=False)
 class Context(metaclass=OpenedNotConstructed):
     """UCX's configuration and resources. Open one with :func:`open_context`.
@@ -115,7 +126,8 @@ class Context(metaclass=OpenedNotConstructed):
     _handle: Any
     #: How many file descriptors one of its workers needs.
     descriptors_per_worker: int
-    engines: set[Engine] = attrs.field(factory=set)
+    #: Its workers that were not destroyed, and what closes each.
+    workers: dict[WorkerOfContext, Callable[[], None]] = attrs.field(factory=dict)
     #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
     postponed: list[Callable[[], bool]] = attrs.field(factory=list)
     memories: set[Memory] = attrs.field(factory=set)
@@ -303,17 +315,17 @@ class Context(metaclass=OpenedNotConstructed):
         _live_contexts.discard(self)
         if self._birth.inherited:
             return
-        for engine in list(self.engines):
-            if engine.usable:
-                engine.close_now()
+        for worker, close in list(self.workers.items()):
+            if worker.usable:
+                close()
         self.destroy_postponed()
         for memory in list(self.memories):
             memory._close_unasked()
         self._destroy_if_unused()
 
-    def _released(self, engine: Engine) -> None:
+    def _worker_destroyed(self, worker: WorkerOfContext) -> None:
         """A worker of it was destroyed, in whatever thread."""
-        self.engines.discard(engine)
+        self.workers.pop(worker, None)
         self._destroy_if_unused()
 
     def destroy_postponed(self) -> None:
@@ -328,7 +340,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     def _destroy_if_unused(self) -> None:
         with self._lock:
-            if self._closed and self._handle is not None and not self.engines and not self.memories:
+            if self._closed and self._handle is not None and not self.workers and not self.memories:
                 handle, self._handle = self._handle, None
                 lib.tu_context_destroy(handle)
                 forks.context_destroyed()

@@ -15,7 +15,7 @@ from .._native import ffi, lib, ucx
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore, under_way, with_companion
+from ._engine.operations import EndpointCore, under_way, with_endpoints_beside
 from ._engine.posting import completed, flush
 from ._memory.buffers import Buffer
 from ._memory.registered import MemoryDescriptor
@@ -211,14 +211,14 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises: nothing, also after the close.
         """
-        return [operation.describe() for core in with_companion(self._core) for operation in core.under_way()]
+        return [operation.describe() for core in with_endpoints_beside(self._core) for operation in core.under_way()]
 
     def statistics(self) -> EndpointStatistics:
         """Returns what it has in flight.
 
         Raises: nothing, also after the close.
         """
-        pending = [operation for core in with_companion(self._core) for operation in core.pending]
+        pending = [operation for core in with_endpoints_beside(self._core) for operation in core.pending]
         return EndpointStatistics(len(pending), sum(operation.detached for operation in pending))
 
     def _check(self) -> None:
@@ -277,7 +277,9 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         reply: bool = False,
         protocol: SendProtocol = SendProtocol.AUTO,
     ) -> None:
-        """Sends an active message (``ucp_am_send_nbx``) to whoever opened its id: :meth:`Worker.open_active_messages`.
+        """Sends an active message (``ucp_am_send_nbx``).
+
+        It goes to the queue that the peer has opened for its id: :meth:`Worker.open_active_messages`.
 
         Returns when ``data`` may be used again. With a rendezvous, that is when the peer has received the message, or
         released it unread.
@@ -455,14 +457,14 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     reason: trio.BrokenResourceError | None = None
     with trio.move_on_after(timeout) as scope:
         try:
-            for one in with_companion(core):
+            for one in with_endpoints_beside(core):
                 await one.wait_until(one.sends_done)
             if core.handle is not None and core.unflushed:
                 await flush(core)
         except trio.BrokenResourceError as error:
             if core.unflushed:
                 reason = error
-    waiting = [operation for one in with_companion(core) for operation in one.under_way()]
+    waiting = [operation for one in with_endpoints_beside(core) for operation in one.under_way()]
     waiting_for = under_way(waiting) if scope.cancelled_caught else ""
     core.close()
     if reason is not None:

@@ -122,7 +122,7 @@ class ListenerCore:
         lib.tu_request_reject(self.handle, request)
 
     def close(self) -> None:
-        """Rejects who waits, and ends. Closed already: no effect."""
+        """Rejects the waiting requests, and ends. Closed already: no effect."""
         if self.handle is None:
             return
         self.engine.progress()  # requests that are in the ring

@@ -39,7 +39,8 @@ from ._connecting import connect_worker
 from ._contained import report
 from ._context import Context, Feature
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore
+from ._engine.lifetime import close_now, open_engine
+from ._engine.operations import EndpointCore, endpoints_of
 from ._engine.posting import post_flush
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._status import Status, UCXError
@@ -104,7 +105,7 @@ class _Probe:
         options = {**engine.context.config, "TLS": transport, "RESOLVE_REMOTE_EP_ID": "n" if by_message else "y"}
         context = Context._open(options, Feature.TAG | Feature.WAKEUP)
         try:
-            self._engine = Engine(context)
+            self._engine = open_engine(context, tasks=False)
         except BaseException:
             context._close()
             raise
@@ -143,7 +144,7 @@ class _Probe:
 
     def look(self) -> None:
         """Progresses the probe's worker: sends the message, or takes the answer."""
-        self._engine.turn(arm=False)
+        self._engine.progress_and_deliver(arm=False)
         if not self._tag:
             self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
 
@@ -151,7 +152,7 @@ class _Probe:
         self._target.children.pop(id(self), None)
         if self._tag:
             self._target.tag_dispatch.sinks.pop(self._tag, None)
-        self._engine.close_now()
+        close_now(self._engine)
 
 
 class ReceiveQueue:
@@ -249,7 +250,7 @@ class ReceiveQueue:
         engine.queue_stopped = True
         self.counters["stopped_queues"] += 1
         error = stopped_error()
-        failing = [core for core in engine.endpoints.values() if uses_queue(core)]
+        failing = [core for core in endpoints_of(engine) if uses_queue(core)]
         logger.error(
             "a local peer was killed while it wrote to the shared-memory queue of a worker, which has stopped: "
             "%d endpoint(s) over shared memory fail, new connections use another worker",

@@ -83,8 +83,8 @@ def cancel(pending: Pending) -> None:
     if pending.outcome is None:
         pending._raise_cancel = _raise_request_cancelled
         task = pending._task
-        if pending.abandon():
-            pending._task = task  # who awaits it is to be told
+        if pending.cancel():
+            pending._task = task  # the task that awaits it is to be told
             pending.finish_cancelled()
 
 

@@ -6,22 +6,18 @@ taken over at once, into the endpoint's stream buffer. (A :class:`trio_ucx.Conne
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
 from ._context import Feature
+from ._engine.engine import Engine
 from ._engine.operations import EndpointCore, Operation
 from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import Piece, StreamBuffer
 from ._memory.buffers import Buffer, Pinned
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
-
-if TYPE_CHECKING:
-    from ._engine.engine import Engine
 
 
 @attrs.define(eq=False, repr=False)
@@ -106,7 +102,7 @@ class StreamReader:
         core.engine.progress()
         if stream_buffer.size:
             return
-        core.check()  # now, as the turn may have found that it broke, and wakes nobody later
+        core.check()  # now, as progressing may have found that it broke, and wakes nobody later
         await stream_buffer.wait()
 
     async def receive_into(self, buffer: Buffer, exact: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import attrs
@@ -20,6 +21,8 @@ from ._connecting import connect_socket, connect_worker
 from ._context import DEFAULT_FEATURES, Config, Context, Feature
 from ._endpoint import Endpoint
 from ._engine.engine import Engine
+from ._engine.lifetime import close_after_background, close_after_lingering, close_now, open_engine
+from ._engine.operations import endpoints_of
 from ._engine.polling import check_spin, check_yield_interval
 from ._engine.posting import completed, pending_operation, pin, post_flush
 from ._engine.statistics import WorkerStatistics
@@ -83,7 +86,7 @@ class Worker(metaclass=OpenedNotConstructed):
         elif not isinstance(context, Context):
             raise TypeError(f"context must be a Context, not {type(context).__name__}")
         try:
-            engine = Engine(context, name, client_id, spin=spin, yield_interval=yield_interval)
+            engine = open_engine(context, name, client_id, spin=spin, yield_interval=yield_interval)
         except BaseException:
             if owned:
                 context._close()
@@ -94,7 +97,6 @@ class Worker(metaclass=OpenedNotConstructed):
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.on_closed = context._close
-        engine.start()
         return worker
 
     def _open_successor(self) -> Worker:
@@ -103,7 +105,7 @@ class Worker(metaclass=OpenedNotConstructed):
         for id, earlier in list(self._successors.items()):
             if not earlier._engine.tag_dispatch.sinks:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
-                earlier._engine.close_now()
+                close_now(earlier._engine)
         return self._open_beside(self._successors)
 
     def _open_isolated(self) -> Worker:
@@ -115,7 +117,7 @@ class Worker(metaclass=OpenedNotConstructed):
         worker._queue.counters = self._engine.counters
         id = self._engine.next_id()
         kind[id] = worker
-        self._engine.children[id] = worker._engine.close_now
+        self._engine.children[id] = partial(close_now, worker._engine)
         return worker
 
     def _close_isolated(self, worker: Worker) -> None:
@@ -126,11 +128,11 @@ class Worker(metaclass=OpenedNotConstructed):
         del self._isolated[id]
 
         async def close() -> None:
-            await worker._engine.close_after_lingering()
+            await close_after_lingering(worker._engine)
             self._engine.children.pop(id, None)
 
         if not self._engine.usable or not self._engine.spawn_background(close, "trio_ucx close of an isolated worker"):
-            worker._engine.close_now()
+            close_now(worker._engine)
 
     @property
     def context(self) -> Context:
@@ -143,8 +145,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Once a program has asked for it, every host may connect to the worker's TCP ports: see the guide, Ports.
         """
-        self._engine.data_ports.open("the program asked for the worker's address")
-        return self._engine.address
+        return self._engine.publish_address("the program asked for the worker's address")
 
     def attributes(self) -> WorkerAttributes:
         """Returns what UCX says about it (``ucp_worker_query``).
@@ -423,7 +424,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _with_stream_data(self) -> list[Endpoint]:
         ready = [
             core.facade()
-            for core in self._engine.endpoints.values()
+            for core in endpoints_of(self._engine)
             if core.stream_buffer is not None and core.stream_buffer.size
         ]
         return [endpoint for endpoint in ready if endpoint is not None]
@@ -482,7 +483,7 @@ class Worker(metaclass=OpenedNotConstructed):
         engine = self._engine
         engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        flushes = [post_flush(core) for core in list(engine.endpoints.values()) if core.handle is not None]
+        flushes = [post_flush(core) for core in list(endpoints_of(engine)) if core.handle is not None]
         flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
         for operation in flushes:
             if operation is not None:
@@ -523,8 +524,8 @@ class Worker(metaclass=OpenedNotConstructed):
 
     async def _aclose(self) -> None:
         for other in (*self._successors.values(), *self._isolated.values()):
-            await other._engine.close_after_background()
-        await self._engine.close_after_background()
+            await close_after_background(other._engine)
+        await close_after_background(self._engine)
 
     def __repr__(self) -> str:
         state = "closed" if self._engine.handle is None else f"{len(self._engine.endpoints)} endpoints"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
@@ -11,6 +11,7 @@ import trio
 from ..._native import ffi, lib
 from .._context import Feature
 from .._endpoint import Endpoint
+from .._engine.engine import Engine
 from .._engine.posting import check_reaches
 from .._memory.buffers import Buffer, Pinned
 from .._memory.registered import Access
@@ -31,9 +32,6 @@ from .expressions import (
     pinned_memory,
 )
 from .run import ChainTimer, NativeChain, Target
-
-if TYPE_CHECKING:
-    from .._engine.engine import Engine
 
 #: Terms of conditions and arguments that a chain has room for, for each request of its capacity.
 TERMS_EACH = 16

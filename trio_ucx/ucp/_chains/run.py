@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import attrs
 import trio
@@ -14,22 +14,19 @@ from outcome import Error, Outcome, Value
 from ..._native import ffi, lib
 from .._descriptors import opened
 from .._endpoint import Endpoint
+from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation
 from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
-from .._engine.shutdown import ignoring_late_run
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._rma.atomics import LIMIT, LIMIT_OVER_TCP
 from .._rma.remote_memory import RemoteMemory
 from .._rma.ways import Key, Way, connect
 from .._status import Status, error_from_status
+from .._util import ignoring_late_run
 from .errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
-
-if TYPE_CHECKING:
-    from .._engine.engine import Engine
-    from .expressions import ChainRequest
-
+from .expressions import ChainRequest
 
 #: How requests stand (``tu_chain_report_t``), by their numbers; None: nobody knows any more.
 Reports = Callable[[int], Any]
@@ -98,8 +95,8 @@ class CopiedReports:
 
 
 class NativeChain:
-    """The handle of a chain, whoever is left to free it, and the memory that it uses: the engine knows it, so that the
-    garbage collector does not take that away when it takes a forgotten chain apart."""
+    """The handle of a chain, and the memory that it uses. The engine refers to it, so that it outlives a chain that the
+    garbage collector collects; then the engine frees it."""
 
     def __init__(self, engine: Engine) -> None:
         out = ffi.new("tu_chain_t **")
@@ -228,7 +225,7 @@ class Target:
             return
         try:
             if self.atomic:
-                self.core = self.thing._chain_companion()
+                self.core = self.thing._chain_atomics_endpoint()
                 await connect(self.core)
             else:
                 self.way = await self.thing._reach(lib.TU_MEMORY_HOST)

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..._native import lib
 from .._util import warn_resource
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .engine import Engine
 
 
 def send_answers(engine: Engine, timeout: float) -> Iterator[None]:
     """Progresses until there are none, yielding in between; after ``timeout`` the worker must not be destroyed."""
     start = time.monotonic()
-    while (engine.context.lent_memory or engine.has_companions) and engine.turn(arm=True) != lib.TU_ARMED:
+    while (engine.context.lent_memory or engine.has_atomics_endpoints) and engine.progress_and_deliver(
+        arm=True
+    ) != lib.TU_ARMED:
         if time.monotonic() > start + timeout:
             engine.unanswered = True
             warn_resource(
-                "a UCX worker was left alone: a peer does not take what UCX has for it, and must not be denied"
+                "a UCX worker was left alone: a peer that is not reading has not taken all replies to its requests"
             )
             return
         yield

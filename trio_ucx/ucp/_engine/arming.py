@@ -16,10 +16,10 @@ State                 What progresses the worker next
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
-``ENDED``             whoever posts something: there is no progress task any more
+``ENDED``             tasks that post something: there is no progress task any more
 ====================  =======================================================================================
 
-Everybody who progresses the worker disarms it, so ``ARMED`` turns into ``DISARMED`` by itself. These events cause the
+Any progress disarms the worker, so ``ARMED`` becomes ``DISARMED`` by itself. These events cause the
 other transitions:
 
 ============  ==========  ==========  ===========  =============  =============  ==========
@@ -125,9 +125,9 @@ class Worker(Protocol):
     """The UCX worker, as far as arming is concerned."""
 
     #: How often it was progressed.
-    turns: int
+    progress_count: int
 
-    def turn(self, arm: bool) -> int:
+    def progress_and_deliver(self, arm: bool) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`."""
 
     def serve_parked(self) -> bool:
@@ -184,18 +184,18 @@ class Arming:
         self._polling = polling
         #: ARMED stands for DISARMED, too, as long as the progress task waits for the descriptor.
         self._state = State.PROGRESSING
-        #: The worker's ``turns`` when it was armed.
-        self.armed_turn = -1
+        #: The worker's ``progress_count`` when it was armed.
+        self.armed_at = -1
         #: The same when the hook after a wait had let every parked task go on.
-        self._served_turn = -1
+        self._served_at = -1
         self._deferred = False
         #: How often in a row the only task that waits has come back; and whether the timer has replaced the hook.
         self._returns = 0
         self.steady = False
-        self._timer_turn = -1
-        # The worker's turns, and when they were last seen to grow.
-        self._turns = 0
-        self._turned = 0.0
+        self._timer_at = -1
+        # The worker's progress_count, and when it was last seen to grow.
+        self._seen_count = 0
+        self._seen_at = 0.0
         # Rounds for which the hooks were there in vain.
         self._idle = 0
         self._busy = 0
@@ -205,14 +205,14 @@ class Arming:
     @property
     def state(self) -> State:
         """The worker's state."""
-        if self._state is State.ARMED and self.armed_turn != self._worker.turns:
+        if self._state is State.ARMED and self.armed_at != self._worker.progress_count:
             return State.DISARMED
         return self._state
 
     @property
     def armed(self) -> bool:
         """Whether the descriptor announces every event, and the progress task waits for it."""
-        return self.armed_turn == self._worker.turns
+        return self.armed_at == self._worker.progress_count
 
     @property
     def awaits_descriptor(self) -> bool:
@@ -242,8 +242,8 @@ class Arming:
         pass
 
     def _arm(self) -> None:
-        if self._worker.turn(arm=True) == Progress.ARMED:
-            self.armed_turn = self._worker.turns
+        if self._worker.progress_and_deliver(arm=True) == Progress.ARMED:
+            self.armed_at = self._worker.progress_count
         elif self._state is not State.ENDED:
             self._state = State.PROGRESSING
             self._worker.signal()
@@ -253,10 +253,10 @@ class Arming:
         self._worker.signal()
 
     def _progress(self) -> None:
-        self._worker.turn(arm=False)
+        self._worker.progress_and_deliver(arm=False)
 
     def _progress_and_defer(self) -> None:
-        self._worker.turn(arm=False)
+        self._worker.progress_and_deliver(arm=False)
         self.defer()
 
     def _resume(self) -> None:
@@ -271,23 +271,23 @@ class Arming:
 
     def _step_aside(self) -> None:
         self._state = State.SUSPENDED
-        self.armed_turn = -1
+        self.armed_at = -1
         self.defer()
 
     def _hand_over(self) -> None:
-        if self._polling or self._served_turn == self._worker.turns:
+        if self._polling or self._served_at == self._worker.progress_count:
             self._step_aside()
         else:
             self._look()
 
     def _run(self) -> None:
         self._state = State.PROGRESSING
-        result = self._worker.turn(arm=True)
+        result = self._worker.progress_and_deliver(arm=True)
         if self._state is not State.PROGRESSING:
             return  # ended meanwhile
         if result == Progress.ARMED:
             self._state = State.ARMED
-            self.armed_turn = self._worker.turns
+            self.armed_at = self._worker.progress_count
         elif result == Progress.BUSY:
             self._state = State.SUSPENDED if self._worker.stuck() else State.BACKING_OFF
 
@@ -302,12 +302,12 @@ class Arming:
         """The progress task was woken by something else than what it waited for."""
         if self._state is not State.ENDED:
             self._state = State.PROGRESSING
-            self.armed_turn = -1
+            self.armed_at = -1
 
     def end(self) -> None:
         """The progress task has ended, or the worker is closed."""
         self._state = State.ENDED
-        self.armed_turn = -1
+        self.armed_at = -1
 
     # ---- deferring ----
 
@@ -353,29 +353,29 @@ class Arming:
             state = self.state
             if state is not State.DISARMED and state is not State.SUSPENDED:
                 self._deferred = False
-            elif timeout > 0 or not self._turning():
+            elif timeout > 0 or not self._progressed_lately():
                 self._overdue()
         elif not batches and (self.steady or timeout > 0):
             self._idle += 1
             if self.steady or self._idle > IDLE_ROUNDS:
                 self._loop.stop_watching()
 
-    def _turning(self) -> bool:
+    def _progressed_lately(self) -> bool:
         """Whether somebody made the worker progress lately."""
-        turns = self._worker.turns
-        if turns != self._turns:
-            self._turns = turns
-            self._turned = self._loop.now()
+        count = self._worker.progress_count
+        if count != self._seen_count:
+            self._seen_count = count
+            self._seen_at = self._loop.now()
             return True
-        return self._loop.now() - self._turned <= MOMENT
+        return self._loop.now() - self._seen_at <= MOMENT
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""
-        turns = self._worker.turns
+        count = self._worker.progress_count
         state = self.state
         disarmed = state is State.DISARMED or state is State.SUSPENDED
-        if self.steady and disarmed and turns != self._timer_turn:
-            self._timer_turn = turns
+        if self.steady and disarmed and count != self._timer_at:
+            self._timer_at = count
             return True  # the worker is polled all the time
         self.steady = False
         self._returns = 0
@@ -400,7 +400,7 @@ class Arming:
             self._busy = 0
             if self._worker.readable():
                 if self._worker.serve_parked():
-                    self._served_turn = self._worker.turns
+                    self._served_at = self._worker.progress_count
                 # The descriptor may have become readable after Trio looked. Then the progress task is not about to run,
                 # and what would have woken it has been taken.
                 self.defer()

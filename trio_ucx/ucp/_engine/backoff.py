@@ -12,7 +12,7 @@ from .._descriptors import opened
 
 #: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest.
 _SHORTEST, _LONGEST = 0.00005, 0.002
-#: A turn that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
+#: Progress that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
 _REFILLED = 0.00002
 #: After so many seconds in which nothing has arrived or completed, UCX will not become idle any more: it is busy for
 #: ever with what it had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that
@@ -33,7 +33,7 @@ class Backoff:
             os.close(self._timer)
             raise
         self._delay = 0.0
-        #: The count of events at the last turn, and the time since which it has not grown.
+        #: The count of events at the last sleep, and the time since which it has not grown.
         self._news = -1
         self._since = 0.0
 
@@ -46,7 +46,7 @@ class Backoff:
         self._delay = 0.0
 
     async def sleep(self, took: float, news: int) -> None:
-        """Waits after a turn that took so many seconds.
+        """Waits after progress that took so many seconds.
 
         Args:
             news: a number that grows when something arrives or completes.

@@ -1,4 +1,4 @@
-"""Delivery of the records that a turn brings. It wakes tasks, and runs no user code.
+"""Delivery of the records that progressing a worker brings. It wakes tasks, and runs no user code.
 
 An exception here is a bug of ours, or lack of memory. It ends the object that the record concerns, most often a
 connection, and never more than the worker; all other records are delivered.
@@ -6,26 +6,21 @@ connection, and never more than the worker; all other records are delivered.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..._native import lib
 from .._memory.registered import unmap_unused
 from .._status import UCXError
+from .engine import Engine, OpenEndpoint
+from .tag_dispatch import TagSink
 
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .operations import EndpointCore
-    from .tag_dispatch import TagSink
-
-FIELDS = lib.TU_RECORD_FIELDS
+_FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
 
 
 def deliver(engine: Engine, rows: list[int]) -> None:
     """Takes the records of one call into C, all their fields in a row."""
     tag_dispatch = engine.tag_dispatch
-    for start in range(0, len(rows), FIELDS):
-        kind, id, status, length, tag, pointer = rows[start : start + FIELDS]
+    for start in range(0, len(rows), _FIELDS):
+        kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
         try:
             if kind == _OPERATION:
                 operation = engine.in_flight.pop(id, None)
@@ -57,7 +52,7 @@ def deliver(engine: Engine, rows: list[int]) -> None:
 
 def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
     """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
-    owner: TagSink | EndpointCore | None = None
+    owner: TagSink | OpenEndpoint | None = None
     if kind in (_PACKED, _MESSAGE):
         owner = engine.tag_dispatch.sinks.get(tag >> 32)
     elif kind == lib.TU_RECORD_STREAM:

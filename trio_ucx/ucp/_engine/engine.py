@@ -1,29 +1,30 @@
-"""The engine: what makes a UCX worker move inside a Trio run.
+"""The engine: what makes a UCX worker progress inside a Trio run.
 
 Theory of operation
 ===================
 
-UCX calls back only into C (``_native``), which appends records to a ring. :meth:`Engine.turn` makes one call into C
-that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor; then it
-delivers the records here, where they wake tasks. Nothing in a delivery runs user code.
+UCX calls back only into C (``_native``), which appends records to a ring. :meth:`Engine.progress_and_deliver` makes one
+call into C that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor.
+Then the records are delivered (``dispatch.py``), which wakes tasks. No user code runs in a delivery.
 
 *What calls it.* One system task per worker, the progress task (``progress.py``), waits for the descriptor with
 ``wait_readable`` and calls it whenever it wakes. A task that posts an operation which does not complete at once calls
-:meth:`progress`, because posting to an armed worker can leave it with work and no event: it must be progressed and
-armed again before every task sleeps. Waiting tasks poll before they park (``polling.py``). The module ``arming.py``
+:meth:`Engine.progress`, because posting to an armed worker can leave it with work and no event: it must be progressed
+and armed again before every task sleeps. Waiting tasks poll before they park (``polling.py``). The module ``arming.py``
 decides what progresses the worker next.
 
-*Who owns memory.* The in-flight table maps the id of each operation to an :class:`Operation`, which pins the buffers
-until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag receive that
-has not matched; any other operation whose task is cancelled stays in the table, *detached*.
+*Who owns memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
+the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag
+receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
-*Lost events.* While something is awaited, a safety net looks once a second whether the worker has something to deliver
-although its descriptor is silent, or the progress task has stepped aside. It should never find anything;
-``statistics().missed_events`` counts.
+*Lost events.* While something is awaited, a safety net (``safety_net.py``) looks once a second whether the worker has
+something to deliver although its descriptor is silent, or the progress task is suspended. It should never find
+anything; ``statistics().missed_events`` counts.
 
-*The end.* The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that
-still go on in the background finish (each has its own deadline) and closes the worker. Closing by force needs no
-progress task: it is a plain function, which async generators finalised after the system tasks still can call.
+*The end.* See ``lifetime.py``, which makes an engine of its parts, starts its tasks and closes it.
+
+An engine knows what belongs to it, operations and endpoints above all, by the few methods that it calls: the Protocols
+below. The modules of those import this one.
 """
 
 from __future__ import annotations
@@ -32,41 +33,32 @@ import collections
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import trio
-from outcome import Error
+from outcome import Error, Outcome
 
 from ..._native import ffi, lib
-from .. import _descriptors as descriptors
-from .. import _shared_memory as shared_memory
-from .._address import worker_address
-from .._attributes import native_name, query_worker
+from .._address import WorkerAddress, worker_address
+from .._attributes import query_worker
 from .._contained import contained, report
 from .._context import Context, Feature
 from .._forks import Birth
-from .._live_handles import live_handles
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .backoff import Backoff
-from .borrowed import Borrowed
+from .batches import Batches
 from .data_ports import DataPorts
-from .dispatch import FIELDS, deliver, deliver_failures
 from .lingering import Lingering
 from .numbering import Numbering
-from .operations import EndpointCore, Operation, under_way
 from .pending import Signal, Waiters
-from .polling import DEFAULT_SPIN, Waiting
-from .progress import ProgressTask
-from .safety_net import SafetyNet
-from .shutdown import dispose, drain, fail_everything, ignoring_late_run
-from .statistics import WorkerStatistics, worker_statistics
-from .system_tasks import spawn, spawn_background
+from .polling import Waiting
+from .statistics import WorkerStatistics
 from .tag_dispatch import TagDispatch
 
 _BATCH = 256
-#: Turns that one delivery takes before it lets other tasks run.
+_FIELDS = lib.TU_RECORD_FIELDS
+#: How often one call progresses and delivers, at most, before it lets other tasks run.
 _ROUNDS = 8
 
 assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
@@ -83,71 +75,164 @@ def _disown() -> None:
     """In a forked child: detaches everything from the parent's UCX, whose sockets and shared memory are here, too."""
     for engine in engines:
         engine.handle = None
-        for core in engine.endpoints.values():
-            core.handle = None
+        for endpoint in engine.endpoints.values():
+            endpoint.handle = None
 
 
 os.register_at_fork(after_in_child=_disown)
 
 
-def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
-    doing = "opening a worker"
-    descriptors.require(context.descriptors_per_worker, doing)
-    out = ffi.new("tu_worker_t **")
-    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
-    if status != Status.OK:
-        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        raise shared_memory.explain(status, "creating a worker")
-    return out[0]
+class InFlight(Protocol):
+    """An operation that UCX has not completed: :class:`~.operations.Operation`."""
+
+    id: int
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def endpoint(self) -> OpenEndpoint | None: ...
+
+    @property
+    def doing(self) -> str:
+        """What it does, in words."""
+
+    @property
+    def pins(self) -> object | None:
+        """Its buffers, pinned."""
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        """UCX has completed it."""
+
+    def finish(self, result: Outcome[Any]) -> None:
+        """Ends the wait for it, whatever UCX does."""
+
+    def detach(self) -> None:
+        """Keeps its buffers for UCX, though no task waits for it any more."""
+
+    def worker_destroyed(self) -> None:
+        """UCX's worker has gone without having completed it."""
+
+    def describe(self) -> str:
+        """What it does, and UCX's own words for it."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends what it belongs to after an exception in our own code. Never raises."""
+
+
+class StreamPieces(Protocol):
+    """What an endpoint has received of its UCP stream: :class:`~.stream_buffer.StreamBuffer`."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for more."""
+
+    def arrived(self, address: int, length: int) -> None:
+        """A piece has arrived."""
+
+
+class OpenEndpoint(Protocol):
+    """An endpoint that UCX has: :class:`~.operations.EndpointCore`."""
+
+    handle: Any
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def facade(self) -> Callable[[], Any]:
+        """Returns the user's object for it, if there still is one."""
+
+    @property
+    def stream_buffer(self) -> StreamPieces | None: ...
+
+    def open_stream_buffer(self) -> StreamPieces:
+        """Its stream buffer, which is made if necessary."""
+
+    def hint(self, status: int) -> str:
+        """What is known about a peer that cannot be reached, in parentheses."""
+
+    def fail(self, error: UCXError) -> None:
+        """It has failed."""
+
+    def worker_broke(self, error: BaseException) -> None:
+        """Its worker is of no use any more."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends it after an exception in our own code. Never raises."""
+
+    def close(self) -> None:
+        """Closes it by force."""
+
+
+class LostEvents(Protocol):
+    """What looks whether events were lost: :class:`~.safety_net.SafetyNet`."""
+
+    timer: int
+
+    def watch(self) -> None:
+        """Something is awaited: look."""
+
+    def close(self) -> None:
+        """Closes the timer's descriptor."""
+
+
+class UCXMemory(Protocol):
+    """Memory of UCX's that something refers to: :class:`~.borrowed.Borrowed`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was given back."""
 
 
 class Engine:
-    """One UCX worker, moved by one Trio run."""
+    """One UCX worker, progressed by one Trio run. Opened by :func:`~.lifetime.open_engine`.
+
+    Args:
+        handle: the worker.
+
+    Raises:
+        OSError, UCXError: UCX does not tell the worker's attributes or address.
+    """
+
+    #: These parts are made of an engine, so they are attached to it.
+    arming: Arming
+    lost_events: LostEvents
+    tag_dispatch: TagDispatch
+    backoff: Backoff
+    #: Delivers the records of one call into C, all their fields in a row.
+    deliver: Callable[[Engine, list[int]], None]
+    #: Tells of the endpoints that failed.
+    deliver_failures: Callable[[Engine], None]
 
     def __init__(
-        self,
-        context: Context,
-        name: str | None = None,
-        client_id: int | None = None,
-        *,
-        spin: float = DEFAULT_SPIN,
-        yield_interval: float = 0.0,
+        self, context: Context, handle: Any, client_id: int | None, *, spin: float, yield_interval: float
     ) -> None:
         self.context = context
         self.client_id = client_id
         self._token = trio.lowlevel.current_trio_token()
-        self.handle: Any = _create_worker(context, name, client_id)  # None once closed
+        self.handle: Any = handle  # None once closed
         self._thread = threading.get_ident()
         self.birth = Birth()
-        self.efd = lib.tu_worker_efd(self.handle)
-        with ExitStack() as undo:
-            undo.callback(lib.tu_worker_destroy, self.handle)
-            self._net = SafetyNet(self)
-            undo.callback(self._net.close)
-            self._backoff = Backoff(self.efd)
-            undo.callback(self._backoff.close)
-            self.max_am_header = min(query_worker(self.handle, client_id).max_am_header, context.longest_am_header)
-            handles_errors = context.shared_memory_handles_errors
-            self.address = worker_address(self.handle, shared_memory=handles_errors)
-            #: The same without shared memory.
-            self.network_address = worker_address(self.handle, shared_memory=handles_errors, network_only=True)
-            self.data_ports = DataPorts(self.network_address.ucx)
-            undo.pop_all()
+        self.efd = lib.tu_worker_efd(handle)
+        self.max_am_header = min(query_worker(handle, client_id).max_am_header, context.longest_am_header)
+        handles_errors = context.shared_memory_handles_errors
+        self.address = worker_address(handle, shared_memory=handles_errors)
+        #: The same without shared memory.
+        self.network_address = worker_address(handle, shared_memory=handles_errors, network_only=True)
+        self.data_ports = DataPorts(self.network_address.ucx)
         #: How often the worker was progressed.
-        self.turns = 0
+        self.progress_count = 0
         self.waiting = Waiting(self, spin, yield_interval)
-        self._progress_task = ProgressTask(self, self._net, self._backoff)
-        self.batches = self._progress_task.before_wait
-        self.arming = Arming(self, self._progress_task, polling=self.waiting.polling)
+        self.batches = Batches(lambda: self.arming.watch())
         self._records = ffi.new("tu_record_t[]", _BATCH)
         self._view = memoryview(ffi.buffer(self._records)).cast("Q")
         self._armed = ffi.new("int *")
-        self.tag_dispatch = TagDispatch(self)
         self.received = ffi.new("tu_received_t *")
-        self.in_flight: dict[int, Operation] = {}
+        self.in_flight: dict[int, InFlight] = {}
         #: By id, the memory of operations that UCX has begun but that have no entry in flight: see :meth:`keep`.
         self.unrecorded: dict[int, object] = {}
-        self.endpoints: dict[int, EndpointCore] = {}
+        self.endpoints: dict[int, OpenEndpoint] = {}
         #: What takes the connection requests of a listener id.
         self.listeners: dict[int, Callable[[int], None]] = {}
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.
@@ -158,11 +243,11 @@ class Engine:
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Tasks that wait for active messages, by the queue's id.
         self.am_waiters: dict[int, Waiters] = {}
-        #: Memory that UCX lent and nobody will give back, because something still refers to it.
-        self.overdue: list[Borrowed] = []
+        #: Borrowed memory that is never given back, because something still refers to it.
+        self.overdue: list[UCXMemory] = []
         #: Tasks that wait for a piece of any stream.
         self.stream_watchers = Waiters()
-        #: Others to be told of an internal error; called with the exception for who waits.
+        #: Others to be told of an internal error; called with the exception for waiting tasks.
         self.on_broken: dict[int, Callable[[Exception], None]] = {}
         #: Everything to be closed before the worker: called with no arguments, must not raise.
         self.children: dict[int, Callable[[], None]] = {}
@@ -181,21 +266,23 @@ class Engine:
         #: Endpoints that failed, and why; told when what had arrived before is delivered.
         self.failures: list[tuple[int, int]] = []
         self._delivering = False
-        #: Whether something was posted in a delivery, which has to be progressed.
+        #: Whether something was posted in a delivery, for which the worker has to be progressed.
         self._again = False
-        self._closing = False
+        self.closing = False
+        #: Whether peers were left without answers that only this worker could give.
         self.unanswered = False
         #: What wakes it for delayed requests of chains.
         self.chain_timer: object | None = None
         #: Whether there were ever endpoints for atomics.
-        self.has_companions = False
+        self.has_atomics_endpoints = False
         self._next_id = 0
-        self._stop: trio.CancelScope | None = None
+        #: Ends the progress task.
+        self.stop: trio.CancelScope | None = None
         self.statistics_at_close: WorkerStatistics | None = None
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
         #: The numbers of its endpoints by worker address.
-        self.numbering = Numbering()
+        self.numbering: Numbering[Any] = Numbering()
         #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
         #: Whether the shared-memory queue has stopped (_receive_queue.py).
@@ -204,10 +291,6 @@ class Engine:
         self.suspect_queue: Callable[[], None] = _nothing
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering(self.progress)
-        live_handles.opened("worker")
-        context.destroy_postponed()
-        context.engines.add(self)
-        engines.add(self)
 
     # ---- checks ----
 
@@ -221,7 +304,7 @@ class Engine:
         """
         self.birth.check("this worker")
         self.check_thread()
-        if self.handle is None or self._closing:
+        if self.handle is None or self.closing:
             raise trio.ClosedResourceError("this worker was closed")
         if self.broken is not None:
             raise broken(f"this worker broke: {self.broken!r}", self.broken)
@@ -242,9 +325,14 @@ class Engine:
         self._next_id += 1
         return self._next_id
 
-    # ---- turning ----
+    def publish_address(self, why: str) -> WorkerAddress:
+        """Returns the worker's address, which others will get; opens its ports to them."""
+        self.data_ports.open(why)
+        return self.address
 
-    def turn(self, arm: bool) -> int:
+    # ---- progress ----
+
+    def progress_and_deliver(self, arm: bool) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to.
 
         Returns:
@@ -254,16 +342,16 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
-        self.turns += 1
+        self.progress_count += 1
         try:
             if self.batches.batches:
-                self.batches.send_batches()
+                self.batches.send_all()
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_turn(self.handle, self._records, _BATCH, arm, self._armed)
+                count = lib.tu_worker_progress_and_arm(self.handle, self._records, _BATCH, arm, self._armed)
                 if count > 0:
-                    deliver(self, self._view[: count * FIELDS].tolist())
+                    self.deliver(self, self._view[: count * _FIELDS].tolist())
                 elif self.failures:
-                    deliver_failures(self)
+                    self.deliver_failures(self)
                 elif count < 0:
                     raise UCXError(Status.IO_ERROR, "arming the worker")
                 else:
@@ -282,20 +370,20 @@ class Engine:
             return False
         self._delivering = True
         self._again = False
-        self.turns += 1
+        self.progress_count += 1
         try:
             if self.batches.batches:
-                self.batches.send_batches()
+                self.batches.send_all()
             count = function(self.handle, self._records, _BATCH)
             if count > 0:
-                deliver(self, self._view[: count * FIELDS].tolist())
+                self.deliver(self, self._view[: count * _FIELDS].tolist())
         except BaseException as error:
             self.internal_error(error)
             return False
         finally:
             self._delivering = False
         if self._again or self.failures:
-            self.turn(arm=False)
+            self.progress_and_deliver(arm=False)
         return count > 0
 
     def undisturbed(self, function: Callable[[], None]) -> bool:
@@ -314,7 +402,7 @@ class Engine:
     def send_batches(self) -> None:
         """Sends the deferred batches, from where no task must be woken: Trio is about to look for events."""
         try:
-            again = self.undisturbed(self.batches.send_batches)
+            again = self.undisturbed(self.batches.send_all)
         except BaseException as error:
             again = True
             self.internal_error(error)
@@ -328,70 +416,9 @@ class Engine:
     def progress(self) -> None:
         """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
         if self._delivering:
-            self._again = True  # the delivery under way takes another turn
+            self._again = True  # the delivery under way progresses once more
             return
         self.arming.handle(Event.POSTED)
-
-    def guard(self, function: Callable[[], None]) -> None:
-        """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
-        try:
-            function()
-        except Exception as error:
-            self.internal_error(error)
-
-    @property
-    def uses_memory(self) -> bool:
-        """Whether UCX may still use the memory of operations."""
-        return bool(self.in_flight or self.unrecorded)
-
-    def keep(self, id: int, what: object) -> None:
-        """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
-        if id not in self.in_flight:
-            self.unrecorded[id] = what
-
-    def internal_error(self, error: BaseException) -> None:
-        """Marks the worker broken after an exception in our own code, and fails all waiting tasks.
-
-        Never raises.
-        """
-        if self.broken is None:
-            self.broken = error
-            report("trio_ucx worker broke", error)
-        contained(fail_everything, self, error)
-
-    # ---- the tasks ----
-
-    def start(self) -> None:
-        self.spawn(self._run, f"trio_ucx progress (efd {self.efd})")
-        self.spawn(self._net.run, f"trio_ucx safety net (efd {self.efd})")
-
-    def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
-        """See :func:`_system_tasks.spawn`."""
-        spawn(self, function, name)
-
-    async def _run(self) -> None:
-        """The progress task."""
-        self._stop = trio.CancelScope()
-        try:
-            with self._stop:
-                try:
-                    await self._progress_task.run_until(lambda: False)
-                except trio.ClosedResourceError:
-                    pass  # the worker was closed while we waited
-                except Exception as error:
-                    self.internal_error(error)
-                if self.handle is not None:
-                    self.arming.end()
-                    await trio.sleep_forever()  # broken: nothing moves any more
-        finally:
-            # The run ends (or the worker was closed, and nothing of this does anything).
-            if self.handle is not None and not self._closing:
-                with trio.CancelScope(shield=True):
-                    try:
-                        if self.background:
-                            await self._progress_task.run_until(lambda: not self.background)
-                    finally:
-                        await self.close()
 
     def serve_parked(self) -> bool:
         """Progresses once. Whether something arrived, and every task that was parked goes on."""
@@ -406,22 +433,121 @@ class Engine:
         if self.handle is not None:
             lib.tu_worker_signal(self.handle)
 
-    def stuck(self) -> bool:
-        """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
-        return self.queue_stopped and not self._net.awaited() and not self.listeners
-
     def wake(self) -> None:
         """Makes the progress task look."""
         self.arming.handle(Event.WAKE)
 
     def watch_events(self) -> None:
         """A task parks: lets the safety net look, and where tasks do not poll, the hook after Trio's waits."""
-        self._net.watch()
+        self.lost_events.watch()
         self.arming.task_parks()
 
-    def spawn_background(self, function: Callable[[], Any], name: str) -> bool:
-        """See :func:`_system_tasks.spawn_background`."""
-        return spawn_background(self, function, name)
+    def awaited(self) -> bool:
+        """Whether anybody waits for anything that UCX would tell."""
+        return bool(
+            self.in_flight
+            or self.numbering.has_temporary
+            or self.lingering
+            or self.tag_dispatch.sinks
+            or self.stream_watchers
+            or any(waiters for waiters in self.am_waiters.values())
+            or any(
+                endpoint.stream_buffer is not None and endpoint.stream_buffer.awaited
+                for endpoint in self.endpoints.values()
+            )
+        )
+
+    def stuck(self) -> bool:
+        """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
+        return self.queue_stopped and not self.awaited() and not self.listeners
+
+    # ---- memory ----
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether UCX may still use the memory of operations."""
+        return bool(self.in_flight or self.unrecorded)
+
+    def keep(self, id: int, what: object) -> None:
+        """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
+        if id not in self.in_flight:
+            self.unrecorded[id] = what
+
+    # ---- internal errors ----
+
+    def guard(self, function: Callable[[], None]) -> None:
+        """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
+        try:
+            function()
+        except Exception as error:
+            self.internal_error(error)
+
+    def internal_error(self, error: BaseException) -> None:
+        """Marks the worker broken after an exception in our own code, and fails all waiting tasks.
+
+        Never raises.
+        """
+        if self.broken is None:
+            self.broken = error
+            report("trio_ucx worker broke", error)
+        contained(self._fail_everything, error)
+
+    def _fail_everything(self, error: BaseException) -> None:
+        def failure() -> trio.BrokenResourceError:
+            return broken(f"the worker broke: {error!r}", error)
+
+        def fail(operation: InFlight) -> None:
+            operation.finish(Error(failure()))
+            operation.detach()
+
+        for operation in list(self.in_flight.values()):
+            contained(fail, operation)
+        contained(lambda: self.stream_watchers.fail(failure()))
+        for tell in list(self.on_broken.values()):
+            contained(lambda tell=tell: tell(failure()))
+        for endpoint in list(self.endpoints.values()):
+            contained(endpoint.worker_broke, error)
+
+    # ---- system tasks: an exception that left one would end the run, so it ends the worker at most ----
+
+    def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
+        """Runs an async function in a system task; its errors break the worker."""
+
+        async def run() -> None:
+            try:
+                await function()
+            except Exception as error:
+                self.internal_error(error)
+
+        trio.lowlevel.spawn_system_task(run, name=name)
+
+    def spawn_background(self, function: Callable[[], Awaitable[object]], name: str) -> bool:
+        """Runs an async function, shielded, in a system task, for which closing the worker waits.
+
+        Returns:
+            False when the Trio run has ended too far for that.
+        """
+        marker = object()
+
+        async def run() -> None:
+            try:
+                with trio.CancelScope(shield=True):
+                    await function()
+            except Exception as error:
+                report(f"{name} failed", error)
+            finally:
+                self.background.discard(marker)
+                if not self.background and self.background_ended is not None:
+                    contained(self.background_ended.set)
+                if self.usable:
+                    contained(self.wake)  # the progress task may be waiting for the last background task
+
+        try:
+            trio.lowlevel.spawn_system_task(run, name=name)
+        except RuntimeError:
+            return False
+        self.background.add(marker)
+        return True
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""
@@ -437,85 +563,32 @@ class Engine:
         except trio.RunFinishedError:
             pass
 
-    # ---- closing ----
-
-    async def close_after_background(self) -> None:
-        """Waits, shielded, for the closes that go on in the background (each has its own deadline), then closes."""
-        try:
-            with trio.CancelScope(shield=True):
-                while self.background and self.usable and self.broken is None and self._stop is not None:
-                    self.background_ended = Signal()
-                    await self.background_ended.wait()
-                await self.close()
-        finally:
-            self.close_now()
-        await trio.lowlevel.checkpoint()
-
-    async def close_after_lingering(self) -> None:
-        """The same, and waits for endpoints that are closed a moment later."""
-        await self.lingering.wait_ended()
-        await self.close_after_background()
-
-    async def close(self) -> None:
-        """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
-        if not self._begin_close():
-            return
-        with trio.CancelScope(shield=True):
-            for _ in drain(self):
-                await trio.lowlevel.checkpoint()
-        self._finish_close()
-
-    def close_now(self) -> None:
-        """The same as a plain function."""
-        if self._begin_close():
-            for _ in drain(self):
-                pass
-            self._finish_close()
-
-    def _begin_close(self) -> bool:
-        if self.handle is None or self._closing:
-            return False
-        if not self.usable:
-            self.handle = None  # after a fork: the parent's, to be left alone
-            return False
-        self._closing = True
-        self.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
-        for close in list(self.children.values()):
-            contained(close)
-        for core in list(self.endpoints.values()):
-            contained(core.close)
-        for operation in list(self.in_flight.values()):
-            contained(self._end, operation)
-        return True
-
-    def _end(self, operation: Operation) -> None:
-        operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
-        operation.detach()
-        lib.tu_operation_cancel(self.handle, operation.id)
-
-    def _finish_close(self) -> None:
-        self.statistics_at_close = self.statistics()
-        for end in list(self.at_end.values()):
-            contained(end)
-        stuck = under_way(self.in_flight.values())
-        for fd in (self.efd, self._net.timer, *self._backoff.descriptors):
-            with ignoring_late_run():
-                trio.lowlevel.notify_closing(fd)
-        handle, self.handle = self.handle, None
-        self.arming.end()
-        self._backoff.close()
-        self._net.close()
-        if self._stop is not None:
-            with ignoring_late_run():
-                self._stop.cancel()
-        live_handles.closed("worker")
-        engines.discard(self)
-        self.detached = 0
-        dispose(self, handle, stuck)
+    # ---- statistics ----
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:
             self.birth.check("this worker")
             assert self.statistics_at_close is not None
             return self.statistics_at_close
-        return worker_statistics(self)
+        counts = ffi.new("tu_counts_t *")
+        lib.tu_worker_counts(self.handle, counts)
+        open_endpoints = sum(endpoint.handle is not None for endpoint in self.endpoints.values())
+        return WorkerStatistics(
+            operations_in_flight=len(self.in_flight),
+            left_over_operations=self.detached,
+            completed_operations=self.counters["completed"],
+            endpoints=open_endpoints - self.numbering.idle,
+            wakeups=self.counters["wakeups"],
+            busy_arms=counts.arm_busy,
+            backoffs=self.counters["backoffs"],
+            missed_events=self.counters["missed_events"],
+            progress_calls=counts.progress_calls,
+            messages=self.messages,
+            batches=self.counters["batches"],
+            polls=counts.polls,
+            polls_paid=counts.polls_paid,
+            poll_seconds=counts.poll_nanoseconds / 1e9,
+            poll_limit=counts.poll_limit / 1e9,
+            background_closes=len(self.background),
+            stopped_queues=self.counters["stopped_queues"],
+        )

@@ -1,27 +1,14 @@
-"""Hooks into Trio's loop: instruments that come and go, and the batches that one of them bounds the delay of."""
+"""Hooks into Trio's loop, which bound how long deferred work waits: instruments that come and go."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from .arming import MOMENT
-
-if TYPE_CHECKING:
-    from .engine import Engine
-
-
-class DeferredBatch(Protocol):
-    """The sending part of a connection, with small messages that wait to be sent as one."""
-
-    def send_batch(self) -> None:
-        """Hands them to UCX, and makes the engine progress if something remains to be done about them. Never raises."""
-
-    def internal_error(self, error: BaseException) -> None:
-        """Handing them to UCX failed by an internal error: ends the connection. Never raises."""
+from .engine import Engine
 
 
 class _Hook(trio.abc.Instrument):
@@ -49,34 +36,12 @@ class BeforeWait(_Hook):
     It must not make a task runnable, because Trio has decided already how long it waits.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        #: Those that may have something to send; and since when.
-        self.batches: set[DeferredBatch] = set()
-        self._since = 0.0
-
-    def defer(self, batch: DeferredBatch) -> None:
-        """It has messages that wait for more."""
-        if not self.batches:
-            self._since = perf_counter()
-            self._engine.arming.watch()
-        self.batches.add(batch)
-
-    def send_batches(self) -> None:
-        """Sends all of them."""
-        batches, self.batches = self.batches, set()
-        for batch in batches:
-            try:
-                batch.send_batch()
-            except BaseException as error:
-                batch.internal_error(error)
-
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
-            if self.batches and (timeout > 0 or perf_counter() - self._since > MOMENT):
+            if engine.batches.batches and (timeout > 0 or perf_counter() - engine.batches.since > MOMENT):
                 engine.send_batches()
-            engine.arming.before_wait(timeout, batches=bool(self.batches))
+            engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
 

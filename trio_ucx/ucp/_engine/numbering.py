@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 
-from .operations import EndpointCore
+from .._address import WorkerAddress
 
 #: Numbers that can be used between two workers. At 2**16 - 1 UCX refuses.
 LIMIT = 65_000
@@ -62,7 +63,27 @@ class UsedUp(Exception):
     """UCX has no number left for an endpoint between two workers."""
 
 
-class PeerNumbers:
+class NumberedEndpoint(Protocol):
+    """An endpoint that may be a filler or idle: :class:`~.operations.EndpointCore`."""
+
+    @property
+    def handle(self) -> Any:
+        """None once it is closed."""
+
+    @property
+    def forcible(self) -> bool:
+        """Whether it handles errors."""
+
+    @property
+    def peer_address(self) -> WorkerAddress | None: ...
+
+    def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=NumberedEndpoint)
+
+
+class PeerNumbers(Generic[E]):
     """The numbers of the endpoints to one peer worker."""
 
     def __init__(self) -> None:
@@ -75,9 +96,9 @@ class PeerNumbers:
         #: The lowest number that was not given out, and those below it that came back unused.
         self._promised = 0
         self._returned: set[int] = set()
-        self._fillers: dict[int, tuple[EndpointCore, float]] = {}
+        self._fillers: dict[int, tuple[E, float]] = {}
         #: Endpoints of connections that were closed, and since when, the oldest first.
-        self._idle: dict[int, tuple[EndpointCore, float]] = {}
+        self._idle: dict[int, tuple[E, float]] = {}
 
     def made(self, *, raw: bool, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
@@ -104,7 +125,7 @@ class PeerNumbers:
         """How many endpoints wait for another connection."""
         return sum(core.handle is not None for core, _ in self._idle.values())
 
-    def keep(self, number: int, core: EndpointCore) -> None:
+    def keep(self, number: int, core: E) -> None:
         """A connection was closed: its endpoint may serve another one."""
         if len(self._idle) >= MAX_IDLE:
             oldest, _ = self._idle.pop(next(iter(self._idle)))
@@ -159,7 +180,7 @@ class PeerNumbers:
         if number >= self._next:
             self._returned.add(number)
 
-    def make(self, number: int, make: Callable[[bool], EndpointCore], address: bytes = b"") -> EndpointCore | None:
+    def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
 
         Args:
@@ -185,7 +206,7 @@ class PeerNumbers:
             self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True) if last == number else None
 
-    def keep_as_filler(self, number: int, core: EndpointCore) -> None:
+    def keep_as_filler(self, number: int, core: E) -> None:
         """An endpoint whose number the peer cannot use is a filler from now on."""
         self._fillers[number] = core, time.monotonic()
 
@@ -203,18 +224,18 @@ class PeerNumbers:
                 core.close()
 
 
-def _fits(core: EndpointCore, address: bytes) -> bool:
+def _fits(core: NumberedEndpoint, address: bytes) -> bool:
     made_by = core.peer_address.ucx if core.peer_address is not None else b""
     return core.handle is not None and made_by == address
 
 
-class Numbering:
+class Numbering(Generic[E]):
     """The numbers of one worker, for each peer worker by its uid."""
 
     def __init__(self) -> None:
-        self._peers: dict[int, PeerNumbers] = {}
+        self._peers: dict[int, PeerNumbers[E]] = {}
 
-    def of(self, uid: int) -> PeerNumbers:
+    def of(self, uid: int) -> PeerNumbers[E]:
         """Those for one peer worker. (They are kept as long as UCX keeps its own, until the worker is closed.)"""
         numbers = self._peers.get(uid)
         if numbers is None:

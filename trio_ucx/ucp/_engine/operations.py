@@ -6,26 +6,24 @@ cancel only a tag receive that has not matched; any other operation whose task i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol, cast
 
 import trio
 from outcome import Error, Value
 
 from ..._native import ffi, lib
 from .. import _reach
+from .._address import WorkerAddress
 from .._contained import contained, report
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
+from .engine import Engine, InFlight
 from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
-
-if TYPE_CHECKING:
-    from .._address import WorkerAddress
-    from .engine import Engine
 
 
 class Closable(Protocol):
@@ -118,7 +116,7 @@ class Operation(Pending):
         if self.pins is not None:
             self.pins.release()
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         engine = self.engine
         if self.id not in engine.in_flight:
             return True  # its outcome came from elsewhere, and the operation itself is over
@@ -164,7 +162,7 @@ class Operation(Pending):
                 self.endpoint.changed()
 
 
-def under_way(operations: Iterable[Operation]) -> str:
+def under_way(operations: Iterable[InFlight]) -> str:
     """For the message of a timeout: which operations had not ended, the first few in words."""
     found = list(operations)
     if not found:
@@ -190,8 +188,8 @@ class EndpointCore:
     __slots__ = (
         "__weakref__",
         "atomics",
-        "chain_companion",
-        "companion",
+        "atomics_endpoint",
+        "chain_atomics_endpoint",
         "connected",
         "engine",
         "error",
@@ -201,7 +199,7 @@ class EndpointCore:
         "handle",
         "id",
         "label",
-        "memory_companion",
+        "memory_endpoint",
         "on_close",
         "on_failure",
         "origin",
@@ -242,12 +240,12 @@ class EndpointCore:
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
         #: The endpoint without error handling beside it, for atomics (_rma/remote_memory.py).
-        self.companion: EndpointCore | None = None
+        self.atomics_endpoint: EndpointCore | None = None
         #: The same for the atomics of request chains.
-        self.chain_companion: EndpointCore | None = None
+        self.chain_atomics_endpoint: EndpointCore | None = None
         #: The endpoint beside a Connection's that reaches the peer's memory.
-        self.memory_companion: EndpointCore | None = None
-        #: A companion's atomics under way.
+        self.memory_endpoint: EndpointCore | None = None
+        #: An atomics endpoint's atomics under way.
         self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
@@ -303,7 +301,7 @@ class EndpointCore:
                 if watcher in self.watchers:
                     self.watchers.remove(watcher)
 
-    def under_way(self) -> list[Operation]:
+    def under_way(self) -> list[InFlight]:
         """Its operations, in the order in which they were posted."""
         return [operation for operation in self.engine.in_flight.values() if operation.endpoint is self]
 
@@ -341,6 +339,15 @@ class EndpointCore:
             if callback is not None:
                 callback()
 
+    def worker_broke(self, error: BaseException) -> None:
+        """Its worker is of no use any more."""
+        callback, self.on_failure = self.on_failure, None
+        if self.error is None:
+            self.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
+            self.error.__cause__ = error
+        if callback is not None:
+            callback()
+
     def internal_error(self, error: BaseException) -> None:
         """Ends this endpoint, and no other, after an exception in our own code.
 
@@ -367,9 +374,9 @@ class EndpointCore:
             and not self.exposed
             and not self.pending
             and self.stream_buffer is None
-            and self.companion is None
-            and self.chain_companion is None
-            and self.memory_companion is None
+            and self.atomics_endpoint is None
+            and self.chain_atomics_endpoint is None
+            and self.memory_endpoint is None
         )
 
     def pass_on(self, error: UCXError | None = None) -> EndpointCore:
@@ -422,16 +429,16 @@ class EndpointCore:
             watch.close()
 
     def _let_go(self) -> Any:
-        """Tells everybody who waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
+        """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         contained(self.stop_watching)
         handle, self.handle = self.handle, None
         for operation in list(self.pending):
             contained(self._end_operation, operation)
-        companions = self.companion, self.chain_companion, self.memory_companion
-        self.companion = self.chain_companion = self.memory_companion = None
-        for companion in companions:
-            if companion is not None:
-                contained(companion.follow, self)
+        endpoints_beside = self.atomics_endpoint, self.chain_atomics_endpoint, self.memory_endpoint
+        self.atomics_endpoint = self.chain_atomics_endpoint = self.memory_endpoint = None
+        for beside in endpoints_beside:
+            if beside is not None:
+                contained(beside.follow, self)
         if self.atomics is not None:
             contained(lambda: self.atomics.fail(self.problem()))
         return handle
@@ -492,10 +499,22 @@ class EndpointCore:
         live_handles.closed("endpoint")
 
 
-def with_companion(core: EndpointCore) -> list[EndpointCore]:
+def with_endpoints_beside(core: EndpointCore) -> list[EndpointCore]:
     """An endpoint, and those beside it that carry what is asked of it."""
-    beside = [one for one in (core.memory_companion, core.companion) if one is not None]
-    return [core, *(each for one in beside for each in with_companion(one))]
+    beside = [one for one in (core.memory_endpoint, core.atomics_endpoint) if one is not None]
+    return [core, *(each for one in beside for each in with_endpoints_beside(one))]
+
+
+def endpoints_of(engine: Engine) -> Collection[EndpointCore]:
+    """Those that UCX has."""
+    return cast(Collection[EndpointCore], engine.endpoints.values())
+
+
+def discard_message(engine: Engine, message: int) -> None:
+    """Takes a message off UCX's hands and throws it away."""
+    verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
+    if verdict > 0:
+        ReceiveOperation(engine, verdict, None, "discarding a message").detach()
 
 
 class CloseOperation(Operation):

@@ -13,6 +13,7 @@ import trio
 from .._live_handles import live_handles
 from .._process import Process, start_time, this_process
 from .._status import Status, UCXError
+from .._util import ignoring_late_run
 from .operations import EndpointCore
 
 
@@ -47,10 +48,8 @@ class Watch:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            try:
+            with ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
-            except RuntimeError:
-                pass
             os.close(fd)
             live_handles.closed("pidfd")
 

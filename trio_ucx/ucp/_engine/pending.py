@@ -27,7 +27,7 @@ class Parking(Protocol):
 class Pending:
     """Something that finishes once, with a value or an error; at most one task waits for it.
 
-    What happens when that task is cancelled is the subclass's to say, in :meth:`abandon`.
+    What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
     """
 
     __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
@@ -63,27 +63,27 @@ class Pending:
             notify(self)
 
     def finish_cancelled(self) -> None:
-        """Finishes because somebody cancelled it, with the exception that this somebody wants to see."""
+        """Finishes with the exception that the abort function was given for a cancellation."""
         assert self._raise_cancel is not None
         self.finish(outcome.capture(self._raise_cancel))
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
 
         Returns:
-            True when nobody will hear of this any more; False when its completion is at hand and the waiting task
-            must take it.
+            True when the wait ends now, as cancelled; False when the completion is at hand, and the waiting task gets
+            that instead.
         """
         raise NotImplementedError
 
     def internal_error(self, error: BaseException) -> None:
-        """Called when ``abandon`` failed: ends what it belongs to. Never raises."""
+        """Called when ``cancel`` failed: ends what it belongs to. Never raises."""
         report("an internal error of trio_ucx, in a cancellation", error)
 
-    def _abandon_for_trio(self) -> trio.lowlevel.Abort:
+    def _abort_for_trio(self) -> trio.lowlevel.Abort:
         """The abort function. It must not raise, or Trio ends the run."""
         try:
-            over = self.abandon()
+            over = self.cancel()
         except BaseException as error:
             self.internal_error(error)
             over = self.outcome is None
@@ -101,14 +101,14 @@ class Pending:
         return self.outcome.value
 
     async def wait(self) -> Any:
-        """Waits until it finishes; cancelling the wait abandons it. No schedule point if it has finished."""
+        """Waits until it finishes; cancelling the wait cancels it. No schedule point if it has finished."""
         if self.outcome is not None:
             return self.result()
         self._task = trio.lowlevel.current_task()
 
         def abort(raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
             self._raise_cancel = raise_cancel
-            return self._abandon_for_trio()
+            return self._abort_for_trio()
 
         await trio.lowlevel.wait_task_rescheduled(abort)
         return self.result()
@@ -137,7 +137,7 @@ class Signal(Pending):
 
     __slots__ = ()
 
-    def abandon(self) -> bool:
+    def cancel(self) -> bool:
         return True
 
     def set(self) -> None:
@@ -173,7 +173,7 @@ class Waiters:
         return True
 
     def give(self, thing: Any) -> bool:
-        """Gives it to who waits longest; False when nobody does."""
+        """Gives it to the task that has waited longest; False when no task waits."""
         return self._finish_first(Value(thing))
 
     def fail(self, error: Exception) -> None:

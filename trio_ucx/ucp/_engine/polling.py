@@ -20,18 +20,16 @@ not wait again, ``arming.py`` sees to it that the worker is armed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import trio
 
 from ..._native import lib
 from .._util import check_timeout
-from .arming import Event
+from .arming import Arming, Event
 from .pending import Pending
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 #: The default of ``spin``, in seconds: three times what it costs to wake a task.
 DEFAULT_SPIN = 100e-6
@@ -60,12 +58,26 @@ def check_yield_interval(yield_interval: float) -> float:
     return yield_interval
 
 
+class PolledWorker(Protocol):
+    """A worker, as far as waiting is concerned: :class:`~.engine.Engine`."""
+
+    handle: Any
+    arming: Arming
+    progress_count: int
+
+    def take(self, function: Callable[[Any, Any, int], int]) -> bool:
+        """Delivers what a function of C brings. Whether there was something."""
+
+    def watch_events(self) -> None:
+        """A task parks."""
+
+
 class Waiting:
     """How the tasks of one worker wait."""
 
     __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
 
-    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
+    def __init__(self, engine: PolledWorker, spin: float, yield_interval: float) -> None:
         self._engine = engine
         self.polling = spin > 0
         lib.tu_poll_bound(engine.handle, int(spin * 1e9))
@@ -87,7 +99,7 @@ class Waiting:
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _yielded_lately(self) -> bool:
-        # Whoever passed a schedule point then: if that was another task, ours has run since, so it yielded later.
+        # If another task passed that schedule point, ours has run since, so it yielded later.
         return perf_counter() - self._yielded < self._yield_interval
 
     def poll_at_once(self) -> bool:
@@ -107,7 +119,7 @@ class Waiting:
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
         """Waits for something pending: always a schedule point.
 
-        Cancelling that abandons it; with ``watch``, changes nothing about it.
+        Cancelling the wait cancels it; with ``watch``, it changes nothing about it.
         """
         engine = self._engine
         pending.expected = True
@@ -118,7 +130,7 @@ class Waiting:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
-            if engine.arming.armed_turn != engine.turns:  # not armed
+            if engine.arming.armed_at != engine.progress_count:  # not armed
                 self._go_on()
         return pending.result()
 
@@ -155,7 +167,7 @@ class Waiting:
 
     async def _park(self, pending: Pending, watch: bool) -> None:
         engine = self._engine
-        if engine.arming.armed_turn != engine.turns and not self.woken:
+        if engine.arming.armed_at != engine.progress_count and not self.woken:
             engine.arming.handle(Event.PARKS)
             if pending.outcome is not None:
                 await self.schedule_point()

@@ -12,7 +12,7 @@ from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
 from .._status import Status, UCXError, error_from_status
 from .engine import Engine
-from .operations import EndpointCore, Operation, with_companion
+from .operations import EndpointCore, Operation, with_endpoints_beside
 from .pending import Pending
 
 _HOST = lib.TU_MEMORY_HOST
@@ -58,7 +58,7 @@ def check_reaches(engine: Engine, pins: Pinned) -> None:
 async def completed(operation: Pending | None, engine: Engine, *, watch: bool = False) -> Any:
     """Waits for something that was just posted (None: it completed at once): always a schedule point.
 
-    Cancelling that abandons it; with ``watch``, changes nothing about it, and is then a checkpoint.
+    Cancelling the wait cancels it; with ``watch``, it changes nothing about it, and the call is a checkpoint.
     """
     if operation is not None and operation.outcome is None:
         return await engine.waiting.wait(operation, watch=watch)
@@ -105,15 +105,15 @@ def refusal(status: int, doing: str) -> Exception | None:
 
 
 def post_flush(core: EndpointCore) -> Operation | None:
-    core.engine.batches.send_batches()
+    core.engine.batches.send_all()
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 
 
 async def flush(core: EndpointCore) -> None:
-    """Flushes an endpoint, and the companion that carries its atomics. Always a checkpoint."""
+    """Flushes an endpoint, and the endpoints beside it. Always a checkpoint."""
     core.unflushed = False
     try:
-        for one in with_companion(core):
+        for one in with_endpoints_beside(core):
             one.check()
             operation = post_flush(one)
             if operation is not None:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import trio
 
 from ..._native import lib
 from .arming import Event, Next
-from .backoff import Backoff
+from .engine import Engine
 from .loop_hooks import AfterWait, BeforeWait
 from .safety_net import SafetyNet
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 class ProgressTask:
     """What of one worker's progress depends on Trio: see :class:`_arming.Loop`, which this implements."""
 
-    def __init__(self, engine: Engine, net: SafetyNet, backoff: Backoff) -> None:
+    def __init__(self, engine: Engine, net: SafetyNet) -> None:
         self._engine = engine
-        self._net = net
-        self._backoff = backoff
-        self.before_wait = BeforeWait(engine)
+        self._before_wait = BeforeWait(engine)
         self._after_wait = AfterWait(engine)
         self._suspended: trio.lowlevel.Task | None = None
-        self.watch = self.before_wait.watch
-        self.stop_watching = self.before_wait.stop_watching
+        self.watch = self._before_wait.watch
+        self.stop_watching = self._before_wait.stop_watching
         self.watch_events = self._after_wait.watch
         self.stop_watching_events = self._after_wait.stop_watching
         self.call_soon = engine.call_soon
@@ -59,7 +53,7 @@ class ProgressTask:
     async def _wait(self, what: Next, began: float) -> None:
         engine = self._engine
         if what is Next.WAIT_READABLE:
-            self._backoff.reset()
+            engine.backoff.reset()
             await trio.lowlevel.wait_readable(engine.efd)
             engine.counters["wakeups"] += 1
             engine.arming.handle(Event.READABLE)
@@ -67,7 +61,7 @@ class ProgressTask:
             await self._suspend()
         elif what is Next.PAUSE:
             engine.counters["backoffs"] += 1
-            await self._backoff.sleep(perf_counter() - began, engine.news())
+            await engine.backoff.sleep(perf_counter() - began, engine.news())
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
             if lib.tu_poll_goes_on(engine.handle):

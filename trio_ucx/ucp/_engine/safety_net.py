@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import trio
 
 from ..._native import lib
 from .._descriptors import opened
 from .arming import TIMER
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .engine import Engine
 
 #: Seconds between two looks.
 INTERVAL = 1.0
@@ -50,7 +47,7 @@ class SafetyNet:
 
     async def run(self) -> None:
         engine = self._engine
-        turns = 0
+        count = 0
         while engine.handle is not None:
             try:
                 await trio.lowlevel.wait_readable(self.timer)
@@ -62,7 +59,7 @@ class SafetyNet:
                 if engine.arming.timer_ended():
                     self._set(TIMER)
                     continue
-                turns = engine.turns
+                count = engine.progress_count
                 self._watches_polling = False
                 self._running = True
                 self._set(INTERVAL)
@@ -71,7 +68,7 @@ class SafetyNet:
                 engine.guard(engine.numbering.close_idle)
             if engine.lingering:
                 engine.guard(engine.lingering.close_due)
-            if not self.awaited():
+            if not engine.awaited():
                 self._running = False
                 self._set(0)
                 continue
@@ -79,25 +76,16 @@ class SafetyNet:
             # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
             # what is found now may have come just now.
             arming = engine.arming
-            if arming.sleeps and turns == engine.turns and not (arming.awaits_descriptor and engine.readable()):
+            if (
+                arming.sleeps
+                and count == engine.progress_count
+                and not (arming.awaits_descriptor and engine.readable())
+            ):
                 before = engine.news()
                 engine.progress()
                 if before != engine.news():
                     engine.counters["missed_events"] += 1
-            turns = engine.turns
-
-    def awaited(self) -> bool:
-        """Whether anybody waits for anything that UCX would tell."""
-        engine = self._engine
-        return bool(
-            engine.in_flight
-            or engine.numbering.has_temporary
-            or engine.lingering
-            or engine.tag_dispatch.sinks
-            or engine.stream_watchers
-            or any(waiters for waiters in engine.am_waiters.values())
-            or any(core.stream_buffer is not None and core.stream_buffer.awaited for core in engine.endpoints.values())
-        )
+            count = engine.progress_count
 
     def close(self) -> None:
         os.close(self.timer)

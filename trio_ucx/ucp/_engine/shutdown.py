@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import trio
-from outcome import Error
+from typing import Any
 
 from ..._native import lib, ucx
 from .._contained import contained
 from .._memory.registered import unmap_unused
-from .._status import Status, UCXError, broken
 from .._util import warn_resource
 from .answers import send_answers
+from .engine import Engine, InFlight, engines
 from .lingering import MOST_BEFORE_PEER
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .operations import EndpointCore, Operation
 
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
@@ -30,32 +22,32 @@ STUCK_TIMEOUT = 0.1
 STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 
 #: Workers that were left alone, and everything that UCX may still look at.
-abandoned: list[Any] = []
+left_alone: list[Any] = []
 
 
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
     start = time.monotonic()
-    engine.turn(arm=False)
+    engine.progress_and_deliver(arm=False)
     while engine.lingering.drains and time.monotonic() < start + MOST_BEFORE_PEER:
         yield
         time.sleep(0.0002)
-        engine.turn(arm=False)
+        engine.progress_and_deliver(arm=False)
         contained(engine.lingering.close_due)
     contained(engine.lingering.close_all)
     start = time.monotonic()
-    engine.turn(arm=False)
+    engine.progress_and_deliver(arm=False)
     while engine.uses_memory and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
         yield
         time.sleep(0.0002)
-        engine.turn(arm=False)
-    # Then what nobody asked for. (Messages of Connections are taken by every turn.)
+        engine.progress_and_deliver(arm=False)
+    # Then what nobody asked for. (Messages of Connections are taken whenever the worker is progressed.)
     while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.received)):
         engine.tag_dispatch.discard(message)
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
     yield
-    engine.turn(arm=False)
+    engine.progress_and_deliver(arm=False)
     yield from send_answers(engine, STUCK_TIMEOUT)
 
 
@@ -92,18 +84,18 @@ def _destroy(engine: Engine, handle: Any) -> None:
     for let_go in engine.kept:
         let_go()
     engine.kept.clear()
-    engine.context._released(engine)
+    engine.context._worker_destroyed(engine)
     if engine.on_closed is not None:
         engine.on_closed()
 
 
-def _operations_of_others(engine: Engine) -> list[Operation]:
+def _operations_of_others(engine: Engine) -> list[InFlight]:
     """The operations in flight at the context's other workers."""
-    others = [other for other in list(engine.context.engines) if other is not engine and other.handle is not None]
+    others = [other for other in list(engines) if other.context is engine.context and other.handle is not None]
     return [operation for other in others for operation in list(other.in_flight.values()) if operation.pins is not None]
 
 
-def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
+def _postpone(engine: Engine, handle: Any, others: list[InFlight]) -> None:
     """Destroys a worker only when these operations have ended.
 
     The workers of a context share the registrations of memory. When an endpoint is closed, UCX ends its large
@@ -123,41 +115,5 @@ def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
 
 
 def _leave_alone(engine: Engine, handle: Any) -> None:
-    abandoned.append((engine, handle))
+    left_alone.append((engine, handle))
     lib.tu_worker_stop_serving(handle)
-
-
-def fail_everything(engine: Engine, error: BaseException) -> None:
-    """Fails all waiting tasks with an internal error that concerns the whole worker."""
-
-    def failure() -> trio.BrokenResourceError:
-        return broken(f"the worker broke: {error!r}", error)
-
-    def fail(operation: Operation) -> None:
-        operation.finish(Error(failure()))
-        operation.detach()
-
-    def fail_endpoint(core: EndpointCore) -> None:
-        callback, core.on_failure = core.on_failure, None
-        if core.error is None:
-            core.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
-            core.error.__cause__ = error
-        if callback is not None:
-            callback()
-
-    for operation in list(engine.in_flight.values()):
-        contained(fail, operation)
-    contained(lambda: engine.stream_watchers.fail(failure()))
-    for tell in list(engine.on_broken.values()):
-        contained(lambda tell=tell: tell(failure()))
-    for core in list(engine.endpoints.values()):
-        contained(fail_endpoint, core)
-
-
-@contextmanager
-def ignoring_late_run() -> Iterator[None]:
-    """Trio calls that only matter while a run goes on."""
-    try:
-        yield
-    except RuntimeError:
-        pass

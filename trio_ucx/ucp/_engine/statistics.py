@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
-
-from ..._native import ffi, lib
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 @attrs.frozen
@@ -54,28 +47,3 @@ class WorkerStatistics:
     poll_limit: float
     background_closes: int
     stopped_queues: int
-
-
-def worker_statistics(engine: Engine) -> WorkerStatistics:
-    """The figures of an open worker."""
-    counts = ffi.new("tu_counts_t *")
-    lib.tu_worker_counts(engine.handle, counts)
-    return WorkerStatistics(
-        operations_in_flight=len(engine.in_flight),
-        left_over_operations=engine.detached,
-        completed_operations=engine.counters["completed"],
-        endpoints=sum(core.handle is not None for core in engine.endpoints.values()) - engine.numbering.idle,
-        wakeups=engine.counters["wakeups"],
-        busy_arms=counts.arm_busy,
-        backoffs=engine.counters["backoffs"],
-        missed_events=engine.counters["missed_events"],
-        progress_calls=counts.progress_calls,
-        messages=engine.messages,
-        batches=engine.counters["batches"],
-        polls=counts.polls,
-        polls_paid=counts.polls_paid,
-        poll_seconds=counts.poll_nanoseconds / 1e9,
-        poll_limit=counts.poll_limit / 1e9,
-        background_closes=len(engine.background),
-        stopped_queues=engine.counters["stopped_queues"],
-    )

@@ -1,17 +1,15 @@
-"""What an endpoint has received of its UCP stream, in pieces that UCX lends, until somebody takes it."""
+"""What an endpoint has received of its UCP stream, in borrowed pieces, until a task takes it."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from ..._native import lib
-from .borrowed import Borrowed, in_use
+from .._memory.buffers import Pinned
+from .._memory.window import in_use
+from .borrowed import Borrowed
+from .engine import Engine
 from .pending import Signal
-
-if TYPE_CHECKING:
-    from .._memory.buffers import Pinned
-    from .engine import Engine
 
 
 class Piece:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ..._native import ffi, lib
-from .operations import ReceiveOperation
-
-if TYPE_CHECKING:
-    from .._status import UCXError
-    from .engine import Engine
+from .._status import UCXError
 
 logger = logging.getLogger("trio_ucx")
 
@@ -35,11 +32,22 @@ class TagSink(Protocol):
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
 
 
-class TagDispatch:
-    """Where the messages of one worker's Connections go."""
+class DispatchingWorker(Protocol):
+    """A worker, as far as tag dispatch is concerned: :class:`~.engine.Engine`."""
 
-    def __init__(self, engine: Engine) -> None:
+    handle: Any
+
+
+class TagDispatch:
+    """Where the messages of one worker's Connections go.
+
+    Args:
+        discard: takes a message off UCX's hands, by its handle, and throws it away.
+    """
+
+    def __init__(self, engine: DispatchingWorker, discard: Callable[[int], None]) -> None:
         self._engine = engine
+        self.discard = discard
         #: What takes the messages of a connection id, while it is open.
         self.sinks: dict[int, TagSink] = {}
         #: Whether the messages of Connections are dispatched here.
@@ -83,10 +91,3 @@ class TagDispatch:
                 tag,
             )
         self.discard(message)
-
-    def discard(self, message: int) -> None:
-        """Takes a message off UCX's hands and throws it away."""
-        engine = self._engine
-        verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
-        if verdict > 0:
-            ReceiveOperation(engine, verdict, None, "discarding a message").detach()

@@ -1,10 +1,10 @@
 """Buffers: from Python objects to pinned memory that UCX may use until it says that it is done.
 
 A :class:`Pinned` holds the buffer export of every object it was made from (``ffi.from_buffer``): a ``bytearray`` in it
-cannot be resized, a ``memoryview`` or ``mmap`` not be closed. :meth:`Pinned.release` ends that at once, whoever still
-refers to the object.
+cannot be resized, a ``memoryview`` or ``mmap`` not be closed. :meth:`Pinned.release` ends that at once, even if other
+code still refers to the object.
 
-The buffer protocol comes first, as it says most; then what ``_memory_kinds`` understands, and :class:`Strided`.
+The buffer protocol is tried first, because it tells most; then what ``foreign`` understands, and :class:`Strided`.
 """
 
 from __future__ import annotations
@@ -167,17 +167,17 @@ class Pinned:
         address: where it is (a cffi pointer); None for what is not contiguous: a list, a strided array.
         memory: its kind: ``TU_MEMORY_UNKNOWN``, or 1 + a :class:`MemoryType`.
         many: the ``tu_buffers_t`` of what is not contiguous, else None.
-        companion: what else must live as long.
+        kept: what else must live as long.
     """
 
-    __slots__ = ("_exports", "_keep", "address", "companion", "many", "memory", "size")
+    __slots__ = ("_exports", "_keep", "address", "kept", "many", "memory", "size")
     address: Any
     memory: int
     size: int
 
     def __init__(self, data: Buffer, *, writable: bool = False) -> None:
         self.many: Any = None
-        self.companion: Any = None
+        self.kept: Any = None
         self._exports: tuple[Any, ...] = ()
         if isinstance(data, (list, tuple)):
             self._pin_list(data, writable)

@@ -15,13 +15,13 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from .._address import WorkerAddress
-from .._engine.borrowed import Window
 from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
 from .._status import Status, UCXError, read_sized
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .buffers import Buffer, Pinned
 from .foreign import MemoryType
+from .window import Window
 
 if TYPE_CHECKING:
     from .._context import Context
@@ -239,13 +239,12 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
             RuntimeError: its context was closed.
         """
         self._check()
-        engine = next((engine for engine in list(self.context.engines) if engine.handle is not None), None)
-        worker = None
-        if engine is not None:
-            engine.data_ports.open("a memory descriptor says the worker's address")
-            worker = engine.address
+        worker = next((worker for worker in list(self.context.workers) if worker.handle is not None), None)
+        address = None
+        if worker is not None:
+            address = worker.publish_address("a memory descriptor says the worker's address")
         return bytes(
-            MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, worker, this_process(), self._token)
+            MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, address, this_process(), self._token)
         )
 
     def _check(self) -> None:

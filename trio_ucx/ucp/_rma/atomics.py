@@ -1,4 +1,4 @@
-"""How many atomics may be under way on a companion (``_rma/remote_memory.py``).
+"""How many atomics may be under way on an atomics endpoint (``_rma/remote_memory.py``).
 
 UCX ends the process when an endpoint or a worker goes that has atomics which it could not send yet ("'abort' is not
 implemented for protocol amo/fetch/sw"). So there are never more under way than surely fit into a shared-memory queue.
@@ -11,14 +11,10 @@ One that fetches is over when its answer comes; one that does not, when a flush 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..._native import lib
+from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation
 from .._engine.pending import Waiters
-
-if TYPE_CHECKING:
-    from .._engine.engine import Engine
 
 #: A queue of UCX's in shared memory has 256 places.
 LIMIT = 64
@@ -26,7 +22,7 @@ LIMIT_OVER_TCP = 1
 
 
 class AtomicWindow:
-    """The places for atomics under way, and who waits for one."""
+    """The places for atomics under way, and the tasks that wait for one."""
 
     def __init__(self, core: EndpointCore, limit: int) -> None:
         self._core = core

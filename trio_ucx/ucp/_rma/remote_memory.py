@@ -5,28 +5,30 @@ Theory of atomics
 
 UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
 handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
-ever; nor can it be closed by force. So an endpoint gets a *companion* with the first atomic: a second endpoint to the
-same process, by worker address, without error handling. The endpoint watches for both: when it fails, or is closed,
-whatever waits on the companion is told. What UCX still has pending there ends with the worker. It bears that for
-atomics that were sent, but not for others, so only as many are under way as surely can be sent (``_rma/atomics.py``).
+ever; nor can it be closed by force. So the first atomic gives an endpoint an *atomics endpoint*: a second endpoint to
+the same process, by worker address, without error handling. When the endpoint fails or is closed, operations that wait
+on its atomics endpoint fail, too. What UCX still has pending there ends with the worker. UCX bears that for atomics
+that were sent, but not for others, so only as many are under way as surely can be sent (``_rma/atomics.py``).
 
 What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
-a companion's connection to a dead peer is freed only with the worker.
+an atomics endpoint's connection to a dead peer is freed only with the worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .._connecting import connect_companion, connect_for_memory
+from .._address import WorkerAddress
+from .._connecting import connect_for_atomics, connect_for_memory
 from .._context import Feature
 from .._engine.borrowed import Borrowed
+from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation
 from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
 from .._memory.buffers import Buffer, Pinned, new_bytes
@@ -36,10 +38,6 @@ from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from .ways import Key, Way, connect, find_way, try_connect
-
-if TYPE_CHECKING:
-    from .._address import WorkerAddress
-    from .._engine.engine import Engine
 
 
 class _Transfer(Operation):
@@ -68,7 +66,7 @@ class _Transfer(Operation):
 
 
 class _Atomic(Operation):
-    """An atomic under way: holds the key, its words, and a place in the companion's window."""
+    """An atomic under way: holds the key, its words, and a place in the atomics endpoint's window."""
 
     __slots__ = ("_fetches", "_key", "_window", "_words")
 
@@ -372,7 +370,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine = self._core.engine
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
-        core = self._companion()
+        core = self._atomics_endpoint()
         await connect(core)
         core.check()
         if core.atomics is None:
@@ -403,19 +401,19 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await completed(operation, engine)
         return int(words[1])
 
-    def _companion(self) -> EndpointCore:
+    def _atomics_endpoint(self) -> EndpointCore:
         """The endpoint without error handling beside ours."""
         core = self._core
-        if core.companion is None:
-            core.companion = connect_companion(core, self._worker_address())
-        return core.companion
+        if core.atomics_endpoint is None:
+            core.atomics_endpoint = connect_for_atomics(core, self._worker_address())
+        return core.atomics_endpoint
 
-    def _chain_companion(self) -> EndpointCore:
+    def _chain_atomics_endpoint(self) -> EndpointCore:
         """The same for the atomics of request chains, of which C decides how many are under way."""
         core = self._core
-        if core.chain_companion is None:
-            core.chain_companion = connect_companion(core, self._worker_address())
-        return core.chain_companion
+        if core.chain_atomics_endpoint is None:
+            core.chain_atomics_endpoint = connect_for_atomics(core, self._worker_address())
+        return core.chain_atomics_endpoint
 
     def _worker_address(self) -> WorkerAddress:
         address = self._core.peer_address or self._descriptor.worker

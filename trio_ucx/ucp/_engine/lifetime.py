@@ -1,0 +1,193 @@
+"""The life of an engine: it is made of its parts, its tasks are started, and it is closed with everything it has.
+
+The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that still go on
+in the background finish (each has its own deadline) and closes the worker. Closing by force needs no progress task: it
+is a plain function, which async generators that are finalised after the system tasks still can call.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import trio
+from outcome import Error
+
+from ..._native import ffi, lib
+from .. import _descriptors as descriptors
+from .. import _shared_memory as shared_memory
+from .._attributes import native_name
+from .._contained import contained
+from .._context import Context
+from .._live_handles import live_handles
+from .._status import Status
+from .._util import ignoring_late_run
+from .arming import Arming
+from .backoff import Backoff
+from .dispatch import deliver, deliver_failures
+from .engine import Engine, InFlight, engines
+from .operations import discard_message, under_way
+from .pending import Signal
+from .polling import DEFAULT_SPIN
+from .progress import ProgressTask
+from .safety_net import SafetyNet
+from .shutdown import dispose, drain
+from .tag_dispatch import TagDispatch
+
+
+def open_engine(
+    context: Context,
+    name: str | None = None,
+    client_id: int | None = None,
+    *,
+    spin: float = DEFAULT_SPIN,
+    yield_interval: float = 0.0,
+    tasks: bool = True,
+) -> Engine:
+    """Creates a worker (``ucp_worker_create``) and its engine.
+
+    Args:
+        tasks: starts its system tasks. Without them, the caller makes it progress.
+
+    Raises:
+        MemoryError, OSError, UCXError: UCX has no memory, there are too few descriptors left, or UCX refuses.
+    """
+    handle = _create_worker(context, name, client_id)
+    with ExitStack() as undo:
+        undo.callback(lib.tu_worker_destroy, handle)
+        engine = Engine(context, handle, client_id, spin=spin, yield_interval=yield_interval)
+        engine.backoff = Backoff(engine.efd)
+        undo.callback(engine.backoff.close)
+        engine.lost_events = net = SafetyNet(engine)
+        undo.callback(net.close)
+        progress_task = ProgressTask(engine, net)
+        engine.arming = Arming(engine, progress_task, polling=engine.waiting.polling)
+        engine.tag_dispatch = TagDispatch(engine, partial(discard_message, engine))
+        engine.deliver, engine.deliver_failures = deliver, deliver_failures
+        undo.pop_all()
+    live_handles.opened("worker")
+    context.destroy_postponed()
+    context.workers[engine] = partial(close_now, engine)
+    engines.add(engine)
+    if tasks:
+        engine.spawn(partial(_run, engine, progress_task), f"trio_ucx progress (efd {engine.efd})")
+        engine.spawn(net.run, f"trio_ucx safety net (efd {engine.efd})")
+    return engine
+
+
+def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
+    doing = "opening a worker"
+    descriptors.require(context.descriptors_per_worker, doing)
+    out = ffi.new("tu_worker_t **")
+    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
+    if status != Status.OK:
+        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
+        raise shared_memory.explain(status, "creating a worker")
+    return out[0]
+
+
+async def _run(engine: Engine, progress_task: ProgressTask) -> None:
+    """The progress task."""
+    engine.stop = trio.CancelScope()
+    try:
+        with engine.stop:
+            try:
+                await progress_task.run_until(lambda: False)
+            except trio.ClosedResourceError:
+                pass  # the worker was closed while we waited
+            except Exception as error:
+                engine.internal_error(error)
+            if engine.handle is not None:
+                engine.arming.end()
+                await trio.sleep_forever()  # broken: nothing moves any more
+    finally:
+        # The run ends (or the worker was closed, and nothing of this does anything).
+        if engine.handle is not None and not engine.closing:
+            with trio.CancelScope(shield=True):
+                try:
+                    if engine.background:
+                        await progress_task.run_until(lambda: not engine.background)
+                finally:
+                    await close(engine)
+
+
+async def close_after_background(engine: Engine) -> None:
+    """Waits, shielded, for the closes that go on in the background (each has its own deadline), then closes."""
+    try:
+        with trio.CancelScope(shield=True):
+            while engine.background and engine.usable and engine.broken is None and engine.stop is not None:
+                engine.background_ended = Signal()
+                await engine.background_ended.wait()
+            await close(engine)
+    finally:
+        close_now(engine)
+    await trio.lowlevel.checkpoint()
+
+
+async def close_after_lingering(engine: Engine) -> None:
+    """The same, and waits for endpoints that are closed a moment later."""
+    await engine.lingering.wait_ended()
+    await close_after_background(engine)
+
+
+async def close(engine: Engine) -> None:
+    """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
+    if not _begin_close(engine):
+        return
+    with trio.CancelScope(shield=True):
+        for _ in drain(engine):
+            await trio.lowlevel.checkpoint()
+    _finish_close(engine)
+
+
+def close_now(engine: Engine) -> None:
+    """The same as a plain function."""
+    if _begin_close(engine):
+        for _ in drain(engine):
+            pass
+        _finish_close(engine)
+
+
+def _begin_close(engine: Engine) -> bool:
+    if engine.handle is None or engine.closing:
+        return False
+    if not engine.usable:
+        engine.handle = None  # after a fork: the parent's, to be left alone
+        return False
+    engine.closing = True
+    engine.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
+    for close_child in list(engine.children.values()):
+        contained(close_child)
+    for endpoint in list(engine.endpoints.values()):
+        contained(endpoint.close)
+    for operation in list(engine.in_flight.values()):
+        contained(_end, operation)
+    return True
+
+
+def _end(operation: InFlight) -> None:
+    operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
+    operation.detach()
+    lib.tu_operation_cancel(operation.engine.handle, operation.id)
+
+
+def _finish_close(engine: Engine) -> None:
+    engine.statistics_at_close = engine.statistics()
+    for end in list(engine.at_end.values()):
+        contained(end)
+    stuck = under_way(engine.in_flight.values())
+    for fd in (engine.efd, engine.lost_events.timer, *engine.backoff.descriptors):
+        with ignoring_late_run():
+            trio.lowlevel.notify_closing(fd)
+    handle, engine.handle = engine.handle, None
+    engine.arming.end()
+    engine.backoff.close()
+    engine.lost_events.close()
+    if engine.stop is not None:
+        with ignoring_late_run():
+            engine.stop.cancel()
+    live_handles.closed("worker")
+    engines.discard(engine)
+    engine.detached = 0
+    dispose(engine, handle, stuck)
