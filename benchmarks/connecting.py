@@ -1,7 +1,7 @@
 """How fast connections come and go, and what a thousand of them cost: see ``--help``.
 
 The server and the client are processes of their own; each run of them measures one figure over one transport. With
-``--beside PYTHON`` the same is measured with the trio_ucx of another environment, in turns, and ratios are printed.
+``--beside PYTHON`` the same is measured with the trio_ucx of another environment, alternately, and ratios are printed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--transports", default="tcp,shm", help="of tcp, shm")
     add("--beside", metavar="PYTHON", help="another environment's python, to measure its trio_ucx beside this one's")
-    add("--rounds", type=int, default=3, help="turns for each figure (3); medians are printed")
+    add("--rounds", type=int, default=3, help="how often each figure is measured (3); medians are printed")
     add("--count", type=int, default=300, help="connections for each figure of time (300)")
     add("--held", type=int, default=HELD, help=f"connections for the figures of memory ({HELD}); 0 leaves them out")
     add("--role", help=argparse.SUPPRESS)

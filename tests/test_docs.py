@@ -68,9 +68,15 @@ def sections(page: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = [
+    *("README.md", "benchmarks/README.md", "examples/README.md"),
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / "docs" / document
+    path = ROOT / document
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if target.startswith("https://"):
             continue
