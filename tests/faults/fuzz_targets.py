@@ -1,0 +1,220 @@
+"""What a hostile peer may send, as functions of random bytes. ``test_fuzz.py`` and ``tools/fuzz.py`` call them.
+
+Each target takes any bytes, and raises only if the library is wrong: an exception that is not part of its interface, an
+internal error, a buffer that stays pinned, or a state that grows without a bound.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from simulation import InFlight, Side, World, simulated
+from test_exchange import BODIES, KEYS, feed, reach, reachable
+
+from trio_ucx import _wire as wire
+from trio_ucx._handshake.exchange import Aborted, Kind, State
+from trio_ucx._handshake.facts import Facts
+from trio_ucx._tag_queue import Want
+from trio_ucx.ucp._address_format import parse_worker_address
+from trio_ucx.ucp._memory.buffers import Pinned
+
+
+class Reader:
+    """Random bytes as a source of choices; zeros behind their end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def bytes(self, count: int) -> bytes:
+        found = self._data[self._at : self._at + count]
+        self._at += count
+        return found.ljust(count, b"\0")
+
+    def below(self, bound: int) -> int:
+        size = 1 if bound <= 256 else 2 if bound <= 65536 else 8
+        return int.from_bytes(self.bytes(size), "little") % bound
+
+    def choose(self, things: list[Any]) -> Any:
+        return things[self.below(len(things))]
+
+
+def frame(data: bytes) -> None:
+    """A control frame: what is accepted is encoded to the same bytes."""
+    try:
+        decoded = wire.decode_frame(data)
+    except wire.ProtocolError:
+        return
+    assert wire.encode_frame(decoded) == data
+
+
+def facts(data: bytes) -> None:
+    """What a peer says about itself."""
+    try:
+        decoded = Facts.decode(data)
+    except wire.ProtocolError:
+        return
+    assert Facts.decode(decoded.encode()) == decoded
+
+
+def address(data: bytes) -> None:
+    """A worker address of UCX's."""
+    try:
+        parse_worker_address(data)
+    except ValueError:
+        return
+
+
+_REACHABLE = {key: reachable(key) for key in KEYS}
+_KINDS = list(Kind)
+_BODIES = [BODIES[kind] for kind in _KINDS]
+
+
+def exchange(data: bytes) -> None:
+    """The control socket, from any state of either side; half of the time, the peer knows the authkey."""
+    reader = Reader(data)
+    key = reader.choose(KEYS)
+    is_client, state = reader.choose(_REACHABLE[key])
+    side, peer = reach(state, is_client, key)
+    sent = b""
+    for _ in range(12):
+        if not reader:
+            break
+        how = reader.below(4)
+        if how == 0:
+            sent += reader.bytes(reader.below(60))
+            continue
+        body = reader.bytes(reader.below(300)) if how == 1 else reader.choose(_BODIES)
+        if how == 3 and body:
+            at = reader.below(len(body))
+            body = body[:at] + reader.bytes(1) + body[at + 1 :]
+        peer._send(reader.choose(_KINDS), body)
+        sent += peer.data_to_send()
+    feed(side, sent, [1 + reader.below(400) for _ in range(reader.below(6))])
+    assert side.exchange.state in State
+
+
+_FRAMES = list(wire._FRAMES.values())
+_SIZES = [0, 1, 8, 1000, 1024, 1025, 5000, 5001, 12_000, 30_000]
+
+
+def connection(data: bytes) -> None:
+    """An open connection: the peer sends any frames and messages, while the program at this end goes on."""
+    with simulated():
+        _Attack(Reader(data)).run()
+
+
+class _Attack:
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.world = World(window=reader.choose([4096, 40_000]))
+        #: The honest side, and the one whose place the attacker takes.
+        self.side, self.other = self.world.sides
+        for each in self.world.sides:
+            each.engine.peer_is_hostile = True
+        self._buffers: list[Pinned] = []
+
+    def run(self) -> None:
+        steps: list[Callable[[], object]] = [
+            self._raw_frame,
+            self._frame,
+            self._frame,
+            self._message,
+            self._message,
+            self._deliver,
+            self._deliver,
+            lambda: self.side.send(self.reader.below(3), self.reader.choose(_SIZES)),
+            lambda: self.side.receive(self.reader.below(3), self.reader.choose(list(Want))),
+            lambda: self.side.cancel_send(self.reader.below(8)),
+            lambda: self.side.cancel_receive(self.reader.below(8)),
+            lambda: self.side.start_write(b"x" * self.reader.choose(_SIZES)) if self.side.can_send else None,
+            self.side.advance,
+            self.side.read,
+            self.side.cancel_read,
+            self.side.close,
+            self._control,
+            self._finish_transfer,
+            lambda: self.side.transport.deliver(1 + self.reader.below(4)),
+        ]
+        for _ in range(60):
+            if not self.reader:
+                break
+            self.reader.choose(steps)()
+            self.side.engine.send_deferred()
+            self.side.collect()
+            self.world.check_errors()
+        self._end()
+
+    def _send(self, queue: int, data: bytes) -> None:
+        self.other.transport.wire.append(InFlight(queue, data, sender=self.other.transport))
+
+    def _raw_frame(self) -> None:
+        self._send(wire.CONTROL, self.reader.bytes(self.reader.below(40)))
+
+    def _frame(self) -> None:
+        cls = self.reader.choose(_FRAMES)
+        fields = [self._near(least, most) for least, most in cls.limits]
+        self._send(wire.CONTROL, struct.pack(cls.format, cls.kind, *fields))
+
+    def _near(self, least: int, most: int) -> int:
+        """A legal number: an extreme one, or one that an honest peer could say now."""
+        sending = self.side.link.sending.credit
+        likely = [least, most, least + 1, self.reader.below(256), sending.sent, sending.window - sending.credit]
+        return max(least, min(most, int(self.reader.choose(likely))))
+
+    def _message(self) -> None:
+        queue = self.reader.choose([0, 1, 2, 7, wire.STREAM, wire.STREAM, wire.CONTROL, 2**31 - 1, 2**31 + 9])
+        size = self.reader.choose(_SIZES)
+        if size >= self.side.transport.threshold and queue != wire.CONTROL:
+            pins = Pinned(bytearray(size))
+            self._buffers.append(pins)
+            self.other.transport.wire.append(InFlight(queue, None, pins, sender=self.other.transport))
+        else:
+            self._send(queue, bytes(size))
+
+    def _deliver(self) -> None:
+        self.other.transport.deliver(1 + self.reader.below(4))
+
+    def _finish_transfer(self) -> None:
+        self.side.transport.finish_transfer(self.reader.below(8))
+
+    def _control(self) -> None:
+        if self.side.link.core.handle is not None:
+            if self.reader.below(2):
+                self.side.link.closing.control_said(Aborted(self.reader.below(2**62)))
+            else:
+                self.side.link.closing.control_lost("ended")
+
+    def _end(self) -> None:
+        """After an abort nothing is left of the connection, whatever the peer has done."""
+        side = self.side
+        side.abort()
+        self.other.abort()
+        for each in self.world.sides:
+            each.transport.wire.clear()
+        while side.transport.finish_transfer(0) or self.other.transport.finish_transfer(0):
+            pass
+        self.world.check_errors()
+        _check_released(side)
+        for pins in self._buffers:
+            pins.release()
+
+
+def _check_released(side: Side) -> None:
+    side.collect()
+    assert not side.engine.in_flight, side.engine.in_flight
+    assert side.engine.detached == 0
+    assert not side.receivers and not side.link.receiving.queues
+    assert side.link.buffers_released() and not side.link.sending.credit.waiting
+    for buffer in side.buffers:
+        buffer.append(0)  # not if it is pinned
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (frame, facts, address, exchange, connection)
+}

@@ -1,0 +1,30 @@
+"""Random bytes, and a corpus of those that reached new code, through each target of ``fuzz_targets.py``.
+
+``python tools/fuzz.py`` looks for more, guided by coverage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzz_targets import TARGETS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_corpus(name: str) -> None:
+    inputs = (CORPUS / name).read_text().split()
+    assert inputs
+    for line in inputs:
+        TARGETS[name](bytes.fromhex(line))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=300, deadline=None, database=None)
+@given(data=st.binary(max_size=400))
+def test_random_bytes(name: str, data: bytes) -> None:
+    TARGETS[name](data)

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# The C half under a checker of memory or of threads:
+#
+#     tools/sanitize.sh address  [pytest arguments]    AddressSanitizer and UndefinedBehaviorSanitizer
+#     tools/sanitize.sh thread   [pytest arguments]    ThreadSanitizer
+#     tools/sanitize.sh valgrind [pytest arguments]    valgrind's memcheck, slow: the default is a part of the suite
+#
+# Builds a copy of the last commit in a temporary directory, with an environment of its own. Needs gcc, PyPI, and for
+# the last one valgrind. The first report ends the test that caused it; the exit status is pytest's.
+#
+# UCX is not compiled with these checkers, so they see only what our C code does, and what libc does for it. Leaks are
+# not looked for: Python and UCX keep much until the process ends. The tests count what is open instead
+# (trio_ucx.testing.live_handles).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tool=${1:?address, thread or valgrind}
+shift
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+suppressions=$PWD/tools/suppressions
+git clone -q . "$work/source"
+"${PYTHON:-python3}" -m venv "$work/venv"
+. "$work/venv/bin/activate"
+
+flags="-g -O1 -fno-omit-frame-pointer"
+case $tool in
+address) flags+=" -fsanitize=address,undefined -fno-sanitize-recover=undefined" ;;
+thread) flags+=" -fsanitize=thread" ;;
+valgrind) ;;
+*)
+    echo "unknown: $tool" >&2
+    exit 2
+    ;;
+esac
+cd "$work/source"
+CFLAGS="$flags" LDFLAGS="$flags" pip install -q -e '.[test]'
+
+# Every object is an allocation of its own, so that the checkers know where it ends. UCX does not replace malloc's hooks
+# or handlers of signals, which are the checkers' here.
+export PYTHONMALLOC=malloc UCX_MEM_EVENTS=no UCX_ERROR_SIGNALS= TRIO_UCX_SANITIZED=$tool
+export UBSAN_OPTIONS=print_stacktrace=1
+libraries() { for name in "$@"; do gcc -print-file-name="lib$name.so"; done | paste -sd: -; }
+case $tool in
+address)
+    # UCX reads an abstract Unix address, and jumps over frames, in ways that are no faults of ours.
+    export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allow_user_segv_handler=1
+    [ $# -gt 0 ] || set -- tests
+    LD_PRELOAD=$(libraries asan ubsan) python -m pytest -n 0 --timeout 1200 "$@"
+    ;;
+thread)
+    export TSAN_OPTIONS=suppressions=$suppressions/thread.txt:halt_on_error=1:report_signal_unsafe=0
+    [ $# -gt 0 ] || set -- tests/test_threads.py tests/test_forks.py tests/test_ucx_log.py tests/test_serving.py
+    LD_PRELOAD=$(libraries tsan) python -m pytest -n 0 --timeout 1200 "$@"
+    ;;
+valgrind)
+    [ $# -gt 0 ] || set -- tests/test_native.py tests/test_no_memory.py tests/test_messages.py tests/test_credit.py
+    valgrind --quiet --error-exitcode=99 --suppressions="$suppressions/valgrind.txt" \
+        python -m pytest -n 0 --timeout 3600 "$@"
+    ;;
+esac
