@@ -22,7 +22,7 @@ from helpers import PROMPT, Certificates, Stopwatch, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake import registry as registry_side
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake.exchange import Kind
 from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.ucp._process import this_host
@@ -274,14 +274,14 @@ def records(data: bytes) -> list[tuple[int, int]]:
 async def counted_endpoints(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
     """The numbers of the endpoints that are made for connections."""
     made: list[int] = []
-    original = registry_side.connect_paired
+    original = handshake_side.connect_paired
 
     def counting(*args: Any) -> Any:
         made.append(args[3])
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry_side, "connect_paired", counting)
+        patch.setattr(handshake_side, "connect_paired", counting)
         yield made
 
 

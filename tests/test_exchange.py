@@ -33,10 +33,10 @@ from trio_ucx._handshake.exchange import (
     Event,
     Exchange,
     Kind,
+    NotTrioUCX,
     Opened,
     Refused,
     State,
-    Stranger,
     Taken,
     Welcomed,
 )
@@ -337,7 +337,7 @@ def test_every_state_and_every_kind(key: bytes | None) -> None:
             if state is State.ENDED:
                 assert side.error is None
             else:
-                assert isinstance(side.error, Stranger if state is State.PREAMBLE else ProtocolError)
+                assert isinstance(side.error, NotTrioUCX if state is State.PREAMBLE else ProtocolError)
                 assert state is State.PREAMBLE or f"kind {number} is out of place" in str(side.error)
             assert side.exchange.state is State.ENDED and side.events == []
             side.take(bytes(1000))

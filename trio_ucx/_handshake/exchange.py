@@ -171,16 +171,16 @@ class Aborted:
 Event = Opened | Welcomed | Assigned | Taken | Declined | Refused | Aborted
 
 
-class Stranger(ProtocolError):
+class NotTrioUCX(ProtocolError):
     """The first bytes are not those of a trio_ucx peer.
 
     Attributes:
-        begin: what came.
+        first_bytes: what the peer has sent.
     """
 
-    def __init__(self, begin: bytes) -> None:
-        super().__init__(f"this is no trio_ucx peer: it began with {begin[:24]!r}")
-        self.begin = begin
+    def __init__(self, first_bytes: bytes) -> None:
+        super().__init__(f"this is not a trio_ucx peer: its first bytes were {first_bytes[:24]!r}")
+        self.first_bytes = first_bytes
 
 
 class Refusal(ProtocolError):
@@ -340,7 +340,7 @@ class Exchange:
     def _receive_preamble(self) -> bool:
         begin = bytes(self._buffer[: len(MAGIC)])
         if begin != MAGIC[: len(begin)]:
-            raise Stranger(bytes(self._buffer))
+            raise NotTrioUCX(bytes(self._buffer))
         if len(self._buffer) < _PREAMBLE.size:
             return False
         preamble = bytes(self._buffer[: _PREAMBLE.size])

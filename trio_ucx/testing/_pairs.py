@@ -9,7 +9,8 @@ import trio
 
 from .. import _wire as wire
 from .._connection import Connection
-from .._highlevel import connect, open_ucx_listeners
+from .._open import connect
+from .._serve import open_ucx_listeners
 from ..ucp import Worker
 
 Pair = tuple[Connection, Connection]
