@@ -16,6 +16,7 @@ from ._link import Link
 from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
+from .ucp._endpoint import close_in_background
 from .ucp._engine.pending import Pending
 from .ucp._engine.posting import completed
 from .ucp._memory.buffers import Buffer
@@ -467,7 +468,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             await link.closing.close_gracefully()
         except trio.Cancelled:
-            _close_in_background(link)
+            close_in_background(link.engine, link.core, link.closing.close_gracefully)
             raise
         except BaseException:
             link.closing.close_now()
@@ -536,16 +537,3 @@ class Messages(metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         return f"<messages with tag {self._tag} of {self._connection!r}>"
-
-
-def _close_in_background(link: Link) -> None:
-    async def run() -> None:
-        try:
-            await link.closing.close_gracefully()
-        except trio.BrokenResourceError:
-            pass  # nobody is there to be told
-        finally:
-            link.closing.close_now()
-
-    if not link.engine.spawn_background(run, f"trio_ucx closing {link.core.label}"):
-        link.closing.close_now()

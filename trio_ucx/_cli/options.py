@@ -16,9 +16,8 @@ from typing import Literal
 import attrs
 
 from ..ucp import Transport
+from ..ucp._address_format import SHARED_MEMORY
 from .sizes import format_size
-
-SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
 
 #: An option's name, and the name of one of its values.
 Choice = tuple[str, str]
