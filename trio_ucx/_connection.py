@@ -59,11 +59,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def endpoint(self) -> Endpoint:
-        """Its UCP endpoint, to ask about transports; closing it breaks the connection."""
+        """Its UCP endpoint, for queries about transports; closing it breaks the connection."""
         self._link.core.exposed = True
         return self._endpoint
 
@@ -92,7 +92,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._link.remote_address
 
     def statistics(self) -> ConnectionStatistics:
-        """Returns what it has carried, holds and may send.
+        """Returns what it has sent and received, what it holds, and what it may send.
 
         Raises: nothing, also after the close.
         """
@@ -227,7 +227,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return len(data)
 
     async def _receive_copied(self, buffer: bytearray, tag: int) -> int:
-        """Receives into a small buffer, which it costs less to copy to than to pin."""
+        """Receives into a small buffer. Copying to it costs less than pinning it."""
         link = self._link
         with memoryview(buffer) as view:  # so that it keeps its size
             small = link.receiving.take_small(tag, len(buffer))
@@ -243,10 +243,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
-        """Receives the next message of a tag queue if it is there already.
+        """Receives the next message of a tag queue if it has arrived.
 
         Raises:
-            trio.WouldBlock: it is not; or it is a large one, which only a waiting receive brings over.
+            trio.WouldBlock: it has not; or it is a large one, which only a waiting receive transfers.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
             UCXError, MemoryError, TypeError, ValueError: as for :meth:`receive`.
         """
@@ -293,7 +293,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint()
         await self._link.core.wait_until(self._link.buffers_released)
 
-    # What request groups need.
+    # For request groups.
 
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
@@ -428,7 +428,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 buffered.feed(piece, receiving.next_piece)
             return buffered.take(max_bytes)
 
-    # ---- the end ----
+    # ---- closing ----
 
     @enable_ki_protection
     def abort(self) -> None:

@@ -131,7 +131,10 @@ async def _open(destination: _Destination, exchange_options: ExchangeOptions, op
 
 
 class _Connect:
-    """What :func:`connect` returns. A class, because a KeyboardInterrupt can end a generator between its lines."""
+    """The context manager that :func:`connect` returns.
+
+    A class, because a KeyboardInterrupt can end a generator between any two of its lines.
+    """
 
     def __init__(self, open: Callable[[], Awaitable[Connection]]) -> None:
         self._open = open
@@ -168,29 +171,29 @@ def connect(
     ssl_context: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
 ) -> _Connect:
-    """Connects to a trio_ucx listener; an async context manager that gives a :class:`Connection`.
+    """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
 
-    The two sides meet on a socket (TCP, or a Unix socket), the *control socket*. There they authenticate each other if
-    asked to, and exchange how their UCX workers can be reached; messages then go over UCX. Leaving the block normally
+    The two sides meet on a TCP or Unix socket, the *control socket*. There they authenticate each other if asked to,
+    and tell each other how their UCX workers can be reached; messages then go over UCX. Leaving the block normally
     closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a cancellation closes by force.
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
         worker: the worker of the connection; by default the run's shared worker.
-        connect_timeout: seconds for the look-up of the name, the control socket, the exchange and the greeting over UCX
-            together.
+        connect_timeout: seconds for everything: the look-up of the name, the control socket, the exchange and the
+            greeting over UCX.
         close_timeout: seconds that closing may take.
-        window: bytes that we hold unread at most, before the peer's sends wait.
+        window: bytes of unread messages that we hold at most; then the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
         happy_eyeballs_delay, local_address: for the control socket, see ``trio.open_tcp_stream``. UCX chooses the
-            devices that the messages go over; its option NET_DEVICES restricts them.
-        shared_memory: ``"auto"`` uses it where both sides can; True insists on it, False does without.
+            devices for the messages; its option NET_DEVICES restricts them.
+        shared_memory: ``"auto"`` uses it if both sides can; True insists on it, False excludes it.
         keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A
             host that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is
-            stopped is not taken for lost. 0 or ``math.inf`` is never. (A process that ends is noticed at once.)
-        authkey: a secret that the listener must have, too: each side proves to the other that it knows it.
-        ssl_context: runs the exchange under TLS, with certificates as the context says. Messages are not encrypted:
-            UCX sends them as they are.
+            stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is noticed at once.)
+        authkey: a secret that both sides must have: each proves to the other that it knows it.
+        ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
+            sends them as they are.
         server_hostname: the name that the listener's certificate must have; by default the host of ``address``.
 
     Cancellation: if entering the block is cancelled, no connection is left behind.

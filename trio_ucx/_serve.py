@@ -52,15 +52,15 @@ async def open_ucx_listeners(
 
     Args:
         port: 0 chooses a free one.
-        host: a name or address of this machine; None is every interface, IPv4 and IPv6. ``"unix:/path"``, with port 0,
-            is a Unix socket; its file's permissions decide who can connect.
+        host: a name or address of this machine; None means every interface, IPv4 and IPv6. ``"unix:/path"``, with
+            port 0, is a Unix socket; its file's permissions decide who can connect.
         worker: the worker of the connections; by default the run's shared worker.
-        backlog: connections that may wait to be accepted; more clients are turned away. None is 1024.
+        backlog: connections that may wait to be accepted; further clients are turned away. None means 1024.
         connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
-        authkey: a secret that clients must have, too.
-        ssl_context: runs the exchanges under TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
+        authkey: a secret that clients must have as well.
+        ssl_context: runs the exchanges over TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
         isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
             writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
             descriptors, and 10 ms to open, during which the program is blocked.
@@ -68,7 +68,8 @@ async def open_ucx_listeners(
     Cancellation: no listener is left behind.
 
     Raises:
-        OSError: the address is in use, or not ours; an unknown host; too few file descriptors are left (EMFILE).
+        OSError: the address is in use, or not of this machine; an unknown host; too few file descriptors are left
+            (EMFILE).
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
@@ -110,10 +111,10 @@ def _nothing() -> None:
 
 
 async def open_tcp_listeners(port: int, host: str | None) -> list[trio.SocketListener]:
-    """Trio's, with one port for all addresses of the host when ``port`` is 0.
+    """Listens by ``trio.open_tcp_listeners``, with one port for all addresses of the host if ``port`` is 0.
 
     Raises:
-        OSError: with the address that failed.
+        OSError: the message names the address that failed.
     """
     attempts = 10
     while True:
@@ -144,7 +145,7 @@ def split_loss(connection: Connection, error: BaseException) -> tuple[BaseExcept
     """Separates the errors that a connection raised because its peer was lost from all others.
 
     Returns:
-        The first of these errors, and what is left of ``error`` without them; each is None if there is nothing.
+        The first of these errors, and ``error`` without them; each is None if there is none.
     """
     core = connection._link.core
     if core.engine.broken is not None:
@@ -177,11 +178,10 @@ async def serve_ucx(
 
     When a handler returns, its connection is closed gracefully; when it raises, by force.
 
-    A ``trio.BrokenResourceError`` of a handler's own connection, which the handler does not catch, says that this
-    client was lost: it is logged (logger ``trio_ucx``, level INFO), and the server goes on. It is removed from
-    exception groups, too. Every other exception ends the server, as in Trio: an error of another connection that the
-    handler uses, ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception that was raised from a lost
-    client's.
+    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client was lost: the error is logged
+    (logger ``trio_ucx``, level INFO), removed from exception groups, and the server goes on. Every other exception ends
+    the server, as in Trio: an error of another connection that the handler uses, ``trio.ClosedResourceError``,
+    ``trio.EndOfChannel``, or an exception that was raised from the error of a lost client.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
@@ -217,6 +217,6 @@ async def serve_ucx(
             except trio.BrokenResourceError as error:
                 logger.info("%r: %s", connection, error)
         if rest is not None:
-            raise rest  # outside the except block, so that the removed errors are not its context
+            raise rest  # outside the except block, or the removed errors would be its context
 
     await trio.serve_listeners(handle, listeners, handler_nursery=handler_nursery, task_status=task_status)
