@@ -360,7 +360,7 @@ async def test_health_checks(transports: str, tmp_path: Path) -> None:
             if number % 20 == 0:
                 await trio.sleep(0.01)
         await door.is_well(1)
-        assert "it left without a word" in door.lines()[0]
+        assert "it left without sending anything" in door.lines()[0]
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"], indirect=True)

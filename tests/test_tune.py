@@ -367,8 +367,8 @@ async def test_a_server_that_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--tune", "--sizes", "8"], "say --seconds"),
-        (["--tune", "--iterations", "8"], "say --seconds"),
+        (["--tune", "--sizes", "8"], "use --seconds"),
+        (["--tune", "--iterations", "8"], "use --seconds"),
         (["--options", "RNDV_THRESH"], "add --tune"),
         (["--tune", "--options", "TLS"], "'TLS' is not among the options that it tries: MM_ERROR_HANDLING"),
         (["--tune", "--options", "ADAPTIVE_PROGRESS"], "is not among the options"),

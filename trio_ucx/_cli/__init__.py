@@ -14,8 +14,8 @@
     pair        both ends as processes of this machine
     here        the commands and their exit status
 
-Results go to stdout, everything else to stderr. The exit status is 0, 1 after an error, 2 for wrong arguments, 130
-after Ctrl-C.
+It may import everything but ``testing``. Results go to stdout, everything else to stderr. The exit status is 0, 1 after
+an error, 2 for wrong arguments, 130 after Ctrl-C.
 """
 
 from __future__ import annotations

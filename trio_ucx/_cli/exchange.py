@@ -36,7 +36,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import attrs
@@ -293,6 +293,19 @@ async def _serve_round(connection: Connection, payloads: Payloads, round: Round)
     await tell(connection, {"verified": True})
 
 
+@contextmanager
+def _within_patience(problem: str) -> Iterator[None]:
+    """Limits how long the server may take.
+
+    Raises:
+        PerfError: with the text ``problem``, after PATIENCE seconds.
+    """
+    with trio.move_on_after(PATIENCE) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise PerfError(problem)
+
+
 @attrs.frozen
 class Timing:
     """How long a round took, in nanoseconds: in all, and for LATENCY each round trip."""
@@ -324,12 +337,11 @@ class Client:
 
     async def introduce(self) -> dict[str, Any]:
         """Waits for our turn; returns the server's hello."""
-        with trio.move_on_after(PATIENCE):
+        with _within_patience(f"no answer from the server for {PATIENCE} seconds; it may be serving another client"):
             await tell(self.connection, hello())
             answer = await hear(self.connection, "perf")
             check_hello(answer)
             return answer
-        raise PerfError(f"no answer from the server for {PATIENCE} seconds; it may be serving another client")
 
     async def run_next(self, kind: Kind, size: int, count: int) -> Timing:
         """Runs a round with data that differ from the previous one's, see :meth:`run`."""
@@ -342,9 +354,9 @@ class Client:
             PerfError: wrong data arrived on either side; the server does not answer.
             trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
         """
-        with trio.move_on_after(PATIENCE):
+        messages = f"{round.count} messages of {round.size} bytes"
+        with _within_patience(f"a round of {messages} did not end in {PATIENCE} seconds"):
             return await self._run(round)
-        raise PerfError(f"a round of {round.count} messages of {round.size} bytes did not end in {PATIENCE} seconds")
 
     async def _run(self, round: Round) -> Timing:
         connection = self.connection
@@ -396,6 +408,5 @@ class Client:
             await self._hear_about_candidate("closed")
 
     async def _hear_about_candidate(self, *wanted: str) -> dict[str, Any]:
-        with trio.move_on_after(PATIENCE):
+        with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
             return await hear(self.connection, *wanted)
-        raise PerfError(f"no answer from the server for {PATIENCE} seconds")

@@ -16,6 +16,8 @@ from .._wire import MAGIC, ProtocolError
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
 
+#: Seconds to wait until the control socket takes the reason why there will be no connection.
+REFUSAL_TIMEOUT = 1.0
 _CHUNK = 65536
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
@@ -94,7 +96,7 @@ class ControlStream:
                     ) from None
                 tls.incoming.write(data)
             except ssl.SSLError:
-                with trio.CancelScope(deadline=trio.current_time() + 1):
+                with trio.move_on_after(REFUSAL_TIMEOUT):
                     await self._send_raw(tls.outgoing.read())  # the alert that says why
                 raise
             else:

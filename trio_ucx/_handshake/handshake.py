@@ -30,13 +30,10 @@ from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
-from .control_stream import Address, ControlStream, ip_of, local_address, remote_address
+from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, ip_of, local_address, remote_address
 from .exchange import MAX_DECLINED, Aborted, Assigned, Declined, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
-
-#: Seconds to wait until the control socket takes the reason of a refusal.
-REFUSAL_TIMEOUT = 1.0
 
 
 @attrs.frozen
