@@ -22,7 +22,7 @@ from helpers import PROMPT, Certificates, Stopwatch, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake import registry as registry_side
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake.exchange import Kind
 from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.ucp._process import this_host
@@ -274,14 +274,14 @@ def records(data: bytes) -> list[tuple[int, int]]:
 async def counted_endpoints(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
     """The numbers of the endpoints that are made for connections."""
     made: list[int] = []
-    original = registry_side.connect_paired
+    original = handshake_side.connect_paired
 
     def counting(*args: Any) -> Any:
         made.append(args[3])
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry_side, "connect_paired", counting)
+        patch.setattr(handshake_side, "connect_paired", counting)
         yield made
 
 
@@ -531,7 +531,7 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
         await trio_ucx.connect(f"unix:{path}", worker=worker).__aenter__()
     async with listening(worker, f"unix:{path}") as listener:
         await expect_works(worker, listener)
-        with pytest.raises(OSError, match="somebody listens there already") as caught:
+        with pytest.raises(OSError, match="another process listens there already") as caught:
             await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
         assert caught.value.errno == errno.EADDRINUSE
         await expect_works(worker, listener)
@@ -544,13 +544,13 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
                 probe.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
                     probe.connect(str(path))
-            with pytest.raises(OSError, match="somebody listens") as caught:
+            with pytest.raises(OSError, match="another process listens") as caught:
                 await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
             assert caught.value.errno == errno.EADDRINUSE
     path.unlink()
     for make in (lambda: path.write_text("precious"), path.mkdir, lambda: path.symlink_to("/etc/hostname")):
         make()
-        with pytest.raises(OSError, match="something else than a socket") as caught:
+        with pytest.raises(OSError, match="something other than a socket") as caught:
             await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
         assert caught.value.errno == errno.EEXIST and os.path.lexists(path)
         path.rmdir() if path.is_dir() else path.unlink()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._batch import LONGEST_MESSAGE, Batch
+from trio_ucx._batch import Batch
 from trio_ucx._credit import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
 
@@ -55,7 +55,7 @@ def test_c_knows_the_same_numbers() -> None:
     assert lib.TU_BATCH_QUEUE == wire.BATCH
     assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
     assert wire.PACKED_HEAD.size == lib.TU_GROUP_HEAD
-    assert LONGEST_MESSAGE <= lib.TU_SMALL_MESSAGE
+    assert wire.SMALL_MESSAGE == lib.TU_SMALL_MESSAGE
 
 
 def batches(worker: ucp.Worker) -> int:

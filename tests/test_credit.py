@@ -14,8 +14,8 @@ from trio_ucx import ucp
 from trio_ucx._credit import (
     ANNOUNCEMENT,
     LARGE_OVERHEAD,
-    LONGEST_SMALL,
     MESSAGE_OVERHEAD,
+    SMALL_MESSAGE,
     ReceiveCredit,
     SendCredit,
     cost,
@@ -35,8 +35,8 @@ def ready(out: SendCredit[Send]) -> list[object]:
 
 def test_costs() -> None:
     assert cost(0, 0) == MESSAGE_OVERHEAD
-    assert cost(LONGEST_SMALL, 0) == LONGEST_SMALL + MESSAGE_OVERHEAD
-    assert cost(LONGEST_SMALL + 1, 0) == LONGEST_SMALL + 1 + LARGE_OVERHEAD
+    assert cost(SMALL_MESSAGE, 0) == SMALL_MESSAGE + MESSAGE_OVERHEAD
+    assert cost(SMALL_MESSAGE + 1, 0) == SMALL_MESSAGE + 1 + LARGE_OVERHEAD
     assert cost(65535, 65536) == 65535 + LARGE_OVERHEAD
     assert cost(65536, 65536) == cost(2**40, 65536) == ANNOUNCEMENT
     assert cost(2**20, 0) == 2**20 + LARGE_OVERHEAD

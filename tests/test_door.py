@@ -323,7 +323,7 @@ CALLERS = {
     "tls": (b"", "a TLS client, and this listener has no ssl_context"),
     "proxy": (b"PROXY TCP4 192.0.2.1 192.0.2.2 1 2\r\n", "a proxy that sends the PROXY header"),
     "proxy v2": (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c" + bytes(12), "a proxy that sends the PROXY header"),
-    "ssh": (b"SSH-2.0-OpenSSH_9.6\r\n", "no trio_ucx peer"),
+    "ssh": (b"SSH-2.0-OpenSSH_9.6\r\n", "not a trio_ucx peer"),
     "old version": (MAGIC + struct.pack("<HH", 2, 0) + bytes(60), "refused"),
 }
 
@@ -360,7 +360,7 @@ async def test_health_checks(transports: str, tmp_path: Path) -> None:
             if number % 20 == 0:
                 await trio.sleep(0.01)
         await door.is_well(1)
-        assert "it left without a word" in door.lines()[0]
+        assert "it left without sending anything" in door.lines()[0]
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"], indirect=True)

@@ -26,10 +26,28 @@ RULES = ["_wire", "_credit", "_tag_queue", "_byte_stream", "_close_handshake", "
 PURE = [*RULES, "_handshake/exchange", "_handshake/facts", "ucp/_engine/arming"]
 #: What the rules may import besides each other.
 HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
+#: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
+EXCHANGE = {
+    *("functools.lru_cache", "hashlib", "hmac", "zlib"),
+    "trio_ucx.ucp._address_format.parse_worker_address",
+    *("trio_ucx.ucp._engine.numbering.MAX_PLAIN", "trio_ucx.ucp._engine.numbering.Numbers"),
+    *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
+}
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
-#: Inside ``_link``, lowest first.
-LINK = ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"]
+#: The modules of a folder, lowest first.
+ORDER = {
+    "_link": ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
+    "_handshake": [
+        *("facts", "exchange"),
+        *("control_stream", "control_sockets"),
+        *("registry", "handshake"),
+        *("client", "server"),
+        "__init__",
+    ],
+}
+#: Modules that do not import each other although the order would allow it.
+SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream", "exchange")}
 
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
@@ -164,16 +182,29 @@ def test_rules_are_pure(name: str) -> None:
             assert called not in COPIES, f"{path.name}, line {node.lineno}: {called}"
 
 
-@pytest.mark.parametrize("name", LINK)
-def test_link_has_one_direction(name: str) -> None:
-    for imported in imports(PACKAGE / "_link" / f"{name}.py"):
-        if imported.startswith("trio_ucx._link."):
+@pytest.mark.parametrize("name", ["facts", "exchange"])
+def test_rules_of_the_exchange_are_pure(name: str) -> None:
+    """No I/O: no trio, no sockets, no UCX. What they import of ``ucp`` is named, one by one."""
+    for imported in imports(PACKAGE / "_handshake" / f"{name}.py"):
+        module = imported.rpartition(".")[0] or imported
+        parts = imported.split(".")
+        rules = parts[0] == "trio_ucx" and (parts[1] in RULES or parts[1:3] == ["_handshake", "facts"])
+        assert imported in HARMLESS | EXCHANGE or module in HARMLESS or rules, imported
+
+
+@pytest.mark.parametrize(("folder", "name"), [(folder, name) for folder in ORDER for name in ORDER[folder]])
+def test_folder_has_one_direction(folder: str, name: str) -> None:
+    order = ORDER[folder]
+    for imported in imports(PACKAGE / folder / f"{name}.py"):
+        if imported.startswith(f"trio_ucx.{folder}."):
             theirs = imported.split(".")[2]
-            assert LINK.index(theirs) < LINK.index(name), imported
+            assert order.index(theirs) < order.index(name), imported
+            assert (folder, name, theirs) not in SIBLINGS, imported
 
 
-def test_every_module_of_a_link_has_its_place() -> None:
-    assert sorted(path.stem for path in (PACKAGE / "_link").glob("*.py")) == sorted(LINK)
+@pytest.mark.parametrize("folder", ORDER)
+def test_every_module_of_a_folder_has_its_place(folder: str) -> None:
+    assert sorted(path.stem for path in (PACKAGE / folder).glob("*.py")) == sorted(ORDER[folder])
 
 
 @pytest.mark.parametrize("module", [trio_ucx, ucp], ids=["trio_ucx", "ucp"])

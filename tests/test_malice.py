@@ -23,7 +23,8 @@ from trio_ucx._byte_stream import MAX_PIECE
 from trio_ucx._credit import cost
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
 from trio_ucx._handshake.facts import Facts
-from trio_ucx._handshake.registry import Introduction, Registry
+from trio_ucx._handshake.handshake import Handshake
+from trio_ucx._handshake.registry import Registry
 from trio_ucx.ucp._tag import post_bytes_send
 
 
@@ -43,11 +44,11 @@ PREAMBLE = wire.MAGIC + struct.pack("<HH", wire.VERSION, 0) + bytes(32)
 
 #: What a server says, whether it then hangs up, and what the client's error says.
 ANSWERS: dict[str, tuple[bytes, bool, str]] = {
-    "nothing": (b"", True, "ended the connection in the exchange|reset"),
+    "nothing": (b"", True, "ended the connection during the exchange|reset"),
     "HTTP": (b"HTTP/1.1 400 Bad Request\r\n\r\n", False, "is it a trio_ucx listener"),
     "noise": (bytes(range(256)) * 10, False, "is it a trio_ucx listener"),
-    "cut off magic": (b"trio_", True, "ended the connection in the exchange|reset"),
-    "cut off preamble": (PREAMBLE[:40], True, "ended the connection in the exchange|reset"),
+    "cut off magic": (b"trio_", True, "ended the connection during the exchange|reset"),
+    "cut off preamble": (PREAMBLE[:40], True, "ended the connection during the exchange|reset"),
     "wrong version": (wire.MAGIC + struct.pack("<HH", 77, 0) + bytes(32), False, "wire version 77"),
     "empty frame": (PREAMBLE + bytes(5), False, "a frame of 0 bytes"),
     "endless frame": (PREAMBLE + b"\xff" * 5, False, "a frame of 4294967295 bytes"),
@@ -87,22 +88,22 @@ async def test_listener_that_never_answers(worker: ucp.Worker) -> None:
 # ---- the greeting ----
 
 
-def say_instead(introduction: Introduction, queue: int, data: bytes) -> None:
-    assert introduction._core is not None
-    post_bytes_send(introduction._core, data, (introduction.theirs.facts.connection_id << 32) | queue)
+def say_instead(handshake: Handshake, queue: int, data: bytes) -> None:
+    assert handshake._core is not None
+    post_bytes_send(handshake._core, data, (handshake.peer.facts.connection_id << 32) | queue)
 
 
 #: What a client sends instead of its HELLO, with the number of its endpoint; and how the listener logs that.
 GREETINGS: dict[str, tuple[Callable[[int], list[tuple[int, bytes]]], str]] = {
-    "a message": (lambda number: [(1, b"hello")], "something else than its greeting"),
+    "a message": (lambda number: [(1, b"hello")], "something other than its greeting"),
     "a long message": (lambda number: [(1, bytes(100_000))], "sent a message before its greeting"),
-    "another frame": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Stalled()))], "something else"),
-    "noise": (lambda number: [(wire.CONTROL, b"noise")], "something else"),
+    "another frame": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Stalled()))], "something other"),
+    "noise": (lambda number: [(wire.CONTROL, b"noise")], "something other"),
     "nothing": (lambda number: [], "no connection within"),
     "another number": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Hello(number + 1)))], "no connection"),
     "numbers without end": (
         lambda number: [(wire.CONTROL, wire.encode_frame(wire.Hello(number + 1 + i))) for i in range(200)],
-        "something else",
+        "something other",
     ),
 }
 
@@ -113,21 +114,21 @@ async def test_bad_greeting(
 ) -> None:
     caplog.set_level(logging.INFO, "trio_ucx")
     messages, reason = GREETINGS[what]
-    greet = Introduction.greet
+    greet = Handshake.greet
     async with unharmed(worker), ucp.open_worker(config={"TLS": transports}) as liar:
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=0.4)
         async with listener:
 
-            def lie(introduction: Introduction) -> None:
-                if introduction.registry.worker is not liar:
-                    greet(introduction)
+            def lie(handshake: Handshake) -> None:
+                if handshake.registry.worker is not liar:
+                    greet(handshake)
                     return
-                assert introduction.number is not None
-                for queue, data in messages(introduction.number):
-                    say_instead(introduction, queue, data)
+                assert handshake.number is not None
+                for queue, data in messages(handshake.number):
+                    say_instead(handshake, queue, data)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Introduction, "greet", lie)
+                patch.setattr(Handshake, "greet", lie)
                 with trio.fail_after(3):
                     with contextlib.suppress(OSError):
                         async with trio_ucx.connect(listener.address, worker=liar) as client:

@@ -20,12 +20,12 @@ from test_exchange import ALL, some_facts
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake import registry as registry_side
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
-from trio_ucx._handshake.client import Connecting, Entry
+from trio_ucx._handshake.client import Connector
 from trio_ucx._handshake.exchange import Exchange, Taken
 from trio_ucx._handshake.facts import SharedMemory
-from trio_ucx._handshake.registry import Introduction
+from trio_ucx._handshake.handshake import ExchangeOptions, Handshake
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
@@ -212,7 +212,7 @@ class Node:
             data_ports=SimpleNamespace(admit=lambda *_: None),
         )
 
-    def toward(self, uid: int) -> Node:
+    def for_peer(self, uid: int) -> Node:
         return self
 
     def facts(self, connection_id: int, options: object, shared_memory: object, sees_local: bool) -> Any:
@@ -246,26 +246,26 @@ def greet(end: Any) -> None:
     greeted.add(end.number)
 
 
-ENTRY = Entry(SharedMemory.AUTO, 20.0, None, None)
+EXCHANGE_OPTIONS = ExchangeOptions(SharedMemory.AUTO, 20.0, None, None)
 
 
 class Meeting:
     """A connection that comes about: the library's two sides, and the bytes between them."""
 
     def __init__(self, client: Node, server: Node) -> None:
-        self.connecting = Connecting(client, None, "server", ENTRY, Options(), 10)  # type: ignore[arg-type]
+        self.connector = Connector(client, None, "server", EXCHANGE_OPTIONS, Options(), 10)  # type: ignore[arg-type]
         self.acceptor = Acceptor.__new__(Acceptor)
-        self.acceptor._entry = ENTRY
+        self.acceptor._exchange_options = EXCHANGE_OPTIONS
         self.acceptor._isolate = False
         self.acceptor._check_room = lambda more=0: None  # type: ignore[method-assign]
         self.ends = {
-            True: self.connecting._introduction,
-            False: Introduction(server, Options(), "client"),  # type: ignore[arg-type]
+            True: self.connector._handshake,
+            False: Handshake(server, Options(), "client"),  # type: ignore[arg-type]
         }
         self.exchanges = {
             is_client: Exchange(is_client=is_client, software="", authkey=None) for is_client in (True, False)
         }
-        self.exchanges[True].open(self.ends[True].say(SharedMemory.AUTO, True))
+        self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO, True))
         #: What is on its way, by who it is for.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()
@@ -297,11 +297,11 @@ class Meeting:
             while (event := exchange.next_event()) is not None:
                 if self.settled(is_client):
                     if is_client:
-                        self.connecting._said_later(exchange, event)
+                        self.connector._event_while_greeting(exchange, event)
                     else:
-                        self.ends[False].peer_said(event)
+                        self.ends[False].event_arrived(event)
                 elif is_client:
-                    self.connecting._answer(exchange, event)
+                    self.connector._answer(exchange, event)
                 else:
                     self.acceptor._answer(_CLIENT, self.ends[False], exchange, event)
                 end = self.ends[is_client]
@@ -310,7 +310,7 @@ class Meeting:
                     end.greet()
         except (ProtocolError, OSError):
             self.give_up(is_client)
-        if self.ends[is_client].answer.outcome is not None:
+        if self.ends[is_client].opened.outcome is not None:
             self.given_up.add(is_client)
         self.flush()
 
@@ -369,22 +369,20 @@ def fakes(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_side, "leads_to_this_machine", lambda socket: socket is None or _real_leads(socket))
         patch.setattr(
-            registry_side,
+            handshake_side,
             "connect_paired",
             lambda engine, *rest: (connect_paired if isinstance(engine, SimpleNamespace) else _real_paired)(
                 engine, *rest
             ),
         )
-        patch.setattr(
-            Introduction, "greet", lambda end: (greet if isinstance(end.registry, Node) else _real_greet)(end)
-        )
+        patch.setattr(Handshake, "greet", lambda end: (greet if isinstance(end.registry, Node) else _real_greet)(end))
         yield
 
 
 _real_leads, _real_paired, _real_greet = (
     server_side.leads_to_this_machine,
-    registry_side.connect_paired,
-    Introduction.greet,
+    handshake_side.connect_paired,
+    Handshake.greet,
 )
 
 
@@ -475,7 +473,7 @@ def test_server_that_lies_about_its_numbers(theirs: Numbers) -> None:
     [meeting] = world.meetings
     meeting.deliver(False)
     server = meeting.exchanges[False]
-    facts = meeting.ends[False]._ours
+    facts = meeting.ends[False]._own_facts
     assert facts is not None
     meeting.under_way[True].clear()
     server._out.clear()
@@ -493,11 +491,11 @@ async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: 
     answer = Acceptor._answer
     raw: list[ucp.Endpoint] = []
 
-    def with_raw_endpoint(acceptor: Acceptor, client: Any, introduction: Introduction, *rest: Any) -> None:
-        if isinstance(rest[1], Taken) and not introduction.late_greetings:
+    def with_raw_endpoint(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
+        if isinstance(rest[1], Taken) and not handshake.late_greetings:
             core = connect_worker(acceptor.engine, other_of[acceptor.worker].address)
             raw.append(ucp.Endpoint._create(acceptor.worker, core))
-        answer(acceptor, client, introduction, *rest)
+        answer(acceptor, client, handshake, *rest)
 
     async with open_two(transports) as workers, AsyncExitStack() as stack:
         other_of = {workers[0]: workers[1], workers[1]: workers[0]}

@@ -13,8 +13,8 @@ from test_address_format import sample
 from trio_ucx import ucp
 from trio_ucx._native import ucx
 from trio_ucx.ucp import _connecting
-from trio_ucx.ucp._process import NOBODY, this_process
-from trio_ucx.ucp._reach import has_ended, hint
+from trio_ucx.ucp._process import NOBODY, has_ended, this_process
+from trio_ucx.ucp._reach import hint
 from trio_ucx.ucp._status import Status
 
 RELEASE = ".".join(map(str, ucx.version[:2]))

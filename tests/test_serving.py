@@ -14,7 +14,7 @@ from helpers import open_pair, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._highlevel import split_loss
+from trio_ucx._serve import split_loss
 from trio_ucx.ucp._engine.operations import EndpointCore
 from trio_ucx.ucp._status import Status, UCXError
 

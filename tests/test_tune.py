@@ -367,13 +367,13 @@ async def test_a_server_that_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--tune", "--sizes", "8"], "say --seconds"),
-        (["--tune", "--iterations", "8"], "say --seconds"),
+        (["--tune", "--sizes", "8"], "use --seconds"),
+        (["--tune", "--iterations", "8"], "use --seconds"),
         (["--options", "RNDV_THRESH"], "add --tune"),
-        (["--tune", "--options", "TLS"], "'TLS' is none of the options that it tries: MM_ERROR_HANDLING"),
-        (["--tune", "--options", "ADAPTIVE_PROGRESS"], "is none of the options"),
-        (["--tune", "--listen", "0"], "the client says --tune"),
-        (["--options", "RNDV_THRESH", "--listen", "0"], "the client says --tune"),
+        (["--tune", "--options", "TLS"], "'TLS' is not among the options that it tries: MM_ERROR_HANDLING"),
+        (["--tune", "--options", "ADAPTIVE_PROGRESS"], "is not among the options"),
+        (["--tune", "--listen", "0"], "the client chooses --tune"),
+        (["--options", "RNDV_THRESH", "--listen", "0"], "the client chooses --tune"),
     ],
 )
 def test_options_that_contradict(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

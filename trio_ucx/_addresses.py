@@ -10,8 +10,8 @@ from .ucp._address import format_address as _format
 def parse_address(address: SocketAddress) -> tuple[str, int]:
     """Splits an address: ``"10.0.0.5:13337"`` becomes ``("10.0.0.5", 13337)``.
 
-    Nothing is looked up: a host stays a name. The pair is what :attr:`Listener.address` gives and what :func:`connect`
-    takes; its parts are what :func:`open_ucx_stream` and (as ``port`` and ``host=``) :func:`serve_ucx` take.
+    Looks nothing up: a host stays a name. :attr:`Listener.address` is such a pair, and :func:`connect` takes one;
+    :func:`open_ucx_stream` and (as ``port`` and ``host=``) :func:`serve_ucx` take its parts.
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``"unix:/path"``, or a pair, which is checked and returned.
@@ -20,8 +20,8 @@ def parse_address(address: SocketAddress) -> tuple[str, int]:
         ``(host, port)``, or ``("unix:/path", 0)``.
 
     Raises:
-        ValueError: not an address; the port is out of range; an IPv6 address without brackets.
-        TypeError: neither text nor a pair.
+        ValueError: ``address`` is not an address; its port is out of range; an IPv6 address has no brackets.
+        TypeError: ``address`` is neither a str nor a pair.
     """
     path = unix_path(address)
     return split_address(address, other="'unix:/path'") if path is None else (PREFIX + path, 0)
@@ -31,7 +31,7 @@ def format_address(address: tuple[str, int]) -> str:
     """Writes an address as text that :func:`parse_address` and :func:`connect` take: ``"[::1]:13337"``.
 
     Args:
-        address: ``(host, port)``, ``("unix:/path", 0)``, or a socket's IPv6 address, which has four items.
+        address: ``(host, port)``, ``("unix:/path", 0)``, or the address of an IPv6 socket, which has four items.
 
     Raises:
         ValueError, TypeError: as :func:`parse_address`.

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from . import _wire as wire
 
-#: Longer messages are sent by themselves.
-LONGEST_MESSAGE = 1024
 _MOST_IN_A_GROUP = 2**16 - 1
+#: A batch of more bytes has no room for another group with a small message.
+_FULL = wire.MAX_BATCH - wire.PACKED_HEAD.size - wire.SMALL_MESSAGE
 
 
 class Batch:
@@ -34,7 +34,7 @@ class Batch:
         self._length = self._count = self._head = 0
 
     def add(self, queue: int, data: bytes) -> bool:
-        """Adds a message of up to LONGEST_MESSAGE. Returns whether to :meth:`take` now: another may find no room."""
+        """Adds a small message. Returns whether to :meth:`take` now: another may find no room."""
         if queue != self._queue or len(data) != self._length or self._count == _MOST_IN_A_GROUP:
             self._end_group()
             self._queue = queue
@@ -46,7 +46,7 @@ class Batch:
         self.parts.append(data)
         self._count += 1
         self._size += self._length
-        return self._size > wire.MAX_BATCH - wire.PACKED_HEAD.size - LONGEST_MESSAGE
+        return self._size > _FULL
 
     def _end_group(self) -> None:
         if self.parts:

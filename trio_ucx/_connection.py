@@ -16,6 +16,7 @@ from ._link import Link
 from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
+from .ucp._endpoint import close_in_background
 from .ucp._engine.pending import Pending
 from .ucp._engine.posting import completed
 from .ucp._memory.buffers import Buffer
@@ -58,11 +59,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def endpoint(self) -> Endpoint:
-        """Its UCP endpoint, to ask about transports; closing it breaks the connection."""
+        """Its UCP endpoint, for queries about transports; closing it breaks the connection."""
         self._link.core.exposed = True
         return self._endpoint
 
@@ -91,7 +92,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return self._link.remote_address
 
     def statistics(self) -> ConnectionStatistics:
-        """Returns what it has carried, holds and may send.
+        """Returns what it has sent and received, what it holds, and what it may send.
 
         Raises: nothing, also after the close.
         """
@@ -226,7 +227,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return len(data)
 
     async def _receive_copied(self, buffer: bytearray, tag: int) -> int:
-        """Receives into a small buffer, which it costs less to copy to than to pin."""
+        """Receives into a small buffer. Copying to it costs less than pinning it."""
         link = self._link
         with memoryview(buffer) as view:  # so that it keeps its size
             small = link.receiving.take_small(tag, len(buffer))
@@ -242,10 +243,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def receive_nowait(self, tag: int = 0) -> bytes:
-        """Receives the next message of a tag queue if it is there already.
+        """Receives the next message of a tag queue if it has arrived.
 
         Raises:
-            trio.WouldBlock: it is not; or it is a large one, which only a waiting receive brings over.
+            trio.WouldBlock: it has not; or it is a large one, which only a waiting receive transfers.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
             UCXError, MemoryError, TypeError, ValueError: as for :meth:`receive`.
         """
@@ -292,7 +293,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint()
         await self._link.core.wait_until(self._link.buffers_released)
 
-    # What request groups need.
+    # For request groups.
 
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
@@ -427,7 +428,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 buffered.feed(piece, receiving.next_piece)
             return buffered.take(max_bytes)
 
-    # ---- the end ----
+    # ---- closing ----
 
     @enable_ki_protection
     def abort(self) -> None:
@@ -467,7 +468,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             await link.closing.close_gracefully()
         except trio.Cancelled:
-            _close_in_background(link)
+            close_in_background(link.engine, link.core, link.closing.close_gracefully)
             raise
         except BaseException:
             link.closing.close_now()
@@ -536,16 +537,3 @@ class Messages(metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         return f"<messages with tag {self._tag} of {self._connection!r}>"
-
-
-def _close_in_background(link: Link) -> None:
-    async def run() -> None:
-        try:
-            await link.closing.close_gracefully()
-        except trio.BrokenResourceError:
-            pass  # nobody is there to be told
-        finally:
-            link.closing.close_now()
-
-    if not link.engine.spawn_background(run, f"trio_ucx closing {link.core.label}"):
-        link.closing.close_now()

@@ -21,20 +21,19 @@ from __future__ import annotations
 import collections
 from typing import Generic, Protocol, TypeVar
 
-from ._wire import ProtocolError
+from ._wire import SMALL_MESSAGE, ProtocolError
 
-#: What an unread message of up to LONGEST_SMALL costs besides its payload: Python objects. Measured: 240 to 290 bytes
-#: for the only message of a tag queue, 75 to 110 for one of many.
+#: What an unread small message costs besides its payload: Python objects. Measured: 240 to 290 bytes for the
+#: only message of a tag queue, 75 to 110 for one of many.
 MESSAGE_OVERHEAD = 288
 #: What a longer one costs besides its payload.
 LARGE_OVERHEAD = 512
-LONGEST_SMALL = 1024
 #: What a message costs in all that stays with its sender: the objects, and UCX's buffer with its announcement, which is
 #: one receive segment of shared memory (8,256 bytes), less over TCP.
 ANNOUNCEMENT = 8960
 
 #: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
-_REMEMBERED = 1024
+_REMEMBERED_QUEUES = 1024
 #: Admissions that a peer may have given us and we have not used. An honest one gives one for each queue it waits at.
 MAX_ADMISSIONS = 1 << 16
 
@@ -43,7 +42,7 @@ def cost(length: int, threshold: int) -> int:
     """What a message of ``length`` bytes costs, sent with the rendezvous threshold ``threshold`` (0: none)."""
     if threshold and length >= threshold:
         return ANNOUNCEMENT
-    return length + (MESSAGE_OVERHEAD if length <= LONGEST_SMALL else LARGE_OVERHEAD)
+    return length + (MESSAGE_OVERHEAD if length <= SMALL_MESSAGE else LARGE_OVERHEAD)
 
 
 class Waiting(Protocol):
@@ -71,7 +70,7 @@ class SendCredit(Generic[_Send]):
         #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
         self._arrived_there = 0
         self._last: dict[int, int] = {}
-        self._remembered = _REMEMBERED
+        self._remembered = _REMEMBERED_QUEUES
         self._admitted: set[int] = set()
         #: Whether STALLED was sent since the last grant.
         self._reported = False
@@ -92,7 +91,7 @@ class SendCredit(Generic[_Send]):
     def take_short(self, queue: int, size: int) -> bool:
         """Does the same in the simple case, which is the usual one; if it returns False, ask :meth:`take`."""
         # cost(), written out: this runs for every small message.
-        amount = size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD)
+        amount = size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD)
         if self.waiting or self._admitted or amount > self.credit or 0 < self.threshold <= size:
             return False
         self.credit -= amount
@@ -112,7 +111,7 @@ class SendCredit(Generic[_Send]):
 
     def _forget(self) -> None:
         self._last = {queue: last for queue, last in self._last.items() if last > self._arrived_there}
-        self._remembered = max(_REMEMBERED, 2 * len(self._last))
+        self._remembered = max(_REMEMBERED_QUEUES, 2 * len(self._last))
 
     def wait(self, send: _Send) -> None:
         """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
@@ -213,7 +212,7 @@ class ReceiveCredit:
 
     def packed_arrived(self, count: int, size: int) -> bool:
         """Charges ``count`` messages of one size in the simple case; if it returns False, charge them one by one."""
-        amount = count * (size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD))  # cost()
+        amount = count * (size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD))  # cost()
         if self._admitted or self.outstanding + amount > self.window or 0 < self.threshold <= size:
             return False
         self.received += count
@@ -226,7 +225,7 @@ class ReceiveCredit:
         if 0 < self.threshold <= size:
             self.unread -= count * ANNOUNCEMENT
         else:
-            self.unread -= count * (size + (MESSAGE_OVERHEAD if size <= LONGEST_SMALL else LARGE_OVERHEAD))  # cost()
+            self.unread -= count * (size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD))  # cost()
         if self.outstanding - self.unread < self._worthwhile:
             return 0
         return self._due(self._worthwhile)

@@ -14,12 +14,12 @@ from .ucp._util import OpenedNotConstructed, warn_resource
 
 @attrs.frozen
 class ListenerStatistics:
-    """Figures about a :class:`Listener`.
+    """Statistics of a :class:`Listener`.
 
     Attributes:
-        handshaking: clients whose exchange goes on.
+        handshaking: clients whose handshake is not finished.
         waiting: connections that wait to be accepted.
-        accepted: connections that were.
+        accepted: connections that were accepted.
         refused: clients that were turned away, or left before they were connected.
     """
 
@@ -39,7 +39,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
     def address(self) -> tuple[str, int]:
         """The ``(host, port)`` that it is bound to, for :func:`connect`; ``("unix:/path", 0)`` at a Unix socket."""
         address = self._acceptor.address
-        assert address is not None, "a listening socket has a name"
+        assert address is not None, "a listening socket has an address"
         return address
 
     @property
@@ -48,7 +48,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
         return self._acceptor.worker
 
     def statistics(self) -> ListenerStatistics:
-        """Returns how many clients are where.
+        """Returns how many clients are in which state.
 
         Raises: nothing, also after the close.
         """
@@ -59,7 +59,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
     async def accept(self) -> Connection:
         """Waits for a connection that is open: the exchange is done, and messages get through in both directions.
 
-        Clients advance whether or not anybody accepts. Those that are turned away are never seen here.
+        Handshakes go on whether or not anybody accepts. Clients that are turned away are never returned.
 
         Cancellation: no connection is lost.
 
@@ -71,7 +71,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def aclose(self) -> None:
-        """Closes it. Clients that were not accepted are turned away; accepted connections are not affected.
+        """Stops listening. Turns away clients that were not accepted; accepted connections stay open.
 
         Cancellation: it is closed all the same.
 

@@ -1,4 +1,4 @@
-"""The run's shared worker: made on first use, closed when the run ends."""
+"""The run's shared worker: opened on first use, closed when the run ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _worker: trio.lowlevel.RunVar[Worker] = trio.lowlevel.RunVar("trio_ucx worker")
 
 
 def shared_worker() -> Worker:
-    """The worker of everything that is opened without ``worker=``; opened on first use, and again if it was closed."""
+    """Returns the worker of all that is opened without ``worker=``; opens one if there is none, or it was closed."""
     try:
         worker = _worker.get()
     except LookupError:

@@ -1,4 +1,4 @@
-"""Figures that users get about Connections."""
+"""Statistics of Connections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import attrs
 
 @attrs.frozen
 class ConnectionStatistics:
-    """Figures about a :class:`Connection`.
+    """Statistics of a :class:`Connection`.
 
     Attributes:
-        messages_sent, bytes_sent: messages that left, chunks of the byte stream included, and their payload.
-        messages_received, bytes_received: messages that arrived, read or not, and their payload; of a message that
-            its sender keeps until it is received, the announcement counts.
-        held: what the messages cost that have arrived and were not read, in bytes of our window.
-        credit: what the peer lets us send, in bytes of its window; less than 0 after it let a message in beyond it.
+        messages_sent, bytes_sent: messages that were sent, pieces of the byte stream included, and their payload.
+        messages_received, bytes_received: messages that have arrived, read or not, and their payload. A message that
+            its sender keeps until it is received counts from its announcement on.
+        held: what the unread messages cost, in bytes of our window.
+        credit: what the peer lets us send, in bytes of its window; below 0 after the peer has admitted a message
+            without credit.
         queued_sends: sends that wait for credit.
         left_over_operations: sends and transfers whose task was cancelled and whose buffers are not released yet.
     """

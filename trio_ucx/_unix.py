@@ -1,4 +1,4 @@
-"""Listening at Unix sockets: binds the path, replaces a socket that nobody listens at, removes the path at the end."""
+"""Unix sockets: their addresses, and listening, which replaces a stale socket and removes the path at the end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PREFIX = "unix:"
 
 
 def unix_path(address: object) -> str | None:
-    """The path of ``"unix:/path"`` or ``("unix:/path", 0)``; None for addresses of other kinds.
+    """Returns the path of ``"unix:/path"`` or ``("unix:/path", 0)``; None for addresses of other kinds.
 
     Raises:
-        ValueError: there is no path, or it contains a null character; there is a port.
+        ValueError: the path is missing or contains a null character; or there is a port.
     """
     port: object = 0
     if isinstance(address, (tuple, list)) and len(address) == 2:
@@ -28,23 +28,24 @@ def unix_path(address: object) -> str | None:
     if port != 0:
         raise ValueError(f"a Unix socket has no port: {port!r}")
     if not path or "\0" in path:
-        raise ValueError(f"{address!r} is no address: write 'unix:/path/of/the/socket'")
+        raise ValueError(f"{address!r} is not an address: write 'unix:/path/of/the/socket'")
     return path
 
 
 def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Callable[[], None]]:
-    """Listens at a path. A socket that nobody listens at any more is replaced, as servers that died leave them behind.
+    """Listens at a path. Replaces a stale socket there, as a server that died leaves it behind.
 
     Returns:
-        The listener, and a function that removes the path, if it is still ours.
+        The listener, and a function that removes the path if it still belongs to the listener.
 
     Raises:
-        OSError: somebody listens there, or the path is of something else, too long, or not ours to write.
+        OSError: another process listens there; something other than a socket is there; the path is too long, or may not
+            be written.
     """
     bare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if os.path.lexists(path):
-            _remove_if_dead(path)
+            _remove_if_stale(path)
         try:
             bare.bind(path)
         except OSError as error:
@@ -66,9 +67,9 @@ def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Ca
     return listener, remove
 
 
-def _remove_if_dead(path: str) -> None:
+def _remove_if_stale(path: str) -> None:
     if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise OSError(errno.EEXIST, f"listening at unix:{path}: there is something else than a socket")
+        raise OSError(errno.EEXIST, f"listening at unix:{path}: something other than a socket is there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -78,4 +79,4 @@ def _remove_if_dead(path: str) -> None:
             return
         except BlockingIOError:
             pass
-    raise OSError(errno.EADDRINUSE, f"listening at unix:{path}: somebody listens there already")
+    raise OSError(errno.EADDRINUSE, f"listening at unix:{path}: another process listens there already")

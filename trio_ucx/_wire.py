@@ -34,6 +34,9 @@ MIN_THRESHOLD = 64  # more than MAX_FRAME
 #: The greatest number of an endpoint: UCX has 16 bits for it.
 MAX_NUMBER = 0xFFFF
 
+#: The longest small message. Small messages cost less credit, may be sent in batches, and are packed by the receiver's
+#: C code (TU_SMALL_MESSAGE).
+SMALL_MESSAGE = 1024
 #: The head of packed messages in a batch: their tag queue, the length of each, their number. The messages follow.
 PACKED_HEAD = struct.Struct("<IHH")
 #: No batch is longer.
@@ -51,10 +54,6 @@ class ProtocolError(Exception):
 def new_connection_id() -> int:
     """Unpredictable; its top bit tells a Connection's messages from other tag messages of the worker."""
     return 0x8000_0000 | secrets.randbits(31)
-
-
-def is_connection_id(number: int) -> bool:
-    return 0x8000_0000 <= number <= 0xFFFF_FFFF
 
 
 def check_queue(queue: int) -> None:

@@ -1,4 +1,4 @@
-"""Connections as anyio streams: for libraries that are written for anyio, on its trio backend.
+"""Connections as anyio streams, for libraries that are written for anyio, on its trio backend.
 
     from trio_ucx.anyio import UCXListener, UCXStream
 
@@ -28,7 +28,7 @@ __all__ = ["UCXListener", "UCXStream"]
 
 @contextmanager
 def _anyio_errors() -> Iterator[None]:
-    """Trio's exceptions as anyio's of the same names."""
+    """Turns Trio's exceptions into anyio's of the same names."""
     try:
         yield
     except trio.ClosedResourceError as error:
@@ -43,7 +43,7 @@ class UCXStream(ByteStream):
     """The byte stream of a Connection.
 
     Attributes:
-        connection: the Connection; its messages can be used besides.
+        connection: the Connection, whose messages can be used at the same time.
     """
 
     def __init__(self, connection: trio_ucx.Connection) -> None:
@@ -124,7 +124,7 @@ class UCXListener(Listener[UCXStream]):
     async def serve(self, handler: Callable[[UCXStream], Any], task_group: TaskGroup | None = None) -> None:
         """Accepts clients and starts ``handler(stream)`` for each in the task group, by default one of its own.
 
-        As everywhere in anyio, closing the stream is the handler's business.
+        As everywhere in anyio, the handler closes the stream.
 
         Cancellation: no connection is lost. Handlers in a task group of its own are cancelled; the listener stays open.
 

@@ -1,21 +1,21 @@
 """The command line, ``python -m trio_ucx``.
 
-    errors      what goes wrong without being a bug
-    info        what UCX offers on this machine, and the configuration in force
+    errors      errors that are not bugs
+    info        the command info: what UCX offers on this machine, and the configuration in force
     sizes       message sizes, as people write them
-    exchange    the two ends of a measurement: what they say to each other, and what they check
-    measuring   what every way of measuring shares
-    perf        the measurements: server, client, results
+    exchange    the two ends of a measurement: their protocol, and how they verify data
+    measuring   measuring for a number of seconds or messages, with a progress bar
+    perf        the command perf: server, client, results
     options     the options of UCX that --tune tries, and their values
     verdict     whether a value is clearly faster than the default
-    trials      values measured beside each other
-    tune        the client that does that, and what it proposes
-    report      how it is told
+    trials      comparing values by turns
+    tune        the client of perf --tune, and what it proposes
+    report      the output of perf --tune
     pair        both ends as processes of this machine
-    here        the commands, and how they end
+    here        the commands and their exit status
 
-Results go to stdout, everything else to stderr. The exit status is 0, 1 after an error, 2 for wrong arguments, 130
-after Ctrl-C.
+It may import everything but ``testing``. Results go to stdout, everything else to stderr. The exit status is 0, 1 after
+an error, 2 for wrong arguments, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = list(leaves(error))
         if any(isinstance(part, KeyboardInterrupt) for part in parts):
             return 130
-        if any(isinstance(part, BrokenPipeError) for part in parts):  # nobody reads our output any more
+        if any(isinstance(part, BrokenPipeError) for part in parts):  # whoever read our output has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
             return 1
         if not is_expected(error):
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep_stdout_for_results() -> None:
-    """Sends to stderr what UCX prints: its warnings would otherwise land amid the JSON on stdout."""
+    """Sends to stderr what UCX prints: otherwise its warnings would be mixed with the JSON on stdout."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
     os.dup2(2, 1)

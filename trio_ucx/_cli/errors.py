@@ -1,4 +1,4 @@
-"""What goes wrong without being a bug, and how it is told."""
+"""Errors that are not bugs, and their text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class PerfError(Exception):
 
 
 class CandidateError(PerfError):
-    """Options that cannot be measured between these two ends; others can."""
+    """These options cannot be measured between the two ends, but others can."""
 
 
-#: Errors that the user can do something about, and whose text says what.
+#: Errors whose text tells the user what to do.
 EXPECTED = (OSError, UCXError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel, PerfError)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions in a group, however deep; or the one exception."""
+    """Yields the exceptions in a group, however deeply nested; or the one exception."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -35,6 +35,6 @@ def is_expected(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """All errors in one, each once, with their hints, in one line."""
+    """Returns the text of all errors in a group, each once, with their notes, in one line."""
     texts = (" -- ".join([str(leaf) or type(leaf).__name__, *getattr(leaf, "__notes__", ())]) for leaf in leaves(error))
     return "; ".join(dict.fromkeys(texts))

@@ -1,12 +1,12 @@
-"""The two ends of a measurement: what they say to each other, and what they check.
+"""The two ends of a measurement: their protocol, and how they verify data.
 
-The client leads. Control messages are JSON objects on one lane; the payloads have a lane of their own.
+The client leads. Control messages are JSON objects in one tag queue; the payloads have a tag queue of their own.
 
     client                  server
     hello              ->
-                       <-   hello         when its turn has come: the server serves one client at a time
+                       <-   hello         when it is this client's turn: the server serves one client at a time
     round              ->
-                       <-   ready         its receives are posted
+                       <-   ready         the server's receives are posted
     payloads           ->   payloads      one way; or, with "latency", each is sent back
                        <-   received      the end of the measured time
                        <-   verified
@@ -20,11 +20,11 @@ For ``--tune`` the client asks for a candidate: another connection, between work
     ... rounds over the new connection, until the client closes it
                        <-   closed        the worker is gone; or, with an error, the candidate failed or was refused
 
-A server has one candidate at a time, and none outlives its client's turn.
+A server has one candidate at a time, which ends with its client's turn.
 
-Payloads are pieces of a pattern that both ends make from a seed, at another place in each round, so that neither lost
-nor stale nor swapped data can look right. Each end keeps all the payloads of a round and compares them afterwards: the
-comparison is real and costs no measured time.
+Payloads are pieces of a pattern that both ends make from a seed. Each round uses another part of it, so that lost,
+stale and swapped data are noticed. Each end keeps all payloads of a round and compares them afterwards, outside the
+measured time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import attrs
@@ -51,23 +51,23 @@ from .options import Choice, config_of
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1
-#: Of the part for ``--tune``, which servers of protocol 1 need not know.
+#: The version of the part for ``--tune``, which servers of protocol 1 need not know.
 TUNING = 1
 CONTROL_TAG = 0
 PAYLOAD_TAG = 1
 
-#: The payloads of a round: at most so many, and in so many bytes (but at least one).
+#: Limits for the payloads of a round: their number, and their bytes (but at least one payload).
 ROUND_MESSAGES = 4096
 ROUND_BYTES = 8 * 2**20
-#: Rounds begin at so many different places of the pattern.
+#: The number of places in the pattern at which rounds begin.
 SHIFTS = 4096
 
-#: Options of the first connection's worker that those of the candidates have, too.
+#: Options of the first connection's worker that the candidates' workers get as well.
 CANDIDATES_TOO = ("TLS", "TCP_AF_PRIO")
 
-#: Seconds that an end waits for a sign of the other.
+#: Seconds that an end waits for the other.
 PATIENCE = 60
-#: Seconds that a candidate's worker waits for the client. Longer than connecting takes before it gives up.
+#: Seconds that a candidate's worker waits for the client: longer than connect_timeout.
 CANDIDATE_PATIENCE = 15
 
 
@@ -79,7 +79,7 @@ class Kind(enum.Enum):
 
 
 def round_limit(size: int) -> int:
-    """How many messages of ``size`` bytes a round has at most."""
+    """Returns how many messages of ``size`` bytes a round has at most."""
     return max(1, min(ROUND_MESSAGES, ROUND_BYTES // size))
 
 
@@ -95,7 +95,7 @@ class Round:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Round:
-        """Checks what a client asked for: it decides how much memory we use."""
+        """Decodes and checks a client's request, because it decides how much memory we use."""
         try:
             asked = cls(Kind(message["kind"]), **{name: message[name] for name in ("seed", "size", "count", "shift")})
             sensible = (
@@ -107,12 +107,12 @@ class Round:
         except (KeyError, TypeError, ValueError):
             sensible = False
         if not sensible:
-            raise PerfError(f"the client asks for a round that makes no sense: {message}")
+            raise PerfError(f"the client asks for an invalid round: {message}")
         return asked
 
 
 class Payloads:
-    """The memory of one end: what it sends, and where it receives."""
+    """The memory of one end: the pattern that it sends, and the buffer that it receives into."""
 
     def __init__(self) -> None:
         self._seed: str | None = None
@@ -120,8 +120,10 @@ class Payloads:
         self._received = bytearray()
 
     def prepare(self, round: Round) -> tuple[list[memoryview], list[memoryview]]:
-        """The pieces to send, and the places to receive into."""
-        length = max(ROUND_BYTES, round.size)  # long enough for rounds of other sizes, too: making it takes time
+        """Returns the pieces to send, and the pieces of the buffer to receive into."""
+        length = max(
+            ROUND_BYTES, round.size
+        )  # also long enough for rounds of other sizes, because making it takes time
         if self._seed != round.seed or len(self._received) < length:
             self._pattern = memoryview(hashlib.shake_256(round.seed.encode()).digest(length + SHIFTS))
             self._received = bytearray(b"\0") * length  # written, so that no page is new in the measured time
@@ -136,7 +138,7 @@ class Payloads:
         """Compares all that was received in a round.
 
         Raises:
-            PerfError: it is not what the other end was to send.
+            PerfError: it differs from what the other end should have sent.
         """
         expected = self._expected(round)
         if self._received.startswith(expected):
@@ -183,7 +185,7 @@ def check_hello(message: dict[str, Any]) -> None:
 
 async def serve(connection: Connection, turn: trio.Lock) -> None:
     """The server's end of a connection, until the client closes it."""
-    async with _told_of_errors(connection):
+    async with _reporting_errors(connection):
         with trio.fail_after(PATIENCE):
             check_hello(await hear(connection, "perf"))
         async with turn:
@@ -202,21 +204,21 @@ async def _serve_orders(connection: Connection, payloads: Payloads, *known: str)
 
 
 @asynccontextmanager
-async def _told_of_errors(connection: Connection) -> AsyncIterator[None]:
-    """Returns when the client closes the connection, and tells it what goes wrong."""
+async def _reporting_errors(connection: Connection) -> AsyncIterator[None]:
+    """Returns when the client closes the connection; sends it the errors of the block."""
     try:
         yield
     except trio.EndOfChannel:
         return
     except trio.TooSlowError:
-        raise PerfError(f"no sign of the client for {PATIENCE} seconds") from None
+        raise PerfError(f"the client has sent nothing for {PATIENCE} seconds") from None
     except PerfError as error:
         await tell(connection, {"error": str(error)})
         raise
 
 
 async def _serve_candidate(connection: Connection, payloads: Payloads, asked: Any) -> None:
-    """Opens a worker with these options, serves the one connection to it, and says how that ended."""
+    """Opens a worker with these options, serves one connection to it, and tells the client how that ended."""
     why = ""
     host = connection.local_address[0] if connection.local_address is not None else None
     try:
@@ -225,7 +227,7 @@ async def _serve_candidate(connection: Connection, payloads: Payloads, asked: An
             async with listener:
                 await tell(connection, {"port": listener.address[1]})
                 candidate = await _accept_candidate(connection, listener)
-                async with candidate, _told_of_errors(candidate):
+                async with candidate, _reporting_errors(candidate):
                     await listener.aclose()
                     await _serve_orders(candidate, payloads, "kind")
     except Exception as error:
@@ -254,10 +256,10 @@ async def _accept_candidate(connection: Connection, listener: Listener) -> Conne
 
 @asynccontextmanager
 async def candidate_worker(worker: Worker, asked: Any) -> AsyncIterator[Worker]:
-    """A worker with the options asked for, and with the transports and the address family of ``worker``.
+    """Opens a worker with the requested options, and with the transports and the address family of ``worker``.
 
     Raises:
-        CandidateError: they are not in our table, or UCX cannot have them.
+        CandidateError: the options are not in our table, or UCX does not accept them.
     """
     try:
         config = config_of([(name, value) for name, value in asked])
@@ -291,26 +293,39 @@ async def _serve_round(connection: Connection, payloads: Payloads, round: Round)
     await tell(connection, {"verified": True})
 
 
+@contextmanager
+def _within_patience(problem: str) -> Iterator[None]:
+    """Limits how long the server may take.
+
+    Raises:
+        PerfError: with the text ``problem``, after PATIENCE seconds.
+    """
+    with trio.move_on_after(PATIENCE) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise PerfError(problem)
+
+
 @attrs.frozen
 class Timing:
-    """What a round took: in all, and for LATENCY each message's way there and back, in nanoseconds."""
+    """How long a round took, in nanoseconds: in all, and for LATENCY each round trip."""
 
     total: int
     round_trips: list[int]
 
 
 def _blank_rounds() -> Iterator[Round]:
-    """Rounds whose data differ from those of the one before; kind, size and count are to be filled in."""
+    """Yields rounds whose data differ from the previous one's; the caller sets kind, size and count."""
     seed = secrets.token_hex(8)
     for number in itertools.count():
         yield Round(Kind.LATENCY, seed, 1, 1, number % SHIFTS)
 
 
 class Client:
-    """The client's end of a connection: introduce yourself, then as many rounds as you like.
+    """The client's end of a connection. Call :meth:`introduce` first, then run any number of rounds.
 
     Args:
-        payloads, rounds: those of another connection to the same server; else its own.
+        payloads, rounds: those of another connection to the same server; by default its own.
     """
 
     def __init__(
@@ -322,27 +337,26 @@ class Client:
 
     async def introduce(self) -> dict[str, Any]:
         """Waits for our turn; returns the server's hello."""
-        with trio.move_on_after(PATIENCE):
+        with _within_patience(f"no answer from the server for {PATIENCE} seconds; it may be serving another client"):
             await tell(self.connection, hello())
             answer = await hear(self.connection, "perf")
             check_hello(answer)
             return answer
-        raise PerfError(f"no answer from the server for {PATIENCE} seconds; it may be serving another client")
 
     async def run_next(self, kind: Kind, size: int, count: int) -> Timing:
-        """Runs a round with other data than the one before, see :meth:`run`."""
+        """Runs a round with data that differ from the previous one's, see :meth:`run`."""
         return await self.run(attrs.evolve(next(self._rounds), kind=kind, size=size, count=count))
 
     async def run(self, round: Round) -> Timing:
         """Runs a round, and verifies its data on both ends.
 
         Raises:
-            PerfError: wrong data arrived here or there; the server does not answer.
+            PerfError: wrong data arrived on either side; the server does not answer.
             trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
         """
-        with trio.move_on_after(PATIENCE):
+        messages = f"{round.count} messages of {round.size} bytes"
+        with _within_patience(f"a round of {messages} did not end in {PATIENCE} seconds"):
             return await self._run(round)
-        raise PerfError(f"a round of {round.count} messages of {round.size} bytes did not end in {PATIENCE} seconds")
 
     async def _run(self, round: Round) -> Timing:
         connection = self.connection
@@ -370,7 +384,7 @@ class Client:
 
     @asynccontextmanager
     async def candidate(self, choices: Sequence[Choice]) -> AsyncIterator[Client]:
-        """Another connection, between workers that have these options on both sides.
+        """Opens another connection, between workers that have these options on both sides.
 
         Raises:
             CandidateError: either side cannot have these options, or the connection with them failed.
@@ -394,6 +408,5 @@ class Client:
             await self._hear_about_candidate("closed")
 
     async def _hear_about_candidate(self, *wanted: str) -> dict[str, Any]:
-        with trio.move_on_after(PATIENCE):
+        with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
             return await hear(self.connection, *wanted)
-        raise PerfError(f"no answer from the server for {PATIENCE} seconds")

@@ -17,7 +17,7 @@ from .._version import __version__
 from ..ucp import Context, UCXError, open_context
 from ..ucp._context import DEFAULT_OPTIONS
 
-#: What shows every device, whatever the environment leaves out.
+#: Options that make UCX list every device, whatever the environment excludes.
 EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")
 
 #: ``#      resource 1  :  md 1  dev 1  flags -- tcp/eth0``
@@ -30,8 +30,8 @@ class TransportInfo:
 
     Attributes:
         name: ``tcp``, ``sysv``, ``rc_mlx5`` and the like.
-        devices: those that the configuration in force lets UCX use.
-        disabled: those that it leaves out.
+        devices: the devices that the configuration in force lets UCX use.
+        disabled: the devices that it excludes.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DefaultInfo:
         name: without the ``UCX_`` prefix.
         value: trio_ucx's choice.
         in_force: whether that is what UCX uses.
-        instead: what was chosen instead of trio_ucx's default, or why else it does not hold; None where it does.
+        instead: what was chosen instead of trio_ucx's default, or why that is not in force; None if it is.
     """
 
     name: str
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """All that ``info`` tells, ready for JSON."""
+    """Returns all that ``info`` prints, ready for JSON."""
     with open_context(EVERYTHING) as context:
         present = resources(context)
     error: str | None = None
@@ -127,10 +127,10 @@ def by_transport(present: list[tuple[str, str]], enabled: list[tuple[str, str]])
 
 
 def effective_config(context: Context) -> tuple[dict[str, str], dict[str, str]]:
-    """UCX's options in force, by name without the prefix; and those of them that trio_ucx or the environment chose.
+    """Returns UCX's options in force, by name without the prefix, and those that trio_ucx or the environment chose.
 
-    UCX lists the options of single transports only where they were chosen by trio_ucx, so that those in the environment
-    are added as they are written there.
+    UCX lists the options of single transports only if trio_ucx chose them, so those in the environment are added
+    unchanged.
     """
     config = {}
     for line in context.config_text().splitlines():

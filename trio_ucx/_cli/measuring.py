@@ -1,4 +1,4 @@
-"""What every way of measuring shares: a worker, rounds for so many seconds or messages, a progress bar."""
+"""Measuring for a number of seconds or messages, with a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Advance = Callable[[float], None]
 
 @asynccontextmanager
 async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | None]:
-    """A worker with these transports; None, for the run's shared one, where none were chosen."""
+    """Opens a worker with these transports; None means the run's shared worker, if no transports were chosen."""
     if transports is None:
         yield None
     else:
@@ -30,12 +30,12 @@ async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | No
 async def repeat(
     client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
 ) -> list[tuple[Timing, int]]:
-    """Runs rounds for so many messages or seconds, after a short one to warm up; their times and messages."""
+    """Runs rounds for a number of messages or seconds, after a warm-up; returns their times and numbers of messages."""
     limit = round_limit(size)
     warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
     warm = await client.run_next(kind, size, warm_up)
     seconds = seconds or DEFAULT_SECONDS
-    if iterations is None:  # several rounds, also where they are slow
+    if iterations is None:  # several rounds, even if they are slow
         limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
     timings: list[tuple[Timing, int]] = []
     done = 0
@@ -51,7 +51,7 @@ async def repeat(
 
 
 def half_trips(timings: list[tuple[Timing, int]]) -> list[float]:
-    """Half of each round trip, in microseconds, the shortest first."""
+    """Returns half of each round trip in microseconds, the shortest first."""
     return sorted(nanoseconds / 2000 for timing, _ in timings for nanoseconds in timing.round_trips)
 
 
@@ -61,7 +61,7 @@ def messages_a_second(timings: list[tuple[Timing, int]]) -> float:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Advance]:
-    """A progress bar on stderr, gone at the end; nothing where that is no terminal or rich is not installed."""
+    """Shows a progress bar on stderr until the end; nothing if stderr is not a terminal or rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress

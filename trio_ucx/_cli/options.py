@@ -1,11 +1,11 @@
 """The options of UCX that ``perf --tune`` tries, and their values: a fixed table, the same on both sides.
 
 A client names an option and a value, and the server looks them up here. So nothing from the wire reaches UCX's
-configuration, and a server lets itself be asked for these few settings only.
+configuration, and clients can choose these few settings only.
 
-Not in it: MM_SEG_SIZE and MM_FIFO_SIZE. Where two processes differ in the first, they silently corrupt each other's
-messages over shared memory (9,000 bytes between 8,256 and 32k, UCX 1.22), in the second, they stand still. From 64k on
-MM_SEG_SIZE does not fit into UCX's 16-bit lengths, and up to 32k nothing became faster.
+The table leaves out MM_SEG_SIZE and MM_FIFO_SIZE. If two processes differ in the first, they silently corrupt each
+other's messages over shared memory (9,000 bytes between 8,256 and 32k, UCX 1.22); if they differ in the second, they
+hang. From 64k on MM_SEG_SIZE does not fit into UCX's 16-bit lengths, and up to 32k nothing became faster.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Literal
 import attrs
 
 from ..ucp import Transport
+from ..ucp._address_format import SHARED_MEMORY
 from .sizes import format_size
-
-SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
 
 #: An option's name, and the name of one of its values.
 Choice = tuple[str, str]
@@ -26,7 +25,7 @@ Choice = tuple[str, str]
 
 @attrs.frozen
 class Figure:
-    """Something to measure: half of a round trip of ``size`` bytes, messages a second, bytes a second."""
+    """A figure to measure: half of a round trip of ``size`` bytes, messages per second, or bytes per second."""
 
     what: Literal["latency", "rate", "bandwidth"]
     size: int
@@ -44,7 +43,7 @@ def bandwidths(*sizes: int) -> tuple[Figure, ...]:
     return tuple(Figure("bandwidth", size) for size in sizes)
 
 
-#: What no change may make worse.
+#: Figures that no change may make worse.
 GENERAL = (Figure("latency", 8), Figure("rate", 8), *bandwidths(16 * 2**10, 2**20))
 
 
@@ -65,22 +64,22 @@ def everywhere(lanes: Sequence[Transport]) -> str:
 
 
 def same(name: str, *values: str) -> dict[str, Mapping[str, str]]:
-    """Values that are just set."""
+    """Values that are set as they are named."""
     return {value: {name: value} for value in values}
 
 
 @attrs.frozen
 class Option:
-    """An option, and what is tried.
+    """An option, and the values that are tried.
 
     Attributes:
         about: what it is, in a few words.
         values: by name, what is set on both sides; the first is trio_ucx's default.
-        figures: what it may change, besides what every option has to leave as it is.
-        unfit: why it does not matter between two ends with these lanes; "" where it does.
-        warning: what whoever sets another value has to know; "" where there is nothing to know.
-        of_ucx: UCX's own value where ours is another; measured by ``benchmarks/defaults.py``, proposed only where it
-            is among the ``values``.
+        figures: what is measured: what it may improve, and what every option must leave as it is.
+        unfit: why it does not matter between two ends with these lanes; "" if it does.
+        warning: what a user of another value must know; "" if there is nothing to know.
+        of_ucx: UCX's own value if ours differs; measured by ``benchmarks/defaults.py``, proposed only if it is among
+            the ``values``.
     """
 
     name: str
@@ -96,7 +95,7 @@ class Option:
         return next(iter(self.values))
 
     def config(self, value: str) -> Mapping[str, str] | None:
-        """What to set for a value; None for one that is not in the table."""
+        """Returns what to set for a value; None for a value that is not in the table."""
         return {self.name: value} if value == self.of_ucx else self.values.get(value)
 
 
@@ -155,7 +154,7 @@ OPTIONS: Mapping[str, Option] = {
             over_several_lanes,
         ),
         Option(
-            # Not for the user to choose: with "y", UCX loses events (DEFAULT_OPTIONS says which).
+            # The user cannot choose it: with "y", UCX loses events (DEFAULT_OPTIONS says which).
             "ADAPTIVE_PROGRESS",
             "whether UCX looks only at those transports that an endpoint uses",
             same("ADAPTIVE_PROGRESS", "n"),
@@ -166,7 +165,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def config_of(choices: Iterable[Choice]) -> dict[str, str] | None:
-    """What to set for these values of these options; None unless all are in the table."""
+    """Returns what to set for these values of these options; None unless all are in the table."""
     config: dict[str, str] = {}
     for name, value in choices:
         found = OPTIONS[name].config(value) if name in OPTIONS else None

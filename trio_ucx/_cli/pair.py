@@ -15,7 +15,7 @@ import trio
 
 from .errors import PerfError
 
-#: Seconds for the server process to start, and to end by itself.
+#: Seconds that the server process may take to start, and to end by itself.
 SERVER_START = 30
 SERVER_END = 5
 
@@ -24,7 +24,7 @@ PERF = [sys.executable, "-m", "trio_ucx", "perf"]
 
 
 async def run_pair(arguments: argparse.Namespace) -> int:
-    """Starts a server and a client, and ends both whatever happens."""
+    """Starts a server and a client, and ends both in any case."""
     async with open_server(arguments.transports) as address, trio.open_nursery() as nursery:
         command = [*PERF, *transport_options(arguments.transports), address, *client_options(arguments)]
         client: trio.Process = await nursery.start(partial(trio.run_process, command, stdout=sys.stdout, check=False))
@@ -36,7 +36,7 @@ async def run_pair(arguments: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def open_server(transports: str | None) -> AsyncIterator[str]:
-    """A server process, which ends with the block; its address. A server that ends before is an error."""
+    """Starts a server process, which ends with the block; yields its address. A server that ends early is an error."""
     listen = [*PERF, *transport_options(transports), "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
     async with trio.open_nursery() as nursery:
         server: trio.Process = await nursery.start(
@@ -74,7 +74,7 @@ def client_options(arguments: argparse.Namespace) -> list[str]:
 
 
 async def announced(server: trio.Process) -> str:
-    """The address that a new server prints."""
+    """Returns the address that a new server prints."""
     assert server.stdout is not None
     text = b""
     with trio.move_on_after(SERVER_START):

@@ -106,13 +106,15 @@ def add_command(commands: Any) -> None:
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
-            parser.error("with --listen, the client says --sizes, --iterations and --seconds")
+            parser.error("with --listen, the client chooses --sizes, --iterations and --seconds")
         if arguments.listen is not None and (arguments.tune or arguments.options):
-            parser.error("with --listen, the client says --tune and --options; any server of this trio_ucx knows them")
+            parser.error(
+                "with --listen, the client chooses --tune and --options; every server of this trio_ucx knows them"
+            )
         if arguments.options and not arguments.tune:
-            parser.error("--options are what --tune compares: add --tune")
+            parser.error("--options selects what --tune compares: add --tune")
         if arguments.tune and (arguments.sizes or arguments.iterations):
-            parser.error("--tune has its own sizes, and measures by time: say --seconds, not --sizes and --iterations")
+            parser.error("--tune has its own sizes, and measures by time: use --seconds, not --sizes and --iterations")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
         if arguments.listen is not None:
@@ -135,7 +137,7 @@ async def run_server(arguments: argparse.Namespace) -> int:
         try:
             await serve(connection, turn)
         except* EXPECTED as problem:
-            if not arguments.until_stdin_closes:  # else the client is beside us, and says it
+            if not arguments.until_stdin_closes:  # else the client runs on this machine, and prints it
                 print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
 
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:

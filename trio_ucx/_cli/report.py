@@ -1,4 +1,4 @@
-"""What ``perf --tune`` found, for people and for programs."""
+"""The output of ``perf --tune``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trials import ROUNDS, Candidate, Trial
 from .verdict import MARGIN, Comparison
 
 WIDTH = 100
-#: When to say that the rounds differ.
+#: If the rounds differ by more than this share, the report says so.
 MUCH_NOISE = 0.3
 
 EXPLANATION = (
@@ -36,17 +36,17 @@ UNKNOWN = (
 
 @attrs.define
 class Findings:
-    """What was found, as far as it has come.
+    """The results so far.
 
     Attributes:
-        server: who it is.
-        lanes: over what the messages go, with the defaults.
-        seconds: for each figure in each round.
+        server: its address and releases.
+        lanes: the transports of the messages, with the defaults.
+        seconds: measured for each figure in each round.
         left_out: options that were not compared, and why.
-        trials: what was compared; the last one is ``again``, if there is that.
+        trials: what was compared; the last one is ``again``, if there was a second comparison.
         faster: the values that were clearly faster at first, at most one of each option.
-        again: these once more.
-        proposed: those of them that still were; None where nothing was.
+        again: the second comparison of these values.
+        proposed: the values that were faster again; None if none were.
     """
 
     server: dict[str, str]
@@ -69,14 +69,14 @@ class Findings:
 
     @property
     def noise(self) -> float:
-        """By how much the rounds of the default differ, in the middle of all figures."""
+        """By how much the rounds of the default differ: the median of all figures."""
         return statistics.median(
             [trial.default.spread(figure) for trial in self.trials for figure in trial.figures] or [0.0]
         )
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the environment says about the options that were compared."""
+        """The environment variables that set options that were compared."""
         compared = dict.fromkeys(name for trial in self.trials for one in trial.candidates for name, _ in one.choices)
         return {f"UCX_{name}": os.environ[f"UCX_{name}"] for name in compared if f"UCX_{name}" in os.environ}
 
@@ -131,7 +131,7 @@ def value_text(candidate: Candidate, figure: Figure) -> str:
 
 
 def judgement(trial: Trial, comparison: Comparison) -> str:
-    """In which figures a candidate is another."""
+    """Returns the figures in which a candidate is faster or slower, as text."""
     parts = []
     for word, keys in (("faster", comparison.better), ("slower", comparison.worse)):
         found = [f"{figure.what} {format_size(figure.size)}" for figure in trial.figures if figure.key in keys]

@@ -15,7 +15,7 @@ def parse_sizes(text: str) -> list[int]:
         digits = part.strip().rstrip("kmg")
         unit = _UNITS.get(part.strip()[len(digits) :])
         if unit is None or not (digits.isascii() and digits.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{part!r} is no message size: write bytes, as in 8,1k,64k,1M")
+            raise argparse.ArgumentTypeError(f"{part!r} is not a message size: write bytes, as in 8,1k,64k,1M")
         if not 1 <= int(digits) * unit <= MAX_SIZE:
             raise argparse.ArgumentTypeError(f"{part!r}: messages have from 1 byte to 1G")
         sizes.append(int(digits) * unit)

@@ -1,8 +1,8 @@
-"""Values of UCX's options, measured beside each other.
+"""Compares values of UCX's options, which are measured by turns.
 
-In several rounds each candidate has its turn, with new workers and a new connection on both sides every time, so that
-one connection's luck is not its options'. A round begins with another candidate than the one before: a machine that
-becomes slower meanwhile is unfair to nobody.
+In each of several rounds every candidate is measured once, each time with new workers and a new connection on both
+sides, so that an unusually fast connection does not count as an effect of its options. Each round begins with another
+candidate, so a machine that becomes slower meanwhile disadvantages none of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .options import Choice, Figure
 from .verdict import Comparison, Speeds, compare
 
 ROUNDS = 5
-#: What a figure and a connection take besides the time that is asked for: opening, warming up, verifying.
+#: Seconds that a figure and a connection take besides the requested time: for opening, warming up, verifying.
 FIGURE_SECONDS, CONNECTION_SECONDS = 0.05, 0.1
 
 
@@ -29,8 +29,8 @@ class Candidate:
 
     Attributes:
         rounds: the figures: microseconds, messages a second, or 10**6 bytes a second.
-        lanes: over what the messages went.
-        trouble: why it could not be measured; "" where it could.
+        lanes: the transports of its messages.
+        trouble: why it could not be measured; "" if it could.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Candidate:
         return statistics.median(one[figure] for one in self.rounds)
 
     def spread(self, figure: Figure) -> float:
-        """From the lowest to the highest round, as a share of the median."""
+        """The difference between the lowest and the highest round, as a share of the median."""
         values = [one[figure] for one in self.rounds]
         return (max(values) - min(values)) / statistics.median(values)
 
@@ -68,7 +68,7 @@ class Trial:
         return self.candidates[0]
 
     def comparisons(self) -> Iterator[tuple[Candidate, Comparison]]:
-        """How the others did, but those that could not be measured."""
+        """Compares the others with the default, except those that could not be measured."""
         for candidate in self.candidates[1:]:
             if not candidate.trouble:
                 yield candidate, compare(self.default.speeds, candidate.speeds)
@@ -78,10 +78,10 @@ class Trial:
         return ROUNDS * len(self.candidates) * turn
 
     async def run(self, client: Client, seconds: float, advance: Advance) -> None:
-        """Measures each figure of each candidate for so many seconds in each round.
+        """Measures each figure of each candidate for ``seconds`` in each round.
 
         Raises:
-            CandidateError: the default cannot be measured; nothing else can, then.
+            CandidateError: the default cannot be measured, so there is nothing to compare with.
             trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
         """
         done = 0

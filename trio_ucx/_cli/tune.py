@@ -1,7 +1,7 @@
-"""``python -m trio_ucx perf --tune``: with which values of UCX's options it would be faster here.
+"""``python -m trio_ucx perf --tune``: finds values of UCX's options that make messages faster on this machine.
 
-Option by option, each value is compared with trio_ucx's default (:mod:`.trials`). What is clearly faster
-(:mod:`.verdict`) is then measured again, alone and together, before it is proposed.
+Option by option, each value is compared with trio_ucx's default (:mod:`.trials`). Values that are clearly faster
+(:mod:`.verdict`) are measured again, alone and together, before they are proposed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .report import Findings, as_json, closing_text, header_text, trial_text
 from .trials import Candidate, Trial
 from .verdict import Comparison, best, confirm
 
-#: For each figure in each round.
+#: Seconds for each figure in each round, by default.
 SECONDS = 0.2
 
 
@@ -35,7 +35,7 @@ def parse_options(text: str) -> list[str]:
     names = [part.strip().upper().removeprefix("UCX_") for part in text.split(",")]
     for name in names:
         if name not in tunable():
-            raise argparse.ArgumentTypeError(f"{name!r} is none of the options that it tries: {', '.join(tunable())}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not among the options that it tries: {', '.join(tunable())}")
     return names
 
 
@@ -69,7 +69,7 @@ async def run_tune(arguments: argparse.Namespace) -> int:
 
 
 async def tune(client: Client, findings: Findings, names: Sequence[str], *, quiet: bool) -> None:
-    """Compares the values of these options, and notes what it finds; says so meanwhile unless ``quiet``."""
+    """Compares the values of these options, and records the results; prints them unless ``quiet``."""
 
     def say(text: str) -> None:
         if not quiet:
@@ -120,12 +120,12 @@ def trial_of(option: Option, values: Iterable[str]) -> Trial:
 
 
 def figures_of(options: Iterable[Option]) -> list[Figure]:
-    """All that any of them may change."""
+    """Returns the figures of all these options, each once."""
     return list(dict.fromkeys(figure for option in options for figure in option.figures))
 
 
 def trial_of_faster(faster: Sequence[Choice]) -> Trial:
-    """Compares what was faster once more: each alone, and all of it together."""
+    """Compares the values that were faster once more: each alone, and all together."""
     sets = [[choice] for choice in faster]
     if len(faster) > 1:
         sets.append(list(faster))
@@ -146,5 +146,5 @@ def trial_of_faster(faster: Sequence[Choice]) -> Trial:
 
 
 def changed(candidate: Candidate) -> tuple[Choice, ...]:
-    """Its values that are not trio_ucx's defaults."""
+    """Returns its values that are not trio_ucx's defaults."""
     return tuple((name, value) for name, value in candidate.choices if value != OPTIONS[name].default)

@@ -1,14 +1,14 @@
 """Whether another value of an option is clearly faster than trio_ucx's default. Pure functions.
 
-Both are measured in the same rounds, one after the other, and compared round by round: what makes the whole machine
-slower for a second makes both slower. With speeds as multiples of the default's in the same round, a figure is
+Both are measured in the same rounds, one after the other, and compared round by round, because whatever makes the whole
+machine slower for a second makes both slower. With speeds as multiples of the default's in the same round, a figure is
 
-* better, when the median is more than 5 % above 1 and *every* round is above 1: then the noise between the rounds is
-  smaller than the difference. Of pure noise, 1 figure in 32 does that in five rounds;
-* worse, when the median is more than 5 % below 1, whatever the single rounds say: the doubt is the default's.
+* better if the median is more than 5 % above 1 and *every* round is above 1: then the noise between the rounds is
+  smaller than the difference. In five rounds of pure noise, 1 figure in 32 has every round above 1;
+* worse if the median is more than 5 % below 1, whatever the single rounds are: in doubt the default stays.
 
-A value is a candidate when something is better and nothing is worse. Many values and figures are looked at, so some
-will be lucky: what is proposed must be better in the same figure once more, in fresh rounds (:func:`confirm`).
+A value is a candidate if a figure is better and none is worse. Among many values and figures some are better by chance,
+so a value is proposed only if the same figure is better once more, in fresh rounds (:func:`confirm`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import attrs
 
-#: Less than this share of a speed is no difference.
+#: A smaller share of a speed does not count as a difference.
 MARGIN = 0.05
 
-#: The speeds of one round, by the figure's key. More is better: of latencies, the inverse.
+#: The speeds of one round, by the figure's key; of a latency, its inverse. More is better.
 Speeds = Mapping[str, float]
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Comparison:
-    """Speeds as multiples of the default's: by figure, one for each round."""
+    """Speeds as multiples of the default's, by figure, one for each round."""
 
     ratios: Mapping[str, Sequence[float]]
 
@@ -53,24 +53,24 @@ class Comparison:
 
     @property
     def overall(self) -> float:
-        """All figures in one, to choose between candidates."""
+        """The geometric mean of all figures, to choose between candidates."""
         return statistics.geometric_mean(self.medians.values())
 
 
 def compare(default: Sequence[Speeds], other: Sequence[Speeds]) -> Comparison:
-    """Compares two series of the same rounds."""
+    """Compares the speeds of two candidates in the same rounds."""
     rounds = list(zip(default, other, strict=True))
     return Comparison({figure: [theirs[figure] / ours[figure] for ours, theirs in rounds] for figure in default[0]})
 
 
 def best(comparisons: Iterable[tuple[T, Comparison]]) -> T | None:
-    """The best of those that are better somewhere and worse nowhere; None where there is none."""
+    """Returns the best of those that are better in a figure and worse in none; None if there is none."""
     found = [(name, one) for name, one in comparisons if one.better and not one.worse]
     return max(found, key=lambda pair: pair[1].overall)[0] if found else None
 
 
 def confirm(again: Iterable[tuple[T, frozenset[str], Comparison]]) -> T | None:
-    """The best of those that are better once more, in a figure in which they were better before.
+    """Returns the best of those that are better again in a figure in which they were better before.
 
     Args:
         again: names, the figures that were better before, and the comparison in fresh rounds.

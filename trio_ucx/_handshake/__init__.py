@@ -1,12 +1,15 @@
-"""How a Connection comes about: two peers meet on the control socket, then their endpoints find each other over UCX.
+"""Opening a connection: the exchange on the control socket, then the greeting over UCX.
 
-    exchange   what is said on the control socket: frames, states and authentication; without I/O
-    facts      what each side says about itself, and what follows for the transports; without I/O
-    streams    the bytes of the control socket, with or without TLS
-    control    watches control sockets from the end of the exchange on
-    registry   from the exchange to a Connection: ids, endpoints, the greeting over UCX
-    client     the side that connects
-    server     the side that listens
+In this order, each module imports only those above it, and ``client`` and ``server`` do not know each other:
+
+    facts             what each side says about itself, and which transports follow from that; without I/O
+    exchange          what is said on the control socket: frames, states and authentication; without I/O
+    control_stream    the control socket during the exchange, with or without TLS
+    control_sockets   watches a worker's control sockets after the exchange
+    registry          what a worker needs for its handshakes
+    handshake         one side of a handshake, up to the open connection
+    client            the side that connects
+    server            the side that listens
 
 It may import the rules (``_wire``), ``_link`` and the layers below.
 """

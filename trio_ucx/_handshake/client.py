@@ -1,4 +1,4 @@
-"""The side that connects: opens a control socket, does the exchange, and waits for the greeting over UCX."""
+"""The client's side of a handshake: connects the control socket, runs the exchange, and waits for the peer's HELLO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import ssl
 from collections.abc import Awaitable, Callable
 
-import attrs
 import trio
 
 from .._link import Link, Options
@@ -14,30 +13,13 @@ from .._wire import ProtocolError
 from ..ucp import UCXError
 from ..ucp._engine.numbering import FILLERS_AT_ONCE, MAX_FILLERS
 from ..ucp._engine.operations import under_way
-from .control import ControlSocket
-from .exchange import Assigned, Declined, Event, Exchange, Refused, Stranger, Welcomed
-from .facts import SharedMemory
-from .registry import SOFTWARE, Address, Introduction, Registry
-from .streams import ControlStream, keep_alive, leads_to_this_machine
+from .control_stream import ControlStream, leads_to_this_machine, set_keepalive
+from .exchange import Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
+from .handshake import ExchangeOptions, Handshake, send_refusal
+from .registry import SOFTWARE, Registry
 
 
-@attrs.frozen
-class Entry:
-    """The options of the exchange: authentication, keepalive of the control socket, shared memory.
-
-    Attributes:
-        server_hostname: whom the server's certificate must name.
-        keepalive_interval: see :func:`streams.keep_alive`.
-    """
-
-    shared_memory: SharedMemory
-    keepalive_interval: float
-    authkey: bytes | None
-    ssl_context: ssl.SSLContext | None
-    server_hostname: str | None = None
-
-
-class Connecting:
+class Connector:
     """One attempt to connect.
 
     Args:
@@ -51,18 +33,17 @@ class Connecting:
         registry: Registry,
         open_socket: Callable[[], Awaitable[trio.SocketStream]],
         label: str,
-        entry: Entry,
+        exchange_options: ExchangeOptions,
         options: Options,
         timeout: float,
     ) -> None:
         self.label = label
-        self.entry = entry
-        self.options = options
+        self.exchange_options = exchange_options
         self.timeout = timeout
-        #: What we were doing when the time was over.
+        #: What had not happened yet when the time was over, for the message of the error.
         self.stage = "the connection was not accepted"
         self._open_socket = open_socket
-        self._introduction = Introduction(registry, options, label)
+        self._handshake = Handshake(registry, options, label)
 
     async def run(self) -> Link:
         """Connects.
@@ -77,10 +58,10 @@ class Connecting:
             with trio.move_on_after(self.timeout) as scope:
                 link = await self._connect()
             if scope.cancelled_caught:
-                waiting_for = under_way(self._introduction.under_way())
+                waiting_for = under_way(self._handshake.under_way())
         finally:
             if link is None:
-                self._introduction.close()
+                self._handshake.close()
         if link is None:
             raise TimeoutError(
                 errno.ETIMEDOUT,
@@ -89,167 +70,121 @@ class Connecting:
         return link
 
     async def _connect(self) -> Link:
+        handshake = self._handshake
         stream = ControlStream(await self._open_socket())
         try:
-            keep_alive(stream.socket, self.entry.keepalive_interval)
-            self._introduction.local = own_address(stream.socket)
-            self._introduction.remote = peer_address(stream.socket)
+            set_keepalive(stream.socket, self.exchange_options.keepalive_interval)
+            handshake.set_addresses(stream)
             await self._exchange(stream)
         except BaseException:
             stream.close()
             raise
-        introduction = self._introduction
-        self.stage = f"messages did not get through over UCX ({introduction.tried}); is there a firewall between?"
-        link: Link = await introduction.registry.engine.waiting.wait(introduction.answer)
+        self.stage = f"messages did not get through over UCX ({handshake.route}); does a firewall block them?"
+        link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
         return link
 
     async def _exchange(self, stream: ControlStream) -> None:
-        entry, introduction = self.entry, self._introduction
+        options, handshake = self.exchange_options, self._handshake
         self.stage = "it did not answer; is it a trio_ucx listener?"
-        exchange = Exchange(is_client=True, software=SOFTWARE, authkey=entry.authkey)
+        exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)
         try:
-            if entry.ssl_context is not None:
+            if options.ssl_context is not None:
                 self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
-                await stream.start_tls(entry.ssl_context, is_client=True, server_hostname=entry.server_hostname)
-            introduction.leave_stopped_worker()
-            exchange.open(introduction.say(entry.shared_memory, leads_to_this_machine(stream.socket)))
-            await stream.send_all(exchange.data_to_send())
-            while True:
-                introduction.check()
-                event = exchange.next_event()
-                if event is not None:
-                    if self._answer(exchange, event):
-                        break
-                    await stream.send_all(exchange.data_to_send())
-                    continue
-                await stream.send_all(exchange.data_to_send())
-                data = await stream.receive_some()
-                if not data:
-                    raise ConnectionResetError(errno.ECONNRESET, f"{self.label} ended the connection in the exchange")
-                exchange.receive_data(data)
+                await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
+            handshake.move_to_running_worker()
+            exchange.open(handshake.make_facts(options.shared_memory, leads_to_this_machine(stream.socket)))
+            await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))
         except ssl.SSLError as error:
             error.add_note(
                 f"in the TLS handshake with {self.label}: does it have an ssl_context, and does each trust the other?"
             )
             raise
         except ProtocolError as error:
-            reason = f"{error}; is it a trio_ucx listener?" if isinstance(error, Stranger) else str(error)
-            await self._refuse(stream, exchange, str(error))
+            reason = f"{error}; is it a trio_ucx listener?" if isinstance(error, NotTrioUCX) else str(error)
+            await send_refusal(stream, exchange, error)
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"cannot connect to {self.label}: {reason}") from error
         except UCXError as error:
-            await self._refuse(stream, exchange, str(error))
+            await send_refusal(stream, exchange, error)
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
-        except OSError as error:  # UCX cannot reach the server, or the socket broke, and then nobody hears this
-            await self._refuse(stream, exchange, error.strerror or str(error))
+        except OSError as error:  # UCX cannot reach the server; or the socket broke, and the refusal gets nowhere
+            await send_refusal(stream, exchange, error)
             raise
-        introduction.check()
-        introduction.control = control = ControlSocket(
-            introduction.registry.control,
-            stream.detach(),
-            stream.tls,
-            exchange,
-            lambda event: self._said_later(exchange, event),
-            introduction.peer_lost,
-        )
-        control.flush()
-        introduction.greet()
-        control.start()
+        handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(exchange, event))
 
-    async def _refuse(self, stream: ControlStream, exchange: Exchange, reason: str) -> None:
-        """Sends the server the reason why there will be no connection, if the control socket still takes it."""
-        exchange.refuse(reason)
-        try:
-            await stream.send_all(exchange.data_to_send())
-        except (OSError, ssl.SSLError):
-            pass
-
-    def _answer(self, exchange: Exchange, event: Event) -> bool:
-        """Answers the server; whether the number of the endpoints is settled, as far as we know.
+    def _answer(self, exchange: Exchange, event: Event) -> None:
+        """Answers the server.
 
         Raises:
             ProtocolError: we cannot connect to this server.
             OSError: the server refuses; UCX cannot reach it.
         """
-        introduction = self._introduction
+        handshake = self._handshake
         match event:
             case Refused(reason=reason):
-                raise ConnectionRefusedError(errno.ECONNREFUSED, f"{self.label} refused the connection: {reason}")
+                raise handshake.refusal(reason)
             case Welcomed(facts=facts, number=number, numbers=numbers):
-                introduction.heard(facts)
-                introduction.numbers.heard(numbers)
+                handshake.peer_facts_arrived(facts)
+                handshake.numbers.heard(numbers)
                 if number is None:
-                    return self._choose(exchange, event)
-                return self._try(exchange, number)
+                    self._choose_number(exchange, event)
+                else:
+                    self._use_number(exchange, number)
             case Assigned(number=number, numbers=numbers):
-                introduction.numbers.heard(numbers)
-                return self._try(exchange, number)
-        raise ProtocolError(f"the server said {type(event).__name__}")
+                handshake.numbers.heard(numbers)
+                self._use_number(exchange, number)
+            case _:
+                raise ProtocolError(f"the server sent {type(event).__name__}")
 
-    def _choose(self, exchange: Exchange, event: Welcomed | Declined) -> bool:
-        introduction = self._introduction
-        if introduction.leads is False:
+    def _choose_number(self, exchange: Exchange, event: Welcomed | Declined) -> None:
+        """Chooses a number, makes our endpoint with it, and takes it."""
+        handshake = self._handshake
+        if handshake.chooses_number is False:
             raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
         for _ in range(MAX_FILLERS // FILLERS_AT_ONCE + 1):
-            number = introduction.choose(event.numbers)
-            if self._take(exchange, number):
-                return True
+            if self._take(exchange, handshake.choose_number(event.numbers)):
+                return
         raise ProtocolError(
             f"the listener's worker has made {event.numbers.next} endpoints to this worker, and this worker far fewer: "
             "connect from another worker"
         )
 
+    def _use_number(self, exchange: Exchange, number: int) -> None:
+        """Takes the server's number, or declines it."""
+        if not self._take(exchange, number):
+            exchange.decline(self._handshake.numbers.numbers())
+
     def _take(self, exchange: Exchange, number: int) -> bool:
-        introduction = self._introduction
-        if not introduction.make_endpoint(number):
+        """Makes our endpoint with a number, and takes that number; returns whether it could."""
+        if not self._handshake.make_endpoint(number):
             return False
-        exchange.take(number, introduction.numbers.numbers())
+        exchange.take(number, self._handshake.numbers.numbers())
         return True
 
-    def _try(self, exchange: Exchange, number: int) -> bool:
-        if self._take(exchange, number):
-            return True
-        exchange.decline(self._introduction.numbers.numbers())
-        return False
-
-    def _said_later(self, exchange: Exchange, event: Event) -> None:
-        """Handles what the server says while we wait for its greeting."""
-        introduction = self._introduction
+    def _event_while_greeting(self, exchange: Exchange, event: Event) -> None:
+        """Handles an event while we wait for the server's HELLO: the server may still decline the number."""
+        handshake = self._handshake
         try:
             match event:
-                case Declined() if introduction.leads is not False:
-                    introduction.keep_as_filler()
-                    settled = self._choose(exchange, event)
-                case Assigned(number=number, numbers=numbers) if introduction.leads is not True:
-                    introduction.numbers.heard(numbers)
-                    if number == introduction.number:  # the server has made some of its fillers, and asks for more time
-                        exchange.take(number, introduction.numbers.numbers())
-                        settled = False
+                case Declined() if handshake.chooses_number is not False:
+                    handshake.keep_as_filler()
+                    self._choose_number(exchange, event)
+                    has_new_endpoint = True
+                case Assigned(number=number, numbers=numbers) if handshake.chooses_number is not True:
+                    handshake.numbers.heard(numbers)
+                    if number == handshake.number:  # the server has made some of its fillers, and needs more time
+                        exchange.take(number, handshake.numbers.numbers())
+                        has_new_endpoint = False
                     else:
-                        introduction.keep_as_filler()
-                        settled = self._try(exchange, number)
+                        handshake.keep_as_filler()
+                        self._use_number(exchange, number)
+                        has_new_endpoint = handshake.number is not None
                 case _:
-                    introduction.peer_said(event)
+                    handshake.event_arrived(event)
                     return
         except (OSError, UCXError, ProtocolError) as error:
-            introduction.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            handshake.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
             return
-        assert introduction.control is not None
-        introduction.control.flush()
-        if settled:
-            introduction.greet()
-
-
-def own_address(control: trio.socket.SocketType) -> Address:
-    """Our address of a control socket: host and port, or the path of a Unix socket, or None where that has none."""
-    return _address(control.getsockname())
-
-
-def peer_address(control: trio.socket.SocketType) -> Address:
-    """The same of the peer's end."""
-    return _address(control.getpeername())
-
-
-def _address(name: object) -> Address:
-    if isinstance(name, tuple):
-        return name[0], name[1]
-    return (f"unix:{name}", 0) if isinstance(name, str) and name else None
+        assert handshake.control is not None
+        handshake.control.flush()
+        if has_new_endpoint:
+            handshake.greet()

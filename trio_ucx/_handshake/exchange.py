@@ -6,23 +6,23 @@
     PREAMBLE magic, version, flags, nonce    ->
                                              <-    PREAMBLE, and with an authkey PROOF
     OPEN     the client's facts              ->
-                                             <-    WELCOME  the server's facts, and a number or what limits it
+                                             <-    WELCOME  the server's facts, and a number or its limits
     [DECLINE the number cannot be used       ->
-                                             <-    ASSIGN   another one, how far we are]
-    TAKE     the number, how far we are      ->
+                                             <-    ASSIGN   another one, and our limits]
+    TAKE     the number, and our limits      ->
              [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
                                                    number; then the client goes on as before TAKE]
 
 Without an authkey the client does not wait for the server's PREAMBLE. The client makes its endpoint before it sends
-TAKE, and the server when TAKE comes. Then the peers greet each other over UCX (``registry.py``). REFUSE, with a reason,
-is allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+TAKE, and the server when TAKE arrives. Then the peers greet each other over UCX (``handshake.py``). REFUSE, with a
+reason, is allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
 HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
-Both preambles carry a fresh nonce, so a recorded exchange is of no use, and a byte that is changed on the way spoils
-the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server proves
-first: a client says nothing about itself to a server that does not know the key, nor the server to such a client.
-REFUSE carries no code, because it may have to say that the keys differ.
+Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is changed on the way
+invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server
+proves first that it knows the key. So a client sends no facts to a server that does not know the key, nor does the
+server to such a client. REFUSE carries no code, because it may have to say that the keys differ.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ from .._wire import MAGIC, MAX_NUMBER, VERSION, ProtocolError
 from ..ucp._engine.numbering import MAX_PLAIN, Numbers
 from .facts import Facts
 
-#: Magic, version, flags, nonce. The same in every version, as REFUSE is, so that a peer of another one can be refused.
+#: Magic, version, flags, nonce. It is the same in every version, like REFUSE, so that a peer of another version can be
+#: refused.
 _PREAMBLE = struct.Struct("<8sHH32s")
-#: The length of what follows, and the kind, which is counted.
+#: The length of the rest of the frame, the kind included, and the kind.
 _HEAD = struct.Struct("<IB")
 _NUMBER = struct.Struct("<I")
 _SENT = struct.Struct("<Q")
-#: The next number, whether there are raw endpoints, how many of them are without error handling; then their numbers.
+#: The limits: the next number, whether there are raw endpoints, and how many endpoints have no error handling. The
+#: numbers of the latter follow.
 _NUMBERS = struct.Struct("<IBH")
 _NO_NUMBER = 0xFFFFFFFF
 _CODE = hashlib.sha256().digest_size
 
-#: No frame is longer. (Worker addresses take some kilobytes on machines with many RDMA ports.)
+#: The longest frame. (Worker addresses take some kilobytes on machines with many RDMA ports.)
 MAX_FRAME = 1 << 17
-#: The largest number of sent messages that a peer may name.
+#: The greatest count of sent messages that ABORT may contain.
 MAX_SENT = 2**62
-#: After how many declined numbers the two give up.
+#: Declined numbers after which the two sides give up.
 MAX_DECLINED = 64
 #: The flag of a preamble: its sender has an authkey.
 WITH_AUTHKEY = 1
@@ -78,13 +80,13 @@ class State(enum.Enum):
     PROOF = enum.auto()
     OPEN = enum.auto()
     WELCOME = enum.auto()
-    NUMBER = enum.auto()  # the number of the endpoints is open
-    GREETING = enum.auto()  # the endpoints are made; the peers greet each other over UCX
-    OPENED = enum.auto()  # they have done so
+    NUMBER = enum.auto()  # the peers agree on the number of the endpoints
+    GREETING = enum.auto()  # the endpoints are made, and the peers greet each other over UCX
+    OPENED = enum.auto()  # the connection is open
     ENDED = enum.auto()  # refused, aborted or broken
 
 
-#: The table: by side and state, what may come.
+#: Which frames may come, by side (whether it is the client) and state.
 EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.PROOF): frozenset({Kind.REFUSE, Kind.PROOF}),
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
@@ -100,18 +102,18 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
 
 @attrs.frozen
 class Opened:
-    """OPEN came. Answer by :meth:`Exchange.welcome` or :meth:`Exchange.refuse`."""
+    """OPEN arrived. Answer by :meth:`Exchange.welcome` or :meth:`Exchange.refuse`."""
 
     facts: Facts
 
 
 @attrs.frozen
 class Welcomed:
-    """WELCOME came. Answer by :meth:`Exchange.take`, :meth:`Exchange.decline` or :meth:`Exchange.refuse`.
+    """WELCOME arrived. Answer by :meth:`Exchange.take`, :meth:`Exchange.decline` or :meth:`Exchange.refuse`.
 
     Attributes:
         number: the endpoints' number, if the server chose it.
-        numbers: what limits the client's choice, if the server leaves it to the client.
+        numbers: which numbers the server can use, if it leaves the choice to the client.
     """
 
     facts: Facts
@@ -121,10 +123,10 @@ class Welcomed:
 
 @attrs.frozen
 class Assigned:
-    """ASSIGN came: another number.
+    """ASSIGN arrived: another number.
 
     Attributes:
-        numbers: how far the server is.
+        numbers: which numbers the server can use.
     """
 
     number: int
@@ -133,10 +135,10 @@ class Assigned:
 
 @attrs.frozen
 class Taken:
-    """TAKE came: the client has made its endpoint.
+    """TAKE arrived: the client has made its endpoint.
 
     Attributes:
-        numbers: how far the client is.
+        numbers: which numbers the client can use.
     """
 
     number: int
@@ -145,24 +147,24 @@ class Taken:
 
 @attrs.frozen
 class Declined:
-    """DECLINE came: the peer cannot use the number."""
+    """DECLINE arrived: the peer cannot use the number."""
 
     numbers: Numbers
 
 
 @attrs.frozen
 class Refused:
-    """REFUSE came."""
+    """REFUSE arrived."""
 
     reason: str
 
 
 @attrs.frozen
 class Aborted:
-    """ABORT came.
+    """ABORT arrived.
 
     Attributes:
-        sent: how many messages the peer had sent over UCX. They may arrive after ABORT.
+        sent: how many messages the peer had sent over UCX. Some may arrive after ABORT.
     """
 
     sent: int = 0
@@ -171,20 +173,20 @@ class Aborted:
 Event = Opened | Welcomed | Assigned | Taken | Declined | Refused | Aborted
 
 
-class Stranger(ProtocolError):
+class NotTrioUCX(ProtocolError):
     """The first bytes are not those of a trio_ucx peer.
 
     Attributes:
-        begin: what came.
+        first_bytes: what the peer has sent.
     """
 
-    def __init__(self, begin: bytes) -> None:
-        super().__init__(f"this is no trio_ucx peer: it began with {begin[:24]!r}")
-        self.begin = begin
+    def __init__(self, first_bytes: bytes) -> None:
+        super().__init__(f"this is not a trio_ucx peer: its first bytes were {first_bytes[:24]!r}")
+        self.first_bytes = first_bytes
 
 
 class Refusal(ProtocolError):
-    """The peer must be refused; :meth:`Exchange.refuse` tells it the reason."""
+    """The peer must be refused, and told the reason (:meth:`Exchange.refuse`)."""
 
 
 class Exchange:
@@ -199,10 +201,8 @@ class Exchange:
     def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:
         self.is_client = is_client
         self.state = State.PREAMBLE
-        #: What the peer says it is, once it has said so.
-        self.peer_software = ""
         self._software = software
-        # Hashed, because HMAC takes keys that differ in zero bytes at their end for the same.
+        # Hashed, because to HMAC keys are equal that differ only in zero bytes at their end.
         self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
         self._buffer = bytearray()
         self._out = bytearray()
@@ -215,7 +215,7 @@ class Exchange:
     # ---- sending ----
 
     def data_to_send(self) -> bytes:
-        """What is to be sent to the peer now; it counts as sent."""
+        """Returns the bytes to send to the peer now, each once."""
         data = bytes(self._out)
         self._out.clear()
         return data
@@ -242,7 +242,7 @@ class Exchange:
         return hmac.digest(self._authkey, role + self._transcript.digest(), "sha256")
 
     def open(self, facts: Facts) -> None:
-        """For the client: says who we are, as soon as the server may know."""
+        """For the client: sends our facts, with an authkey only after the server has proved that it knows the key."""
         assert self.is_client
         self._offered = facts
         if self._authkey is None:
@@ -253,14 +253,14 @@ class Exchange:
 
         Args:
             number: the endpoints' number; None leaves the choice to the client.
-            numbers: what limits the client's choice.
+            numbers: which numbers the server can use.
         """
         chosen = _NO_NUMBER if number is None else number
         self._send(Kind.WELCOME, _NUMBER.pack(chosen) + _pack(numbers) + facts.encode())
         self.state = State.NUMBER
 
     def take(self, number: int, numbers: Numbers) -> None:
-        """For the client: this is the endpoints' number, and how far the client is."""
+        """For the client: its endpoint has this number. ``numbers`` says which others it can use."""
         self._send(Kind.TAKE, _NUMBER.pack(number) + _pack(numbers))
         self.state = State.GREETING
 
@@ -269,21 +269,21 @@ class Exchange:
         self.state = State.GREETING
 
     def decline(self, numbers: Numbers) -> None:
-        """The number cannot be used; ``numbers`` says which can."""
+        """Declines a number; ``numbers`` says which ones this side can use."""
         self._count_declined()
         self._send(Kind.DECLINE, _pack(numbers))
 
     def assign(self, number: int, numbers: Numbers) -> None:
-        """For the server: another number, and how far the server is."""
+        """For the server: assigns another number. ``numbers`` says which ones it can use."""
         self._send(Kind.ASSIGN, _NUMBER.pack(number) + _pack(numbers))
 
     def reassign(self, number: int, numbers: Numbers) -> None:
-        """For the server: the number that was taken cannot be used any more, but this one."""
+        """For the server: assigns another number because the one that the client took cannot be used any more."""
         self._count_declined()
         self.assign(number, numbers)
 
     def refuse(self, reason: str) -> None:
-        """Says why there will be no connection, and ends."""
+        """Sends the reason why there will be no connection, and ends."""
         if self.state in (State.ENDED, State.OPENED):
             return
         if not self.is_client and self.state is State.PREAMBLE:
@@ -296,7 +296,7 @@ class Exchange:
         self.state = State.OPENED
 
     def abort(self, sent: int = 0) -> None:
-        """Makes ABORT: this side closes by force, after so many messages over UCX."""
+        """Sends ABORT: this side closes by force, after ``sent`` messages over UCX."""
         if self.state in (State.GREETING, State.OPENED):
             self._send(Kind.ABORT, _SENT.pack(sent))
         self.state = State.ENDED
@@ -309,14 +309,14 @@ class Exchange:
     # ---- receiving ----
 
     def receive_data(self, data: bytes) -> None:
-        """Takes bytes from the peer; :meth:`next_event` says what they mean."""
+        """Adds bytes from the peer; :meth:`next_event` decodes them."""
         self._buffer += data
 
     def next_event(self) -> Event | None:
-        """What the peer said next; None when more bytes are needed. Answer each event before asking for the next.
+        """Returns the peer's next event, or None when more bytes are needed. Answer each before asking for the next.
 
         Raises:
-            ProtocolError: the peer does not keep to the protocol, or must be refused. The exchange has ended.
+            ProtocolError: the peer violates the protocol, or must be refused. The exchange has ended.
         """
         try:
             while self.state is not State.ENDED:
@@ -340,7 +340,7 @@ class Exchange:
     def _receive_preamble(self) -> bool:
         begin = bytes(self._buffer[: len(MAGIC)])
         if begin != MAGIC[: len(begin)]:
-            raise Stranger(bytes(self._buffer))
+            raise NotTrioUCX(bytes(self._buffer))
         if len(self._buffer) < _PREAMBLE.size:
             return False
         preamble = bytes(self._buffer[: _PREAMBLE.size])
@@ -364,7 +364,7 @@ class Exchange:
 
     def _wrong_version(self, version: int) -> str:
         if self.is_client and len(self._buffer) >= _HEAD.size:
-            # The server may say more. Only REFUSE is the same in every version.
+            # The server may have sent its reason: REFUSE is the same in every version.
             length, kind = _HEAD.unpack_from(self._buffer)
             end = _HEAD.size - 1 + length
             if kind == Kind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
@@ -390,7 +390,7 @@ class Exchange:
         return "client" if self.is_client else "listener"
 
     def _next_frame(self) -> tuple[Kind, bytes] | None:
-        """The next frame, its kind and its body, whose code was verified."""
+        """Returns the kind and the body of the next frame, after verifying its code."""
         if len(self._buffer) < _HEAD.size:
             return None
         length, number = _HEAD.unpack_from(self._buffer)
@@ -402,7 +402,7 @@ class Exchange:
         end = _HEAD.size - 1 + length
         kind = Kind(number)
         if kind is Kind.ABORT and length != 1 + _SENT.size:
-            raise ProtocolError("a malformed ABORT: it is shorter or longer than its kind")
+            raise ProtocolError("a malformed ABORT: it is shorter or longer than its kind requires")
         if len(self._buffer) < end:
             return None
         frame = bytes(self._buffer[:end])
@@ -411,7 +411,7 @@ class Exchange:
             frame, code = frame[:-_CODE], frame[-_CODE:]
             self._transcript.update(frame)
             if len(frame) < _HEAD.size or not hmac.compare_digest(self._code(not self.is_client), code):
-                raise Refusal("the authkeys of the two sides differ, or somebody has changed what they said")
+                raise Refusal("the authkeys of the two sides differ, or their messages were changed on the way")
             self._transcript.update(code)
         else:
             self._transcript.update(frame)
@@ -452,15 +452,13 @@ class Exchange:
 
     def _facts(self, body: bytes) -> Facts:
         try:
-            facts = Facts.decode(body)
-        except ProtocolError as error:  # an unusual option, perhaps: the peer should get the reason
+            return Facts.decode(body)
+        except ProtocolError as error:  # perhaps because of an unusual option: the peer should get the reason
             raise Refusal(str(error)) from error
-        self.peer_software = facts.software
-        return facts
 
 
 def _text(body: bytes) -> str:
-    """A reason that the peer gives: printable, and not long."""
+    """Decodes a reason from the peer: only printable characters, and at most 1000."""
     text = body[:1000].decode(errors="replace")
     return "".join(char if char.isprintable() else "?" for char in text)
 
@@ -471,7 +469,7 @@ def _pack(numbers: Numbers) -> bytes:
 
 
 def _unpack(body: bytes) -> tuple[Numbers, bytes]:
-    """Numbers, and what follows them."""
+    """Returns the numbers, and the bytes that follow them."""
     if len(body) < _NUMBERS.size:
         raise ProtocolError("a malformed frame about the endpoints' number")
     following, has_raw, count = _NUMBERS.unpack_from(body)
@@ -480,12 +478,12 @@ def _unpack(body: bytes) -> tuple[Numbers, bytes]:
         raise ProtocolError("a malformed frame about the endpoints' number")
     plain = struct.unpack_from(f"<{count}H", body, _NUMBERS.size)
     if any(number >= following for number in plain):
-        raise ProtocolError("the number of an endpoint that the peer has not made")
+        raise ProtocolError("a frame has the number of an endpoint that the peer has not made")
     return Numbers(following, bool(has_raw), plain), body[end:]
 
 
 def _unpack_choice(body: bytes) -> tuple[int, Numbers]:
-    """A number, and how far the side is that says it."""
+    """Returns the number of an endpoint, and which numbers the peer can use."""
     number = _number(body[: _NUMBER.size], _NUMBER, MAX_NUMBER)
     numbers, rest = _unpack(body[_NUMBER.size :])
     _expect_empty(rest)
@@ -494,13 +492,13 @@ def _unpack_choice(body: bytes) -> tuple[int, Numbers]:
 
 def _number(body: bytes, format: struct.Struct, most: int) -> int:
     if len(body) != format.size:
-        raise ProtocolError("a malformed frame: it is shorter or longer than its kind")
+        raise ProtocolError("a malformed frame: it is shorter or longer than its kind requires")
     [number] = format.unpack(body)
     if number > most:
-        raise ProtocolError(f"a number in a frame is out of range: {number}; {most} is the most")
+        raise ProtocolError(f"a number in a frame is out of range: {number} is more than {most}")
     return int(number)
 
 
 def _expect_empty(body: bytes) -> None:
     if body:
-        raise ProtocolError("a frame that is longer than its kind allows")
+        raise ProtocolError("a malformed frame: it is longer than its kind allows")

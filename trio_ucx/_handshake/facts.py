@@ -1,4 +1,4 @@
-"""What each side says about itself in the exchange, and what follows for the transports. Without I/O."""
+"""What each side says about itself in the exchange, and which transports follow from that. Without I/O."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
-from ..ucp._address_format import ParsedAddress, parse_worker_address
+from ..ucp._address_format import parse_worker_address
 from ..ucp._process import MAX_PID, Host, Process
 
-#: No worker address is longer.
+#: The longest worker address.
 MAX_ADDRESS = 48_000
-#: The range of numbers that are only compared: any value.
+#: The ranges of numbers that are only compared: any value is valid.
 _ANY8, _ANY32, _ANY64 = (0, 2**8 - 1), (0, 2**32 - 1), (0, 2**64 - 1)
 
-#: The fields, in their order: name, format, and the least and the greatest value (None: not a number). The addresses,
-#: the software and the checksum of everything follow.
+#: The fields in their order: name, format, and the least and the greatest value (None if it is not a number). The
+#: addresses, the software and a checksum of everything follow.
 FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("connection id", "I", (2**31, 2**32 - 1)),
     ("window", "Q", (MIN_WINDOW, MAX_WINDOW)),
@@ -43,17 +43,14 @@ FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
 )
 _FACTS = struct.Struct("<" + "".join(format for _, format, _ in FIELDS))
 _CHECKSUM = struct.Struct("<I")
-#: Transports that are shared memory, by UCX's names.
-SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem"})
 
-
-#: From this release of UCX on, addresses of shared memory and of TCP's loopback device name namespaces in four bytes,
-#: not eight. Older and newer releases take each other's for addresses in other namespaces.
+#: From this release of UCX on, a namespace in an address of shared memory or of TCP's loopback device has four bytes
+#: rather than eight. So an older and a newer release believe that they are in different namespaces.
 _NEW_NAMESPACES = (1, 22)
 
 
 class SharedMemory(enum.IntEnum):
-    """Whether a side wants shared memory."""
+    """Whether a side wants to use shared memory."""
 
     AUTO = 0
     NEVER = 1
@@ -65,12 +62,13 @@ class Facts:
     """What one side says about itself.
 
     Attributes:
-        connection_id: under which it wants to be written to.
-        window: bytes that it is ready to hold unread.
-        threshold: from how many bytes on its messages stay with it until they are received; 0 for none.
-        shared_memory: what it wants.
-        error_handling: whether its shared memory can be used together with error handling (UCX's MM_ERROR_HANDLING).
-        sees_local: whether the control socket leads to this machine. A peer elsewhere can claim to be here.
+        connection_id: what the peer puts into the tags of its messages.
+        window: bytes of unread messages that it is ready to hold.
+        threshold: its messages of at least so many bytes stay with it until they are received; 0 if none do.
+        shared_memory: whether it wants to use shared memory.
+        error_handling: whether its shared memory can be used with error handling (UCX's MM_ERROR_HANDLING).
+        sees_local: whether it sees the other end of the control socket on its own machine. (The peer's claim to be on
+            the same machine proves nothing.)
         host: where it runs.
         address: its worker's address, with all transports.
         network_address: the same without shared memory; empty if nothing else is left.
@@ -117,17 +115,17 @@ class Facts:
 
     @classmethod
     def decode(cls, data: bytes) -> Facts:
-        """Reads what :meth:`encode` wrote.
+        """Decodes what :meth:`encode` returned.
 
         Raises:
             ProtocolError: it is damaged, or a field is out of range.
         """
         body = data[: -_CHECKSUM.size]
         if len(body) < _FACTS.size:
-            raise ProtocolError("the peer says too little about itself")
+            raise ProtocolError("the peer's facts are too short")
         [checksum] = _CHECKSUM.unpack(data[-_CHECKSUM.size :])
         if checksum != zlib.crc32(body):
-            raise ProtocolError("what the peer says about itself was damaged on the way")
+            raise ProtocolError("the peer's facts were damaged on the way")
         (
             connection_id,
             window,
@@ -149,10 +147,11 @@ class Facts:
             software_length,
         ) = _checked(_FACTS.unpack_from(body))
         if len(body) != _FACTS.size + address_length + network_length + software_length:
-            raise ProtocolError("what the peer says about itself is not as long as it says")
+            raise ProtocolError("the peer's facts have another length than they say")
         if 0 < threshold < MIN_THRESHOLD:
             raise ProtocolError(
-                f"a rendezvous threshold (UCX_RNDV_THRESH) of {threshold} bytes: connections need {MIN_THRESHOLD}"
+                f"a rendezvous threshold (UCX_RNDV_THRESH) of {threshold} bytes: connections need at least "
+                f"{MIN_THRESHOLD}"
             )
         split = _FACTS.size + address_length
         address, network_address = body[_FACTS.size : split], body[split : split + network_length]
@@ -184,11 +183,11 @@ def _checked(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Reach:
-    """How a worker can be reached: its facts, and what its addresses say."""
+    """How a worker can be reached: its side's facts, and what its addresses contain."""
 
     facts: Facts
     uid: int
-    #: The kinds of shared memory that it has.
+    #: The kinds of shared memory in its address.
     shared_memory: frozenset[str]
     has_network: bool
     #: Where its TCP transport listens.
@@ -196,10 +195,10 @@ class Reach:
 
     @classmethod
     def of(cls, facts: Facts) -> Reach:
-        """Checks the addresses, before UCX sees them: it would end the process for a damaged one.
+        """Parses the addresses before UCX sees them: a damaged one would make UCX end the process.
 
         Raises:
-            ProtocolError: UCX could not take them.
+            ProtocolError: an address is malformed.
         """
         try:
             address = _parsed(facts.address)
@@ -207,25 +206,20 @@ class Reach:
         except ValueError as error:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
         if network is not None and network.uuid != address.uuid:
-            raise ProtocolError("the peer's two worker addresses are of different workers")
-        return cls(facts, address.uuid, _shared_memory_of(address), network is not None, address.tcp_addresses)
+            raise ProtocolError("the peer's two worker addresses belong to different workers")
+        return cls(facts, address.uuid, address.shared_memory, network is not None, address.tcp_addresses)
 
 
-#: Our own address, and those of peers that connect again and again.
+# A cache for our own addresses, and those of peers that connect again and again.
 _parsed = lru_cache(maxsize=64)(parse_worker_address)
 
 
-def _shared_memory_of(address: ParsedAddress) -> frozenset[str]:
-    names = {transport.name for device in address.devices for transport in device.transports}
-    return frozenset(name for name in names if name in SHARED_MEMORY)
-
-
 def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
-    """Why the two cannot use shared memory, in words for the user; None if they can.
+    """Why the two sides cannot use shared memory, in words for the user; None if they can.
 
-    UCX itself checks less. Shared segments need the same IPC namespace, copies by process id the same PID namespace,
-    and waking a sleeping peer, by an abstract Unix socket, the same network namespace. The kernel lets only the same
-    user in.
+    UCX itself checks less. Shared segments need the same IPC namespace, copies by process id need the same PID
+    namespace, and waking a sleeping peer, by an abstract Unix socket, needs the same network namespace. The kernel
+    gives access only to the same user.
     """
     here, there = ours.facts.host, theirs.facts.host
     differences = [
@@ -242,9 +236,9 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     if differences:
         return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
     if not (ours.facts.sees_local and theirs.facts.sees_local):
-        return "the control socket leads through a proxy or over another machine"
+        return "the control socket goes through a proxy or another machine"
     if _releases_differ(ours, theirs):
-        return "UCX 1.22 describes shared memory in another way than older releases, and one side has an older one"
+        return "UCX 1.22 describes shared memory differently from older releases, and one side has an older one"
     if not (ours.facts.error_handling and theirs.facts.error_handling):
         return "one side has the UCX option MM_ERROR_HANDLING=n"
     if not (ours.shared_memory and theirs.shared_memory):
@@ -256,7 +250,7 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
 
 
 def _releases_differ(ours: Reach, theirs: Reach) -> bool:
-    """Whether the two take the namespaces in each other's addresses for different ones."""
+    """Whether each side would misread the namespaces in the other's addresses."""
     return (ours.facts.ucx < _NEW_NAMESPACES) != (theirs.facts.ucx < _NEW_NAMESPACES)
 
 
@@ -269,10 +263,10 @@ def _listed(words: list[str]) -> str:
 
 
 def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
-    """Whether the two use shared memory. Both sides come to the same answer.
+    """Whether the two sides use shared memory. Both compute the same answer.
 
     Raises:
-        ProtocolError: one side insists on it, and it is not possible.
+        ProtocolError: one side insists on shared memory, and it is not possible; or no other transport is.
     """
     wishes = {ours.facts.shared_memory, theirs.facts.shared_memory}
     if SharedMemory.NEVER in wishes:

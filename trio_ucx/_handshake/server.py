@@ -1,4 +1,4 @@
-"""The side that listens: takes control sockets, and lets their exchanges advance whether anybody accepts or not."""
+"""The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ..ucp._contained import contained, report
 from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
-from .client import Entry, own_address, peer_address
-from .control import ControlSocket
-from .exchange import Declined, Event, Exchange, Opened, Refused, Stranger, Taken
-from .registry import SOFTWARE, Introduction, Registry
-from .streams import ControlStream, keep_alive, leads_to_this_machine
+from .control_stream import ControlStream, leads_to_this_machine, local_address, remote_address, set_keepalive
+from .exchange import Declined, Event, Exchange, NotTrioUCX, Opened, Refused, Taken
+from .handshake import ExchangeOptions, Handshake, send_refusal, send_rest
+from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
 
-#: Exchanges that go on at one time at one listener. When another client comes, the oldest one that has said nothing
-#: ends, or else the oldest.
+#: Unfinished exchanges that one listener allows. When another client comes, the oldest exchange in which the client has
+#: sent nothing ends, or else the oldest of all.
 MAX_EXCHANGES = 256
-#: What a connection needs, with one TCP lane for each of several network devices; what the program may need besides.
+#: Descriptors that a connection needs, with one TCP lane for each of several network devices.
 DESCRIPTORS_EACH = 7
+#: Descriptors that are left to the program.
 SPARE_DESCRIPTORS = 16
-#: Seconds to wait when accept() fails for want of a resource, as trio.serve_listeners does.
+#: Seconds to wait when accept() fails because a resource is used up, as trio.serve_listeners does.
 ACCEPT_PAUSE = 0.1
-#: Seconds for which turned away clients of one kind are counted rather than logged each.
+#: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
 _CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
 
-class TurnedAway:
-    """Logs the clients that were turned away: one line for each kind in a while, however many come."""
+class RejectionLog:
+    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -60,34 +60,37 @@ class TurnedAway:
         logger.info("turned away %s: %s: %s%s", client, kind, reason, others)
 
 
-def kind_of_stranger(begin: bytes) -> str:
-    """What a client is that does not speak our protocol, by its first bytes."""
-    if begin.startswith(_HTTP_METHODS):
+def other_protocol(first_bytes: bytes) -> str:
+    """What kind of client does not speak our protocol, judged by its first bytes."""
+    if first_bytes.startswith(_HTTP_METHODS):
         return "an HTTP client"
-    if begin.startswith(b"\x16\x03"):
+    if first_bytes.startswith(b"\x16\x03"):
         return "a TLS client, and this listener has no ssl_context"
-    if begin.startswith((b"PROXY ", b"\r\n\r\n\0\r\nQUIT\n")):
+    if first_bytes.startswith((b"PROXY ", b"\r\n\r\n\0\r\nQUIT\n")):
         return "a proxy that sends the PROXY header"
-    return "no trio_ucx peer"
+    return "not a trio_ucx peer"
 
 
 class Client:
-    """A client whose exchange goes on."""
+    """A client whose handshake is not finished."""
 
     def __init__(self, stream: ControlStream, label: str) -> None:
         self.stream = stream
         self.label = label
-        #: Whether it has said something.
-        self.spoke = False
         self.scope = trio.CancelScope()
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether it has sent anything."""
+        return self.stream.peer_has_sent
 
 
 class Acceptor:
-    """Accepts clients for a Listener: runs their exchanges until they are Connections.
+    """Accepts clients for a Listener: runs their handshakes until they are Connections.
 
     Args:
         listener: accepts the control sockets.
-        timeout: seconds that a client has for the exchange.
+        timeout: seconds that a client has for the handshake.
         backlog: connections that may wait to be accepted.
         on_close: called when the acceptor is closed.
         isolate: whether each connection has a worker of its own.
@@ -97,7 +100,7 @@ class Acceptor:
         self,
         worker: Worker,
         listener: trio.SocketListener,
-        entry: Entry,
+        exchange_options: ExchangeOptions,
         options: Options,
         timeout: float,
         backlog: int,
@@ -113,16 +116,16 @@ class Acceptor:
         self.accepted = 0
         self.refused = 0
         self.closed = False
-        self.address = own_address(listener.socket)
+        self.address = local_address(listener.socket)
         self._listener = listener
-        self._entry = entry
+        self._exchange_options = exchange_options
         self._timeout = timeout
         self._backlog = backlog
         self._on_close = on_close
         self._clients: dict[Client, None] = {}
         self._ready: deque[Link] = deque()
         self._acceptors = Waiters()
-        self._turned_away = TurnedAway()
+        self._rejections = RejectionLog()
         self._id = self.engine.next_id()
         self.engine.children[self._id] = self._unclosed
         self.engine.on_broken[self._id] = self._acceptors.fail
@@ -142,7 +145,7 @@ class Acceptor:
         self.close()
 
     async def _run(self) -> None:
-        """Takes control sockets."""
+        """Accepts control sockets."""
         while not self.closed:
             try:
                 stream = await self._listener.accept()
@@ -166,14 +169,14 @@ class Acceptor:
     def _begin(self, stream: trio.SocketStream) -> None:
         try:
             label = _label(stream.socket)
-            keep_alive(stream.socket, self._entry.keepalive_interval)
+            set_keepalive(stream.socket, self._exchange_options.keepalive_interval)
         except OSError:
-            stream.socket.close()  # it has gone already
+            stream.socket.close()  # the client has gone already
             return
         client = Client(ControlStream(stream), label)
         if len(self._clients) >= MAX_EXCHANGES:
-            # An exchange takes milliseconds, so the one that takes longest is nobody's who means it.
-            oldest = next((each for each in self._clients if not each.spoke), next(iter(self._clients)))
+            # An exchange takes milliseconds, so the oldest one is probably not an honest client's.
+            oldest = next((each for each in self._clients if not each.has_sent), next(iter(self._clients)))
             del self._clients[oldest]
             oldest.scope.cancel()
         self._clients[client] = None
@@ -184,38 +187,41 @@ class Acceptor:
             raise
 
     async def _serve(self, client: Client) -> None:
-        """One client's exchange. Its task must not fail: that would end the run."""
+        """Runs one client's handshake. Never raises: an exception that left a system task would end the run."""
         try:
-            await self._introduce(client)
+            await self._shake_hands(client)
         except Exception as error:
             report(f"an internal error of trio_ucx: the client {client.label} was turned away", error)
         finally:
             self._clients.pop(client, None)
             contained(client.stream.close)
 
-    async def _introduce(self, client: Client) -> None:
-        introduction = Introduction(self.registry, self.options, client.label)
+    async def _shake_hands(self, client: Client) -> None:
+        handshake = Handshake(self.registry, self.options, client.label)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
-                await self._exchange(client, introduction)
-                link = await introduction.answer.wait()
+                await self._exchange(client, handshake)
+                link = await handshake.opened.wait()
             if timeout.cancelled_caught:
-                kind = "too slow" if client.spoke else "it said nothing"
+                kind = "too slow" if client.has_sent else "it sent nothing"
                 reason = f"no connection within {self._timeout:.3g} seconds"
-                if client.spoke:
-                    reason += f" ({introduction.tried})"
+                if client.has_sent:
+                    reason += f" ({handshake.route})"
             elif client.scope.cancelled_caught and not self.closed:
                 kind, reason = "too many at once", f"more than {MAX_EXCHANGES} exchanges"
-        except Stranger as error:
-            kind, reason = kind_of_stranger(error.begin), str(error)
+        except NotTrioUCX as error:
+            kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
             kind, reason = "refused", str(error)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            kind, reason = ("it left in the exchange" if client.spoke else "it left without a word"), str(error)
+            kind, reason = (
+                ("it left during the exchange" if client.has_sent else "it left without sending anything"),
+                str(error),
+            )
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
             kind, reason = "an internal error", repr(error)
@@ -227,57 +233,34 @@ class Acceptor:
                     contained(link.abort)
             else:
                 self.refused += 1
-                contained(introduction.close, f"{kind}: {reason}" if link is None else "")
-                self._turned_away.log(kind, client.label, reason)
+                contained(handshake.close, f"{kind}: {reason}" if link is None else "")
+                self._rejections.log(kind, client.label, reason)
 
-    async def _exchange(self, client: Client, introduction: Introduction) -> None:
-        """Does the exchange, and hands the control socket over.
+    async def _exchange(self, client: Client, handshake: Handshake) -> None:
+        """Runs the exchange, and hands the control socket over.
 
         Raises:
             ProtocolError, ssl.SSLError: the client was refused.
             OSError, UCXError: the client left, or UCX cannot reach it.
         """
-        stream, entry = client.stream, self._entry
-        introduction.local, introduction.remote = own_address(stream.socket), peer_address(stream.socket)
-        exchange = Exchange(is_client=False, software=SOFTWARE, authkey=entry.authkey)
+        stream, options = client.stream, self._exchange_options
+        handshake.set_addresses(stream)
+        exchange = Exchange(is_client=False, software=SOFTWARE, authkey=options.authkey)
         try:
-            if entry.ssl_context is not None:
-                await stream.start_tls(entry.ssl_context, is_client=False, server_hostname=None)
-                client.spoke = True
-            while introduction.number is None:
-                introduction.check()
-                event = exchange.next_event()
-                if event is not None:
-                    self._answer(client, introduction, exchange, event)
-                await stream.send_all(exchange.data_to_send())
-                if event is None:
-                    data = await stream.receive_some()
-                    if not data:
-                        raise ConnectionResetError(errno.ECONNRESET, "it ended the control connection")
-                    client.spoke = True
-                    exchange.receive_data(data)
-        except (ProtocolError, OSError, UCXError) as error:
-            if not isinstance(error, (Stranger, ssl.SSLError)):
-                exchange.refuse((isinstance(error, OSError) and error.strerror) or str(error))
-            with trio.move_on_after(1):
-                try:
-                    await stream.send_all(exchange.data_to_send())
-                except (OSError, ssl.SSLError):
-                    pass
+            if options.ssl_context is not None:
+                await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
+            await handshake.run_exchange(
+                stream, exchange, lambda event: self._answer(client, handshake, exchange, event)
+            )
+        except ssl.SSLError:
+            await send_rest(stream, exchange)
             raise
-        introduction.check()
-        introduction.control = control = ControlSocket(
-            introduction.registry.control,
-            stream.detach(),
-            stream.tls,
-            exchange,
-            introduction.peer_said,
-            introduction.peer_lost,
-        )
-        introduction.greet()
-        control.start()
+        except (ProtocolError, OSError, UCXError) as error:
+            await send_refusal(stream, exchange, error)
+            raise
+        handshake.hand_over(stream, exchange, handshake.event_arrived)
 
-    def _answer(self, client: Client, introduction: Introduction, exchange: Exchange, event: Event) -> None:
+    def _answer(self, client: Client, handshake: Handshake, exchange: Exchange, event: Event) -> None:
         """Answers the client.
 
         Raises:
@@ -287,43 +270,45 @@ class Acceptor:
         match event:
             case Opened(facts=facts):
                 self._check_room(self.worker.context.descriptors_per_worker if self._isolate else 0)
-                introduction.isolate() if self._isolate else introduction.find_numbers(facts)
-                ours = introduction.say(self._entry.shared_memory, leads_to_this_machine(client.stream.socket))
-                introduction.heard(facts)
-                number = None if introduction.leads is False else introduction.choose(None)
-                exchange.welcome(ours, number, introduction.numbers.numbers())
+                handshake.isolate() if self._isolate else handshake.move_to_worker_with_numbers(facts)
+                own_facts = handshake.make_facts(
+                    self._exchange_options.shared_memory, leads_to_this_machine(client.stream.socket)
+                )
+                handshake.peer_facts_arrived(facts)
+                number = None if handshake.chooses_number is False else handshake.choose_number(None)
+                exchange.welcome(own_facts, number, handshake.numbers.numbers())
             case Taken(number=number, numbers=numbers):
-                introduction.numbers.heard(numbers)
-                missing = number - introduction.numbers.numbers().next
+                handshake.numbers.heard(numbers)
+                missing = number - handshake.numbers.numbers().next
                 if missing > 0:
                     self._check_room(DESCRIPTORS_EACH * min(missing, FILLERS_AT_ONCE))
-                if introduction.make_endpoint(number):
-                    introduction.late_greetings.discard(number)
+                if handshake.make_endpoint(number):
+                    handshake.late_greetings.discard(number)
                     exchange.taken()
                     return
-                introduction.late_greetings.add(number)
-                if introduction.leads is False:
-                    exchange.decline(introduction.numbers.numbers())
-                elif number == introduction.chosen:  # a raw endpoint has it, or there are not enough fillers yet
-                    exchange.reassign(introduction.choose(None), introduction.numbers.numbers())
+                handshake.late_greetings.add(number)
+                if handshake.chooses_number is False:
+                    exchange.decline(handshake.numbers.numbers())
+                elif number == handshake.chosen:  # a raw endpoint has it, or there are not enough fillers yet
+                    exchange.reassign(handshake.choose_number(None), handshake.numbers.numbers())
                 else:
-                    raise ProtocolError(f"it took the number {number}, which was not its to take")
+                    raise ProtocolError(f"it took the number {number}, which it was not given")
             case Declined(numbers=numbers):
-                if introduction.leads is False:
-                    raise ProtocolError("it declined what it had chosen itself")
-                exchange.assign(introduction.choose(numbers), introduction.numbers.numbers())
+                if handshake.chooses_number is False:
+                    raise ProtocolError("it declined the number that it had chosen itself")
+                exchange.assign(handshake.choose_number(numbers), handshake.numbers.numbers())
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
             case _:
-                raise ProtocolError(f"it said {type(event).__name__}")
+                raise ProtocolError(f"it sent {type(event).__name__}")
 
     def _check_room(self, more: int = 0) -> None:
-        """Refuses a client for which there are not enough descriptors.
+        """Refuses a client if too many wait to be accepted, or if there are too few descriptors for it.
+
+        UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
 
         Args:
             more: descriptors that the client needs besides those of one endpoint.
-
-        UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
 
         Raises:
             ProtocolError: with the reason for the client.
@@ -363,7 +348,7 @@ class Acceptor:
         return link
 
     def close(self) -> None:
-        """Stops listening; clients that were not accepted are turned away. Closed already: no effect."""
+        """Stops listening, and turns away the clients that were not accepted. Closed already: no effect."""
         if self.closed:
             return
         self.closed = True
@@ -379,5 +364,5 @@ class Acceptor:
 
 
 def _label(control: trio.socket.SocketType) -> str:
-    address = peer_address(control)
+    address = remote_address(control)
     return "a local process" if address is None else format_address(address)

@@ -17,10 +17,11 @@ import trio
 from outcome import Error, Outcome, Value
 
 from .. import _wire as wire
-from .._batch import LONGEST_MESSAGE, Batch
+from .._batch import Batch
 from .._byte_stream import Tail
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
+from .._wire import SMALL_MESSAGE
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
@@ -103,7 +104,7 @@ class Sending:
         if queue == wire.STREAM and self.tail.pieces:
             self.tail.clear()
         batch = self.batch
-        if size <= LONGEST_MESSAGE:
+        if size <= SMALL_MESSAGE:
             defer = True
             if not batch.parts:
                 # Does it closely follow another? Not where its sender waited for anything in between.

@@ -1,7 +1,8 @@
 """Helpers for tests of programs that use trio_ucx.
 
-Pairs of Connections in one process, for tests that need no network, and for ``trio.testing.check_two_way_stream`` and
-its like; and a check that nothing native is left.
+Pairs of Connections in one process, for tests that need no network and for functions such as
+``trio.testing.check_two_way_stream``; and a check that every native handle was closed. It may import
+everything but ``_cli``.
 """
 
 from ..ucp._util import publish as _publish

@@ -1,4 +1,4 @@
-"""What is alive in UCX."""
+"""Counts and checks of the native handles that are alive."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def assert_no_live_handles() -> None:
     """Checks that everything native was closed. Call it after each test, outside ``trio.run``.
 
     Raises:
-        AssertionError: something was not; the message counts what, by kind.
+        AssertionError: something was not closed; the message says how many handles of each kind.
     """
-    gc.collect()  # what was dropped unclosed says so by a ResourceWarning, and is closed
+    gc.collect()  # closes what was dropped unclosed, with a ResourceWarning
     alive = live_handles()
     if alive:
         raise AssertionError("not closed: " + ", ".join(f"{count} {kind}(s)" for kind, count in sorted(alive.items())))

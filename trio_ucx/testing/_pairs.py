@@ -1,4 +1,4 @@
-"""Two ends of one connection."""
+"""Pairs of Connections: the two ends of one connection, in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import trio
 
 from .. import _wire as wire
 from .._connection import Connection
-from .._highlevel import connect, open_ucx_listeners
+from .._open import connect
+from .._serve import open_ucx_listeners
 from ..ucp import Worker
 
 Pair = tuple[Connection, Connection]
@@ -19,8 +20,8 @@ async def open_connection_pair(*, worker: Worker | None = None, **options: Any) 
     """Connects two Connections with each other, over a Unix socket that only this process can find.
 
     Args:
-        worker: where both live; by default the run's shared worker.
-        options: of both: those that :func:`trio_ucx.connect` and :func:`trio_ucx.open_ucx_listeners` have in common.
+        worker: the worker of both; by default the run's shared worker.
+        options: options of both: those that :func:`trio_ucx.connect` and :func:`trio_ucx.open_ucx_listeners` share.
 
     Returns:
         (client, server), like ``trio.testing.memory_stream_pair``; close both.
@@ -37,7 +38,7 @@ async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | N
     """Connects two Connections with each other over TCP, as a client and a server would.
 
     Args:
-        host: the address to listen at, of this machine; the port is a free one.
+        host: an address of this machine to listen at; the port is a free one.
         worker, options: as for :func:`open_connection_pair`, which also says what is returned.
 
     Cancellation: as :func:`open_connection_pair`.

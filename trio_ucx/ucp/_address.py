@@ -168,7 +168,7 @@ def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> 
     elif ":" in host:
         raise ValueError(f"write an IPv6 address with brackets: [{address}]:port, or [{host}]:{text}")
     if not colon or not host or not text.isascii() or not text.isdecimal():
-        raise ValueError(f"{address!r} is no address: write 'host:port' or '[v6 address]:port'")
+        raise ValueError(f"{address!r} is not an address: write 'host:port' or '[v6 address]:port'")
     return host, check_integer(int(text), "the port", 0, 65535)
 
 

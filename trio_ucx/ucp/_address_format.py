@@ -46,6 +46,9 @@ import attrs
 #: UCX_POSIX_DIR has.
 PADDING = bytes(4096)
 
+#: The transports that are shared memory, by UCX's names. A worker receives over each of them from one queue.
+SHARED_MEMORY = ("sysv", "posix", "xpmem")
+
 # Limits of UCX (src/ucp/core/ucp_types.h). Its arrays have these sizes.
 _MAX_RESOURCES = 128
 _MAX_MEMORY_DOMAINS = 64
@@ -213,6 +216,12 @@ class ParsedAddress:
     name: str | None = None
     release: int | None = None
     am_only: bool = False
+
+    @property
+    def shared_memory(self) -> frozenset[str]:
+        """The kinds of shared memory among its transports."""
+        names = {transport.name for device in self.devices for transport in device.transports}
+        return frozenset(name for name in SHARED_MEMORY if name in names)
 
     @property
     def tcp_addresses(self) -> tuple[tuple[str, int], ...]:

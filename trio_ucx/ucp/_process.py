@@ -1,4 +1,4 @@
-"""Process identity: the host, the process and the namespaces that it is in."""
+"""Process identity: boot id, PID namespace, pid and start time; and the user and namespaces that it runs with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ MAX_PID = 2**22
 
 @attrs.frozen
 class Process:
-    """Which process a peer is, so that its death can be noticed on the same host, and its memory told from others'."""
+    """Names one process, of any host, for ever: its pid alone names another process later.
+
+    Attributes:
+        host: the boot id of its kernel; zeros if not known.
+        namespace: the inode number of its PID namespace.
+        pid: in that namespace; 0 if not known.
+        start: when it started, in clock ticks since boot.
+    """
 
     host: bytes = bytes(16)
     namespace: int = 0
@@ -33,7 +40,7 @@ def check_process(host: bytes, namespace: int, pid: int, start: int) -> Process:
     return Process(host, namespace, pid, start)
 
 
-#: Nobody in particular.
+#: An unknown process.
 NOBODY = Process()
 
 
@@ -53,7 +60,7 @@ def _namespace(kind: str) -> int:
 
 
 def start_time(pid: int) -> int:
-    """In clock ticks since boot; 0 when there is no such process."""
+    """When a process started, in clock ticks since boot; 0 if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19])
@@ -63,6 +70,18 @@ def start_time(pid: int) -> int:
 
 def this_process() -> Process:
     return this_host().process
+
+
+def is_visible(process: Process) -> bool:
+    """Whether this process can look at that one: it is known, on this host, and in this PID namespace."""
+    own = this_process()
+    known = process.pid != 0 and any(process.host)
+    return known and (process.host, process.namespace) == (own.host, own.namespace)
+
+
+def has_ended(process: Process) -> bool:
+    """Whether a process has ended; False if that is unknown."""
+    return is_visible(process) and start_time(process.pid) != process.start
 
 
 @attrs.frozen
@@ -87,6 +106,6 @@ def this_host() -> Host:
 
 @lru_cache(maxsize=1)
 def _host_of(pid: int, user: int) -> Host:
-    """Its arguments are what can change while the process runs; after a fork, say."""
+    """Its arguments are what can change while the process runs, by a fork for instance."""
     process = Process(_boot_id(), _namespace("pid"), pid, start_time(pid))
     return Host(process, user, _namespace("ipc"), _namespace("net"))

@@ -7,7 +7,7 @@ from typing import Protocol
 from .._native import ucx
 from ._address import WorkerAddress
 from ._address_format import ParsedAddress, parse_worker_address
-from ._process import Process, start_time, this_process
+from ._process import has_ended
 from ._status import Status
 
 #: Values of UCX's option TLS that name only transports within a host, which have no socket addresses.
@@ -28,14 +28,6 @@ class ReachContext(Protocol):
     @property
     def shared_memory_handles_errors(self) -> bool:
         """Whether endpoints with error handling use shared memory."""
-
-
-def has_ended(process: Process) -> bool:
-    """Whether a process has ended, as far as this process can see it; False if that is unknown."""
-    ours = this_process()
-    if not process.pid or (process.host, process.namespace) != (ours.host, ours.namespace) or not any(ours.host):
-        return False
-    return start_time(process.pid) != process.start
 
 
 def hint(context: ReachContext, status: int, address: WorkerAddress | None) -> str:

@@ -34,7 +34,7 @@ import trio
 
 from .._native import lib
 from ._address import WorkerAddress
-from ._address_format import parse_worker_address
+from ._address_format import SHARED_MEMORY, parse_worker_address
 from ._connecting import connect_worker
 from ._contained import report
 from ._context import Context, Feature
@@ -48,8 +48,6 @@ from ._tag import post_bytes_send
 
 logger = logging.getLogger("trio_ucx")
 
-#: The transports that receive from a queue in shared memory, by UCX's names.
-QUEUES = ("sysv", "posix", "xpmem")
 #: Seconds between two checks.
 _INTERVAL = 0.02
 #: For so many seconds, and checks, UCX cannot be armed before probes are sent.
@@ -64,11 +62,10 @@ _SPACING = 2.0
 def queues(address: WorkerAddress) -> list[str]:
     """The transports of a worker that receive from a queue in shared memory."""
     try:
-        parsed = parse_worker_address(address.ucx)
+        found = parse_worker_address(address.ucx).shared_memory
     except ValueError:  # an address of UCX's unified mode, which does not name its transports
         return []
-    found = {transport.name for device in parsed.devices for transport in device.transports}
-    return [name for name in QUEUES if name in found]
+    return [name for name in SHARED_MEMORY if name in found]
 
 
 def uses_queue(core: EndpointCore) -> bool:
@@ -76,7 +73,7 @@ def uses_queue(core: EndpointCore) -> bool:
     if core.handle is None:
         return False
     lanes = core.lanes()
-    return lanes is None or not {lane.decode().partition("/")[0] for lane in lanes}.isdisjoint(QUEUES)
+    return lanes is None or not {lane.decode().partition("/")[0] for lane in lanes}.isdisjoint(SHARED_MEMORY)
 
 
 class _Limit:

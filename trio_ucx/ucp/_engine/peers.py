@@ -11,7 +11,7 @@ import os
 import trio
 
 from .._live_handles import live_handles
-from .._process import Process, start_time, this_process
+from .._process import Process, has_ended, is_visible, this_process
 from .._status import Status, UCXError
 from .._util import ignoring_late_run
 from .operations import EndpointCore
@@ -56,18 +56,15 @@ class Watch:
 
 def watch_process(core: EndpointCore, process: Process) -> None:
     """Begins to watch, or does not: another host, no such process, or nothing to notice. Watched already: no effect."""
-    ours = this_process()
     if core.watch is not None or core.handle is None:
         return
-    if not process.pid or not any(process.host) or process.pid == ours.pid:
-        return
-    if (process.host, process.namespace) != (ours.host, ours.namespace):
+    if not is_visible(process) or process.pid == this_process().pid:
         return
     try:
         fd = os.pidfd_open(process.pid)
     except (OSError, OverflowError):
         return
-    if start_time(process.pid) != process.start:
+    if has_ended(process):  # and the pidfd is another process's
         os.close(fd)
         return
     core.watch = watch = Watch(core, fd)

@@ -1,8 +1,8 @@
 """Watches the control sockets of a worker, from TAKE on.
 
-Until the connection is open they carry the rest of the exchange. After that they tell that the peer aborted, ended or
+Until the connection is open they carry the rest of the exchange. After that they report that the peer aborted, ended or
 vanished, whatever the transport is: the kernel closes the sockets of a process that ends, and probes the host of a
-silent peer. All control sockets of a worker are in one epoll, which is one descriptor in Trio's loop, with one task.
+silent peer. All control sockets of a worker are in one epoll, so they need one descriptor in Trio's loop and one task.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .._wire import ProtocolError
 from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles
+from .control_stream import TLS
 from .exchange import Event, Exchange
-from .streams import TLS
 
 _CHUNK = 4096
 _EVENTS = 64
@@ -30,8 +30,8 @@ class ControlSocket:
 
     Args:
         on_event: called with each event from the peer.
-        on_lost: called once, after the last event, with the reason why no more events can come, and with the internal
-            error behind it, if there is one.
+        on_lost: called once, after the last event, with the reason why there will be no more events, and with the
+            internal error that caused this, if one did.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class ControlSocket:
         live_handles.opened("control socket")
 
     def start(self) -> None:
-        """Processes the bytes of the last read that came after the exchange."""
+        """Processes the bytes that the last read of the exchange returned beyond the exchange."""
         data = b""
         if self._tls is not None:
             try:
                 data = self._tls.decrypt(b"")
             except ssl.SSLError as error:
-                self._lose(f"its control connection broke: {error}")
+                self._report_loss(f"its control connection broke: {error}")
                 return
-        self._take(data)
+        self._process(data)
 
     def readable(self) -> None:
         assert self._socket is not None
@@ -70,46 +70,46 @@ class ControlSocket:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(_reason(error))
+            self._report_loss(_reason(error))
             return
         if not data:
-            self._lose("its control connection ended")
+            self._report_loss("its control connection ended")
             return
         if self._tls is not None:
             try:
                 data = self._tls.decrypt(data)
             except ssl.SSLError as error:
-                self._lose(f"its control connection ended: {error}")
+                self._report_loss(f"its control connection ended: {error}")
                 return
-        self._take(data)
+        self._process(data)
 
-    def _take(self, data: bytes) -> None:
+    def _process(self, data: bytes) -> None:
         self.exchange.receive_data(data)
         try:
             while self._socket is not None and (event := self.exchange.next_event()) is not None:
                 self.on_event(event)
         except ProtocolError as error:
             self.flush()
-            self._lose(f"it was cut off: {error}")
+            self._report_loss(f"it violated the protocol: {error}")
 
-    def _lose(self, reason: str, cause: BaseException | None = None) -> None:
+    def _report_loss(self, reason: str, cause: BaseException | None = None) -> None:
         self.close()
         self.on_lost(reason, cause)
         self._sockets.peer_may_have_died()
 
     def internal_error(self, error: BaseException) -> None:
-        """An exception in our own code while the socket was read: ends its connection, and no other. Never raises."""
-        contained(self._lose, f"an internal error of trio_ucx: {error!r}", error)
+        """An exception in our own code while the socket was read: ends this connection only. Never raises."""
+        contained(self._report_loss, f"an internal error of trio_ucx: {error!r}", error)
 
     def flush(self) -> None:
-        """Sends what the exchange has to say. So little is sent on this socket that there is always room."""
+        """Sends what the exchange has to send. So little is sent on this socket that its send buffer never fills up."""
         data = self.exchange.data_to_send()
         if self._socket is None or not data:
             return
         try:
             self._socket.send(data if self._tls is None else self._tls.encrypt(data))
         except (OSError, ssl.SSLError):
-            pass  # the peer has gone, which the next look at the socket shows
+            pass  # the peer has gone, which the next read of the socket reports
 
     def abort(self, sent: int = 0) -> None:
         """Tells the peer that this side closes by force, after so many messages over UCX, and closes the socket."""
@@ -119,7 +119,7 @@ class ControlSocket:
             self.close()
 
     def refuse(self, reason: str) -> None:
-        """Tells the peer why there will be no connection, and closes."""
+        """Tells the peer why there will be no connection, and closes the socket."""
         if self._socket is not None:
             self.exchange.refuse(reason)
             self.flush()
@@ -139,7 +139,7 @@ class ControlSocket:
 
 def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return "its host did not answer any more"
+        return "its host no longer answers"
     return f"its control connection broke: {error.strerror or error}"
 
 
@@ -169,15 +169,15 @@ class ControlSockets:
         try:
             while self._epoll is not None and self._engine.broken is None:
                 await trio.lowlevel.wait_readable(self._epoll.fileno())
-                self._look()
+                self._read_ready()
         except trio.ClosedResourceError:
             pass
 
-    def _look(self) -> None:
+    def _read_ready(self) -> None:
         if self._epoll is None or not self._engine.usable:
             return
         ready = self._epoll.poll(0, _EVENTS)
-        # What the peers had sent over UCX before comes first.
+        # First deliver what the peers had sent over UCX before.
         self._engine.progress()
         for descriptor, _ in ready:
             control = self._sockets.get(descriptor)
@@ -188,7 +188,7 @@ class ControlSockets:
                     control.internal_error(error)
 
     def close(self) -> None:
-        """The worker is closed, and so are all connections."""
+        """Closes all of them: the worker is being closed."""
         for control in list(self._sockets.values()):
             control.close()
         epoll, self._epoll = self._epoll, None

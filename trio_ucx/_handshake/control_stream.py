@@ -1,7 +1,7 @@
-"""The bytes of the control socket, with or without TLS.
+"""The control socket during the exchange: its bytes, with or without TLS, its addresses and its keepalive.
 
-During the exchange a task reads and writes by a :class:`ControlStream`, which wraps a stream of Trio's. Afterwards the
-socket and its TLS state move to ``control.py``, which watches all control sockets of a worker with one descriptor.
+A task reads and writes through a :class:`ControlStream`, which wraps a stream of Trio's. After the exchange the socket
+and its TLS state move to ``control_sockets``, which watches all control sockets of a worker with one descriptor.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import trio
 
 from .._wire import MAGIC, ProtocolError
 
+#: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
+Address = tuple[str, int] | None
+
+#: Seconds to wait until the control socket takes the reason why there will be no connection.
+REFUSAL_TIMEOUT = 1.0
 _CHUNK = 65536
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
 
 
 class TLS:
-    """One side of a TLS connection, without I/O: what was received goes in, what is to be sent comes out."""
+    """One side of a TLS connection, without I/O: received bytes go in, bytes to send come out."""
 
     def __init__(self, context: ssl.SSLContext, *, is_client: bool, server_hostname: str | None) -> None:
         self.incoming = ssl.MemoryBIO()
@@ -34,10 +39,10 @@ class TLS:
         return self.outgoing.read()
 
     def decrypt(self, data: bytes) -> bytes:
-        """What the peer sent; b"" when that is not complete yet.
+        """What the peer sent; b"" while a record is incomplete.
 
         Raises:
-            ssl.SSLError: it is not what the peer encrypted; or the peer has ended the TLS connection.
+            ssl.SSLError: the data were changed on the way, or the peer has ended the TLS connection.
         """
         self.incoming.write(data)
         plain = bytearray()
@@ -52,32 +57,33 @@ class TLS:
 
 
 class ControlStream:
-    """A control socket while the exchange goes on."""
+    """A control socket during the exchange."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self.socket = stream.socket
         self.tls: TLS | None = None
-        self._begin = b""
+        #: Whether the peer has sent anything; with TLS, whether it has completed the TLS handshake.
+        self.peer_has_sent = False
 
     async def start_tls(self, context: ssl.SSLContext, *, is_client: bool, server_hostname: str | None) -> None:
         """Does the TLS handshake.
 
         Raises:
-            ssl.SSLError: it failed; certificates, say.
+            ssl.SSLError: it failed, because of a certificate for instance.
             ProtocolError: the client does not speak TLS.
             OSError: the socket broke.
         """
+        first = b""
         if not is_client:
-            self._begin = await self._receive_raw()
-            if self._begin and MAGIC.startswith(self._begin[: len(MAGIC)]):
+            first = await self._receive_raw()
+            if first and MAGIC.startswith(first[: len(MAGIC)]):
                 raise ProtocolError("this listener wants TLS: connect with ssl_context=")
-            if not _TLS_RECORD.startswith(self._begin[:2]):
-                raise ProtocolError(f"the client does not speak TLS: it began with {self._begin[:24]!r}")
+            if not _TLS_RECORD.startswith(first[:2]):
+                raise ProtocolError(f"the client does not speak TLS: its first bytes were {first[:24]!r}")
         self.tls = tls = TLS(context, is_client=is_client, server_hostname=server_hostname)
-        if self._begin:
-            tls.incoming.write(self._begin)
-            self._begin = b""
+        if first:
+            tls.incoming.write(first)
         while True:
             try:
                 tls.object.do_handshake()
@@ -86,15 +92,16 @@ class ControlStream:
                 data = await self._receive_raw()
                 if not data:
                     raise ssl.SSLEOFError(
-                        ssl.SSL_ERROR_EOF, "the peer ended the connection in the TLS handshake"
+                        ssl.SSL_ERROR_EOF, "the peer closed the connection during the TLS handshake"
                     ) from None
                 tls.incoming.write(data)
             except ssl.SSLError:
-                with trio.CancelScope(deadline=trio.current_time() + 1):
+                with trio.move_on_after(REFUSAL_TIMEOUT):
                     await self._send_raw(tls.outgoing.read())  # the alert that says why
                 raise
             else:
                 await self._send_raw(tls.outgoing.read())
+                self.peer_has_sent = True
                 return
 
     async def send_all(self, data: bytes) -> None:
@@ -107,8 +114,10 @@ class ControlStream:
             ssl.SSLError, OSError: the connection broke.
         """
         if self.tls is None:
-            return await self._receive_raw()
-        plain = self.tls.decrypt(b"")  # what came along with the end of the TLS handshake
+            data = await self._receive_raw()
+            self.peer_has_sent = self.peer_has_sent or bool(data)
+            return data
+        plain = self.tls.decrypt(b"")  # what arrived together with the end of the TLS handshake
         while not plain:
             data = await self._receive_raw()
             if not data:
@@ -132,7 +141,7 @@ class ControlStream:
             raise _as_os_error(error) from None
 
     def detach(self) -> socket.socket:
-        """The bare socket, non-blocking, which is the caller's from now on."""
+        """Returns the bare, non-blocking socket, which belongs to the caller from now on."""
         family, kind, protocol = self.socket.family, self.socket.type, self.socket.proto
         bare = socket.socket(family, kind, protocol, fileno=self.socket.detach())
         bare.setblocking(False)
@@ -147,15 +156,39 @@ def _as_os_error(error: trio.BrokenResourceError) -> OSError:
     return error.__cause__ if isinstance(error.__cause__, OSError) else ConnectionError(str(error))
 
 
-def keep_alive(control: trio.socket.SocketType, interval: float) -> None:
-    """Lets the kernel notice a peer that vanished, on the side that calls this.
+def local_address(control: trio.socket.SocketType) -> Address:
+    """The address of our end of a control socket."""
+    return _address(control.getsockname())
 
-    An idle connection is probed after ``interval`` seconds and given up when the peer's kernel has not answered for
-    twice as long as that; so is one on which something sent was not acknowledged. A peer's kernel answers for a process
-    that is stopped or busy.
+
+def remote_address(control: trio.socket.SocketType) -> Address:
+    """The address of the peer's end of a control socket."""
+    return _address(control.getpeername())
+
+
+def _address(name: object) -> Address:
+    if isinstance(name, tuple):
+        return name[0], name[1]
+    return (f"unix:{name}", 0) if isinstance(name, str) and name else None
+
+
+def ip_of(address: Address) -> str | None:
+    """The IP address, with IPv4-mapped addresses as IPv4; None for a Unix socket."""
+    if address is None or address[0].startswith("unix:"):
+        return None
+    host = address[0].partition("%")[0]
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
+def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
+    """Makes our kernel report a peer that has vanished.
+
+    The kernel probes an idle connection after ``interval`` seconds. It ends the connection when the peer's kernel has
+    not answered a probe, or acknowledged data, for twice as long. The peer's kernel answers also while its process is
+    stopped or busy.
 
     Args:
-        interval: seconds, rounded to whole ones, at least 1; 0, or 30,000 and more, switches this off.
+        interval: seconds, rounded to whole ones, at least 1; 0, or 30,000 and more, switches keepalive off.
     """
     if control.family not in (socket.AF_INET, socket.AF_INET6) or not 0 < interval < 30_000:
         return
@@ -168,7 +201,7 @@ def keep_alive(control: trio.socket.SocketType, interval: float) -> None:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """Whether the other end of a socket is on this machine, in the same network namespace."""
+    """Whether the peer's end of a socket is on this machine, in the same network namespace."""
     if control.family == socket.AF_UNIX:
         return True
     peer, own = control.getpeername()[0], control.getsockname()[0]

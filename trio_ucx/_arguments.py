@@ -1,0 +1,56 @@
+"""The arguments that opening a connection and opening a listener have in common: their defaults and their checks."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Literal
+
+from ._handshake.facts import SharedMemory
+from ._handshake.handshake import ExchangeOptions
+from ._link import Options
+from ._wire import MAX_WINDOW, MIN_WINDOW
+from .ucp import Worker
+from .ucp._util import check_integer, check_timeout
+
+#: Seconds of silence after which the kernel asks whether the peer's host is still there.
+KEEPALIVE_INTERVAL = 20.0
+
+
+def check_options(close_timeout: float, window: int, max_message_size: int) -> Options:
+    return Options(
+        close_timeout=check_timeout(close_timeout, "close_timeout"),
+        window=check_integer(window, "window", MIN_WINDOW, MAX_WINDOW),
+        max_message_size=check_integer(max_message_size, "max_message_size", 0, 2**62),
+    )
+
+
+def check_exchange_options(
+    shared_memory: Literal["auto"] | bool,
+    keepalive_interval: float,
+    authkey: bytes | None,
+    ssl_context: ssl.SSLContext | None,
+    server_hostname: str | None = None,
+) -> ExchangeOptions:
+    wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
+    if not isinstance(shared_memory, (str, bool)) or shared_memory not in wishes:
+        raise ValueError(f"shared_memory must be 'auto', True or False, not {shared_memory!r}")
+    if authkey is not None:
+        if not isinstance(authkey, (bytes, bytearray)):
+            raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
+        if not authkey:
+            raise ValueError("authkey must not be empty: it is the secret that both sides know")
+        authkey = bytes(authkey)
+    if ssl_context is not None and not isinstance(ssl_context, ssl.SSLContext):
+        raise TypeError(f"ssl_context must be an ssl.SSLContext, not {type(ssl_context).__name__}")
+    if server_hostname is not None and not isinstance(server_hostname, str):
+        raise TypeError(f"server_hostname must be a str, not {type(server_hostname).__name__}")
+    interval = check_timeout(keepalive_interval, "keepalive_interval")
+    return ExchangeOptions(wishes[shared_memory], interval, authkey, ssl_context, server_hostname)
+
+
+def check_worker(worker: Worker | None) -> Worker | None:
+    if worker is not None:
+        if not isinstance(worker, Worker):
+            raise TypeError(f"worker must be a trio_ucx.ucp.Worker, not {type(worker).__name__}")
+        worker._engine.check()
+    return worker

@@ -1,0 +1,452 @@
+"""One side of a handshake: from the exchange on the control socket to an open connection.
+
+When the exchange has agreed on the number of the endpoints, each side makes its endpoint and sends HELLO, a control
+frame, over UCX. The connection is open on each side when the other side's HELLO has arrived, because messages then get
+through in both directions. The engine's delivery decides that, so nothing that follows HELLO arrives before its
+connection exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import ssl
+from collections.abc import Callable
+
+import attrs
+import trio
+from outcome import Error, Value
+
+from .. import _wire as wire
+from .._link import Link, Options, Transport
+from .._wire import ProtocolError
+from ..ucp import UCXError, WorkerAddress
+from ..ucp._address import format_address
+from ..ucp._connecting import connect_paired
+from ..ucp._contained import contained, report
+from ..ucp._engine.engine import InFlight
+from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
+from ..ucp._engine.operations import EndpointCore
+from ..ucp._engine.pending import Signal
+from ..ucp._status import os_error_from_status
+from ..ucp._tag import post_bytes_send
+from .control_sockets import ControlSocket
+from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, ip_of, local_address, remote_address
+from .exchange import MAX_DECLINED, Aborted, Assigned, Declined, Event, Exchange, Refused
+from .facts import Facts, Reach, SharedMemory, use_shared_memory
+from .registry import Registry
+
+
+@attrs.frozen
+class ExchangeOptions:
+    """What a user can choose about the exchange on the control socket.
+
+    Attributes:
+        server_hostname: the name that the server's certificate must have.
+        keepalive_interval: see :func:`control_stream.set_keepalive`.
+    """
+
+    shared_memory: SharedMemory
+    keepalive_interval: float
+    authkey: bytes | None
+    ssl_context: ssl.SSLContext | None
+    server_hostname: str | None = None
+
+
+def _greeting(frame: bytes) -> int | None:
+    """The number of a HELLO; None if it is something else."""
+    try:
+        hello = wire.decode_frame(frame)
+    except ProtocolError:
+        return None
+    return hello.number if isinstance(hello, wire.Hello) else None
+
+
+async def send_refusal(stream: ControlStream, exchange: Exchange, error: Exception) -> None:
+    """Tells the peer why there will be no connection, if the control socket still takes it."""
+    exchange.refuse((isinstance(error, OSError) and error.strerror) or str(error))
+    await send_rest(stream, exchange)
+
+
+async def send_rest(stream: ControlStream, exchange: Exchange) -> None:
+    """Sends what the exchange still has to send before the control socket is closed."""
+    with trio.move_on_after(REFUSAL_TIMEOUT):
+        try:
+            await stream.send_all(exchange.data_to_send())
+        except (OSError, ssl.SSLError):
+            pass
+
+
+class Handshake:
+    """One side of a handshake: a ``ucp._engine.tag_dispatch.TagSink`` until the :class:`Link` takes its place.
+
+    The two sides differ in their answers to the peer's frames: see ``client`` and ``server``.
+
+    Args:
+        label: what to call the peer in error messages.
+    """
+
+    def __init__(self, registry: Registry, options: Options, label: str) -> None:
+        self.options = options
+        self.label = label
+        self._register(registry)
+        #: Finishes with the Link when the connection is open, or with the error that made it impossible.
+        self.opened = Signal()
+        self.control: ControlSocket | None = None
+        #: Closes the connection's own worker (``isolate=True``).
+        self._close_own_worker: Callable[[], None] | None = None
+        self._core: EndpointCore | None = None
+        self._own_facts: Facts | None = None
+        self._peer: Reach | None = None
+        #: The numbers in the HELLOs that have arrived.
+        self._greetings: set[int] = set()
+        #: The numbers whose HELLOs are ignored, because this side declined them.
+        self.late_greetings: set[int] = set()
+        self._shared_memory = False
+        #: The number of our endpoint, once that has been made.
+        self.number: int | None = None
+        #: The number that this side has chosen, until its endpoint has been made.
+        self.chosen: int | None = None
+        #: The addresses of the control socket.
+        self.local: Address = None
+        self.remote: Address = None
+
+    def _register(self, registry: Registry) -> None:
+        self.registry = registry
+        sinks = registry.engine.tag_dispatch.sinks
+        self.id = wire.new_connection_id()
+        while self.id in sinks:
+            self.id = wire.new_connection_id()
+        sinks[self.id] = self
+
+    # ---- the exchange ----
+
+    async def run_exchange(self, stream: ControlStream, exchange: Exchange, answer: Callable[[Event], object]) -> None:
+        """Runs the exchange on the control socket until our endpoint has been made.
+
+        What the last answer has to send is left to :meth:`hand_over`.
+
+        Args:
+            answer: called with each event; it answers the peer through ``exchange``.
+
+        Raises:
+            ProtocolError: the peer must be refused.
+            OSError, UCXError: the peer refused or left; UCX cannot reach it.
+        """
+        while self.number is None:
+            self.check()
+            event = exchange.next_event()
+            if event is not None:
+                answer(event)
+                continue
+            await stream.send_all(exchange.data_to_send())
+            data = await stream.receive_some()
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, f"{self.label} ended the connection during the exchange")
+            exchange.receive_data(data)
+
+    def hand_over(self, stream: ControlStream, exchange: Exchange, on_event: Callable[[Event], None]) -> None:
+        """Hands the control socket over to the worker's control sockets, and greets the peer over UCX.
+
+        Args:
+            on_event: called with each further event of the exchange, until the connection is open.
+
+        Raises:
+            OSError: the connection has become impossible meanwhile.
+        """
+        self.check()
+        self.control = control = ControlSocket(
+            self.registry.control, stream.detach(), stream.tls, exchange, on_event, self.peer_lost
+        )
+        control.flush()
+        self.greet()
+        control.start()
+
+    def set_addresses(self, stream: ControlStream) -> None:
+        """Records the addresses of the control socket."""
+        self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
+
+    def move_to_worker_with_numbers(self, facts: Facts) -> None:
+        """Moves to a worker that still has endpoint numbers for this peer. For the server, before it sends its facts.
+
+        Raises:
+            ProtocolError: the peer's facts are invalid.
+        """
+        self._move(self.registry.for_peer(Reach.of(facts).uid))
+
+    def isolate(self) -> None:
+        """Moves to a worker of its own. For the server, before it sends its facts."""
+        owner = self.registry.worker
+        worker = owner._open_isolated()
+        self._close_own_worker = lambda: owner._close_isolated(worker)
+        self._move(Registry.of(worker))
+
+    def move_to_running_worker(self) -> None:
+        """Moves to a worker whose shared-memory queue has not stopped. For the client, before it sends its facts."""
+        self._move(self.registry.current)
+
+    def _move(self, registry: Registry) -> None:
+        if registry is not self.registry:
+            del self.registry.engine.tag_dispatch.sinks[self.id]
+            self._register(registry)
+
+    def make_facts(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
+        """Returns the facts that this side sends."""
+        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, sees_local)
+        return self._own_facts
+
+    def peer_facts_arrived(self, facts: Facts) -> None:
+        """Checks the peer's facts, chooses the transports, and lets the peer connect to our data ports.
+
+        Raises:
+            ProtocolError: the facts are invalid, or make a connection impossible.
+        """
+        assert self._own_facts is not None
+        self._peer = Reach.of(facts)
+        self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
+        hosts = [host for host, _ in self._peer.tcp_addresses]
+        self.registry.engine.data_ports.admit(hosts, ip_of(self.remote), facts.ucx)
+
+    @property
+    def peer(self) -> Reach:
+        assert self._peer is not None
+        return self._peer
+
+    @property
+    def numbers(self) -> PeerNumbers[EndpointCore]:
+        return self.registry.engine.numbering.of(self.peer.uid)
+
+    @property
+    def chooses_number(self) -> bool | None:
+        """Whether this side chooses the endpoints' number; None if the number does not matter."""
+        own = self.registry.engine.address.uid
+        return None if own == self.peer.uid else own > self.peer.uid
+
+    @property
+    def _peer_address(self) -> bytes:
+        """The worker address of the peer that our endpoint is made from."""
+        facts = self.peer.facts
+        return facts.address if self._shared_memory else facts.network_address
+
+    def choose_number(self, peer_numbers: Numbers | None) -> int:
+        """Chooses the number of the endpoints; another one after the first was declined.
+
+        Raises:
+            ProtocolError: none is left.
+        """
+        self._return_number()
+        try:
+            self.chosen = 0 if self.chooses_number is None else self.numbers.choose(peer_numbers, self._peer_address)
+        except UsedUp:
+            raise ProtocolError(
+                "UCX has used up its numbers for endpoints between these two workers: connect from another worker"
+            ) from None
+        return self.chosen
+
+    def _return_number(self) -> None:
+        chosen, self.chosen = self.chosen, None
+        if chosen is not None and self.chooses_number is not None:
+            self.numbers.give_back(chosen)
+
+    def make_endpoint(self, number: int) -> bool:
+        """Makes our endpoint, and returns whether it could get this number.
+
+        Raises:
+            OSError, UCXError: UCX cannot reach the peer.
+        """
+        address = WorkerAddress.from_ucx(self._peer_address, process=self.peer.facts.host.process)
+        try:
+            core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
+        except OSError as error:  # its message has only the worker address
+            reason = os.strerror(error.errno or errno.EHOSTUNREACH)
+            raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.route})") from error
+        if core is None:
+            return False
+        self._core = core
+        self.number = number
+        self.chosen = None
+        core.on_failure = self._endpoint_failed
+        return True
+
+    def greet(self) -> None:
+        """Sends HELLO over UCX. The link may exist when this returns."""
+        core = self._core
+        assert core is not None and self.number is not None
+        # This comes first, because the peer may answer our HELLO with messages before this function returns.
+        self._open_if_greeted()
+        try:
+            core.check()
+            post_bytes_send(
+                core, wire.encode_frame(wire.Hello(self.number)), (self.peer.facts.connection_id << 32) | wire.CONTROL
+            )
+        except Exception as error:
+            self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            return
+        core.engine.progress()
+
+    def under_way(self) -> list[InFlight]:
+        """The operations in flight at our endpoint, for the message of a timeout."""
+        return [] if self._core is None else self._core.under_way()
+
+    def keep_as_filler(self) -> None:
+        """Keeps our endpoint, though the peer declined its number: a raw endpoint of the peer may be paired with it."""
+        core, self._core = self._core, None
+        number, self.number = self.number, None
+        if core is not None and number is not None:
+            core.on_failure = None
+            self.numbers.keep_as_filler(number, core)
+
+    def drop_endpoint(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            core.on_failure = None
+            core.close()
+
+    # ---- messages from the peer, until the link takes over ----
+
+    def message_arrived(self, queue: int, handle: int, length: int) -> None:
+        self.registry.engine.tag_dispatch.discard(handle)
+        self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
+
+    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
+        while True:
+            number = _greeting(data[:length]) if count and queue == wire.CONTROL else None
+            if number is None or number in self._greetings or len(self._greetings) > MAX_DECLINED:
+                self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something other than its greeting"))
+                return
+            self._greetings.add(number)
+            count, data = count - 1, data[length:]
+            link = self._open_if_greeted()
+            if link is not None:
+                if count:
+                    link.receiving.packed_arrived(queue, count, length, data)
+                return
+            if not count:
+                return
+
+    def _open_if_greeted(self) -> Link | None:
+        """Opens the connection if both sides have sent HELLO; returns its link."""
+        core, control = self._core, self.control
+        if (
+            self.number not in self._greetings
+            or core is None
+            or control is None
+            or control.closed
+            or self.opened.outcome is not None
+        ):
+            return None
+        control.exchange.greeted()
+        facts = self.peer.facts
+        link = Link(
+            self.registry.worker,
+            Transport(core, facts.connection_id),
+            self.id,
+            facts.connection_id,
+            facts.window,
+            facts.threshold,
+            self.options,
+        )
+        link.late_greetings = self.late_greetings - self._greetings
+        closing = link.closing
+        closing.control_socket = control
+        link.local_address, link.remote_address = self.local, self.remote
+        closing.lingers = not self._shared_memory
+        closing.on_closed = self._close_own_worker
+        if self._close_own_worker is None and self.chooses_number is not None and self.number is not None:
+            number, numbers = self.number, self.numbers
+            closing.keep_endpoint = lambda core: numbers.keep(number, core)
+        control.on_event, control.on_lost = closing.control_said, closing.control_lost
+        self.opened.finish(Value(link))
+        return link
+
+    # ---- failures ----
+
+    def event_arrived(self, event: Event) -> None:
+        """Handles an event on the control socket after our endpoint has been made."""
+        match event:
+            case Refused(reason=reason):
+                self.fail(self.refusal(reason))
+            case Aborted():
+                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
+            case Declined() | Assigned():
+                self.fail(ConnectionError(errno.EPROTO, f"{self.label} declined the number that it had chosen"))
+
+    def refusal(self, reason: str) -> OSError:
+        """The exception for a connection that the peer has refused."""
+        return ConnectionRefusedError(errno.ECONNREFUSED, f"{self.label} refused the connection: {reason}")
+
+    def peer_lost(self, reason: str, cause: BaseException | None = None) -> None:
+        error = ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}")
+        error.__cause__ = cause
+        self.fail(error)
+
+    def internal_error(self, error: BaseException) -> None:
+        """An exception in our own code: ends this handshake only. Never raises."""
+        report(f"an internal error of trio_ucx, while connecting with {self.label}", error)
+        failure = ConnectionError(errno.EIO, f"connecting with {self.label}: an internal error of trio_ucx: {error!r}")
+        failure.__cause__ = error
+        contained(self.fail, failure)
+
+    def queue_stopped(self, error: UCXError) -> None:
+        """The worker's shared-memory queue has stopped: see :mod:`ucp._receive_queue`."""
+        if self._own_facts is not None and self._core is None and (self._peer is None or self._shared_memory):
+            self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
+
+    def _endpoint_failed(self) -> None:
+        assert self._core is not None and self._core.error is not None
+        hint = f" ({self.route})"
+        error = os_error_from_status(self._core.error.status, f"connecting to {self.label} over UCX", hint)
+        self.fail(error)
+
+    @property
+    def route(self) -> str:
+        """How UCX connects to the peer, for error messages."""
+        if self._peer is None:
+            return "its addresses are not known yet"
+        if self._shared_memory:
+            return "over shared memory, or " + self._tcp
+        return self._tcp
+
+    @property
+    def _tcp(self) -> str:
+        addresses = ", ".join(format_address(address) for address in self.peer.tcp_addresses)
+        return f"its UCX listens at {addresses or 'no TCP address'}"
+
+    def check(self) -> None:
+        """Raises the error that has made a connection impossible, if there is one.
+
+        The peer may have sent a message before its greeting, for instance.
+        """
+        if self.opened.outcome is not None:
+            self.opened.result()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the handshake with an error. Failed or opened already: no effect."""
+        if self.opened.outcome is None:
+            self.opened.finish(Error(error))
+            self._release("")
+
+    def close(self, reason: str = "") -> None:
+        """Gives up the handshake, or aborts the link: the task that waited for it has gone.
+
+        Args:
+            reason: what to tell the peer.
+        """
+        if isinstance(self.opened.outcome, Value):
+            self.opened.outcome.value.abort()
+        elif self.opened.outcome is None:
+            self.opened.finish(Error(ConnectionError("given up")))
+            self._release(reason)
+
+    def _release(self, reason: str) -> None:
+        engine = self.registry.engine
+        if engine.tag_dispatch.sinks.get(self.id) is self:
+            del engine.tag_dispatch.sinks[self.id]
+        contained(self._return_number)
+        if self.control is not None:
+            contained(self.control.refuse, reason) if reason else contained(self.control.abort)
+        contained(self.drop_endpoint)
+        if self._peer is not None:
+            contained(engine.numbering.forget_unused, self._peer.uid)
+        if self._close_own_worker is not None:
+            contained(self._close_own_worker)

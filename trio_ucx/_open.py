@@ -1,0 +1,244 @@
+"""Opening connections: ``connect`` and ``open_ucx_stream``."""
+
+from __future__ import annotations
+
+import errno
+import math
+import ssl
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Literal
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
+from ._connection import Connection
+from ._handshake.client import Connector
+from ._handshake.handshake import ExchangeOptions
+from ._handshake.registry import Registry
+from ._link import Options
+from ._shared import shared_worker
+from ._unix import unix_path
+from .ucp import Worker
+from .ucp import _descriptors as descriptors
+from .ucp._address import Resolved, SocketAddress, format_address, split_address
+from .ucp._opening import check_is_ours, check_local_address
+from .ucp._util import check_timeout
+
+#: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
+Address = SocketAddress
+
+#: Trio's.
+HAPPY_EYEBALLS_DELAY = 0.25
+
+
+@attrs.frozen
+class _Destination:
+    """Where a connection goes, and how it gets there.
+
+    Attributes:
+        address: a host and port, or the path of a Unix socket.
+        timeout: seconds for everything.
+    """
+
+    address: tuple[str, int] | str
+    worker: Worker | None
+    timeout: float
+    happy_eyeballs_delay: float | None
+    local_address: Resolved | None
+
+    @classmethod
+    def check(
+        cls,
+        address: Address,
+        worker: Worker | None,
+        connect_timeout: float,
+        happy_eyeballs_delay: float | None,
+        local_address: str | None,
+    ) -> _Destination:
+        path = unix_path(address)
+        local = check_local_address(local_address)
+        if local is not None and path is not None:
+            raise ValueError("local_address= is for connections to a host and port, not to a Unix socket")
+        if happy_eyeballs_delay is not None:
+            happy_eyeballs_delay = check_timeout(happy_eyeballs_delay, "happy_eyeballs_delay")
+        return cls(
+            split_address(address, other="'unix:/path'") if path is None else path,
+            check_worker(worker),
+            check_timeout(connect_timeout, "connect_timeout"),
+            happy_eyeballs_delay,
+            local,
+        )
+
+    @property
+    def label(self) -> str:
+        return f"unix:{self.address}" if isinstance(self.address, str) else format_address(self.address)
+
+    async def open_socket(self) -> trio.SocketStream:
+        """Connects the control socket, by ``trio.open_tcp_stream`` or ``trio.open_unix_socket``.
+
+        Raises:
+            OSError: always with an errno. (When all attempts failed, Trio's own error has none.)
+        """
+        try:
+            if isinstance(self.address, str):
+                return await trio.open_unix_socket(self.address)
+            host, port = self.address
+            local = None
+            if self.local_address is not None:
+                check_is_ours(self.local_address)  # Trio would say that it is incompatible with the remote address
+                local = self.local_address.ip
+            # Trio's documentation says that None makes one attempt at a time, but its code takes None for the default.
+            delay = math.inf if self.happy_eyeballs_delay is None else self.happy_eyeballs_delay
+            return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=local)
+        except OSError as error:
+            if error.errno is not None:
+                error.strerror = f"connecting to {self.label}: {error.strerror}"
+                raise
+            raise _with_errno(error) from error.__cause__
+
+
+def _with_errno(error: OSError) -> OSError:
+    """What Trio raises when all attempts failed, with the errno of the first one and the message of each."""
+    cause = error.__cause__
+    causes = [each for each in (cause.exceptions if isinstance(cause, BaseExceptionGroup) else [cause]) if each]
+    numbers = [each.errno for each in causes if isinstance(each, OSError) and each.errno is not None]
+    # Trio gives no number if local_address= is of another family than every address of the host.
+    number = numbers[0] if numbers else errno.EAFNOSUPPORT
+    messages = "; ".join(dict.fromkeys(map(str, causes)))
+    return OSError(number, f"{error}: {messages}")
+
+
+async def _open(destination: _Destination, exchange_options: ExchangeOptions, options: Options) -> Connection:
+    await trio.lowlevel.checkpoint()
+    descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
+    registry = Registry.of(destination.worker or shared_worker())
+    tls = exchange_options.ssl_context
+    if tls is not None and exchange_options.server_hostname is None and not isinstance(destination.address, str):
+        exchange_options = attrs.evolve(exchange_options, server_hostname=destination.address[0])
+    if tls is not None and tls.check_hostname and exchange_options.server_hostname is None:
+        # The ssl module would check no name.
+        raise ValueError(
+            "server_hostname= is missing: name the host that the certificate of the listener at the Unix socket must "
+            "name, or use an ssl_context with check_hostname=False"
+        )
+    connector = Connector(
+        registry, destination.open_socket, destination.label, exchange_options, options, destination.timeout
+    )
+    return Connection._wrap(await connector.run())
+
+
+class _Connect:
+    """The context manager that :func:`connect` returns.
+
+    A class, because a KeyboardInterrupt can end a generator between any two of its lines.
+    """
+
+    def __init__(self, open: Callable[[], Awaitable[Connection]]) -> None:
+        self._open = open
+        self._connection: Connection | None = None
+
+    @enable_ki_protection
+    async def __aenter__(self) -> Connection:
+        if self._connection is not None:
+            raise RuntimeError("connect(...) can be entered once; call connect again for another connection")
+        self._connection = await self._open()
+        return self._connection
+
+    @enable_ki_protection
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._connection is not None
+        await self._connection.__aexit__(exc_type, exc, traceback)
+
+
+def connect(
+    address: Address,
+    *,
+    worker: Worker | None = None,
+    connect_timeout: float = 10,
+    close_timeout: float = 10,
+    window: int = 2**20,
+    max_message_size: int = 2**30,
+    happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
+    local_address: str | None = None,
+    shared_memory: Literal["auto"] | bool = "auto",
+    keepalive_interval: float = KEEPALIVE_INTERVAL,
+    authkey: bytes | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+) -> _Connect:
+    """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
+
+    The two sides meet on a TCP or Unix socket, the *control socket*. There they authenticate each other if asked to,
+    and tell each other how their UCX workers can be reached; messages then go over UCX. Leaving the block normally
+    closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a cancellation closes by force.
+
+    Args:
+        address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
+        worker: the worker of the connection; by default the run's shared worker.
+        connect_timeout: seconds for everything: the look-up of the name, the control socket, the exchange and the
+            greeting over UCX.
+        close_timeout: seconds that closing may take.
+        window: bytes of unread messages that we hold at most; then the peer's sends wait.
+        max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
+        happy_eyeballs_delay, local_address: for the control socket, see ``trio.open_tcp_stream``. UCX chooses the
+            devices for the messages; its option NET_DEVICES restricts them.
+        shared_memory: ``"auto"`` uses it if both sides can; True insists on it, False excludes it.
+        keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A
+            host that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is
+            stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is noticed at once.)
+        authkey: a secret that both sides must have: each proves to the other that it knows it.
+        ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
+            sends them as they are.
+        server_hostname: the name that the listener's certificate must have; by default the host of ``address``.
+
+    Cancellation: if entering the block is cancelled, no connection is left behind.
+
+    Raises:
+        TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
+        OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates. Too few
+            file descriptors are left (EMFILE).
+        TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
+        UCXError: UCX cannot start, for the run's shared worker.
+        trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
+        RuntimeError: the context manager was entered before.
+    """
+    destination = _Destination.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
+    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
+    options = check_options(close_timeout, window, max_message_size)
+    return _Connect(lambda: _open(destination, exchange_options, options))
+
+
+@enable_ki_protection
+async def open_ucx_stream(
+    host: str,
+    port: int,
+    *,
+    worker: Worker | None = None,
+    connect_timeout: float = 10,
+    close_timeout: float = 10,
+    window: int = 2**20,
+    max_message_size: int = 2**30,
+    happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
+    local_address: str | None = None,
+    shared_memory: Literal["auto"] | bool = "auto",
+    keepalive_interval: float = KEEPALIVE_INTERVAL,
+    authkey: bytes | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+) -> Connection:
+    """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
+
+    The arguments are :func:`connect`'s.
+
+    Cancellation: no connection is left behind.
+
+    Raises: as :func:`connect`.
+    """
+    destination = _Destination.check((host, port), worker, connect_timeout, happy_eyeballs_delay, local_address)
+    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
+    return await _open(destination, exchange_options, check_options(close_timeout, window, max_message_size))
