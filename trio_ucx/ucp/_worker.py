@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
 import attrs
@@ -30,7 +30,7 @@ from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
-from ._util import FULL, OpenedNotConstructed, check_integer
+from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
 
 
 @attrs.define(eq=False, repr=False)
@@ -522,17 +522,18 @@ class Worker(metaclass=OpenedNotConstructed):
         return new_chain(self._engine, capacity, ordered)
 
     async def _aclose(self) -> None:
-        for other in (*self._successors.values(), *self._isolated.values()):
-            await other._engine.close_after_background()
-        await self._engine.close_after_background()
+        try:
+            for other in (*self._successors.values(), *self._isolated.values()):
+                await other._engine.close_after_background()
+        finally:
+            await self._engine.close_after_background()
 
     def __repr__(self) -> str:
         state = "closed" if self._engine.handle is None else f"{len(self._engine.endpoints)} endpoints"
         return f"<trio_ucx.ucp.Worker, {state}>"
 
 
-@asynccontextmanager
-@enable_ki_protection
+@protected_asynccontextmanager
 async def open_worker(
     *,
     context: Context | None = None,

@@ -460,9 +460,9 @@ class Engine:
         """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
         if not self._begin_close():
             return
-        with trio.CancelScope(shield=True):
-            for _ in drain(self):
-                await trio.lowlevel.checkpoint()
+        for _ in drain(self):
+            # Not a checkpoint in a shielded scope: Trio raises KeyboardInterrupt there, too, and we would never finish.
+            await trio.lowlevel.cancel_shielded_checkpoint()
         self._finish_close()
 
     def close_now(self) -> None:
