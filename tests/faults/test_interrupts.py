@@ -19,7 +19,7 @@ from helpers import TRANSPORTS, Rounds
 from .interrupted_program import LIMIT, SCENARIOS
 
 PROGRAM = Path(__file__).with_name("interrupted_program.py")
-#: Runs of one program. Another one goes on after that, to keep it short what there is to look at after a failure.
+#: Runs of one program. After a failure there is so much less to look at.
 RUNS = 50
 
 cases = [pytest.param(name, transports, id=f"{name}-{transports}") for name in SCENARIOS for transports in TRANSPORTS]
@@ -38,6 +38,7 @@ def run(name: str, transports: str, points: list[int], protected: bool) -> Itera
         yield where, count
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("protected", [False, True], ids=["raised", "deferred"])
 @pytest.mark.parametrize(("name", "transports"), cases)
 @pytest.mark.timeout(3600)
