@@ -329,15 +329,20 @@ async def demo(address: tuple[str, int], workers: int, tasks: int, kill_one: boo
         print(f"listening at {joined}", flush=True)
         start = partial(trio.run_process, [sys.executable, __file__, "work", joined], check=False)
         processes: list[trio.Process] = [await nursery.start(start) for _ in range(workers)]
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=tasks, workers=0)
-            async with aclosing(pool.map(Task("mandelbrot", strip) for strip in strips)) as results:
-                async for rows in results:
-                    picture += rows
-                    progress.update(bar, advance=1, workers=pool.workers)
-                    if kill_one and len(picture) >= WIDTH * HEIGHT // 3 and pool.workers == workers:
-                        processes[0].kill()
-                        kill_one = False
+        try:
+            with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+                bar = progress.add_task("", total=tasks, workers=0)
+                async with aclosing(pool.map(Task("mandelbrot", strip) for strip in strips)) as results:
+                    async for rows in results:
+                        picture += rows
+                        progress.update(bar, advance=1, workers=pool.workers)
+                        if kill_one and len(picture) >= WIDTH * HEIGHT // 3 and pool.workers == workers:
+                            processes[0].kill()
+                            kill_one = False
+        except trio.Cancelled:
+            for process in processes:
+                process.terminate()  # now: they would complain about a pool that goes away
+            raise
     for y in range(0, HEIGHT, HEIGHT // 25):
         print("".join(" .:-=+*#@"[picture[y * WIDTH + x].bit_length()] for x in range(0, WIDTH, WIDTH // 75)))
     print(f"{tasks} tasks took {trio.current_time() - started:.1f} s;", end=" ")
@@ -402,8 +407,9 @@ def main() -> int:
     except* KeyboardInterrupt:
         status = 130
     except* (PoolError, OSError, trio.BrokenResourceError, trio.EndOfChannel, trio_ucx.ucp.UCXError) as group:
-        print(f"worker_pool: {explain(group)}", file=sys.stderr)
-        status = 1
+        if status == 0:  # else it was interrupted, and that its connections broke needs no words
+            print(f"worker_pool: {explain(group)}", file=sys.stderr)
+            status = 1
     return status
 
 

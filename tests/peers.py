@@ -1143,6 +1143,9 @@ def interrupted() -> None:
 
     from trio_ucx.testing import live_handles
 
+    # Trio (0.35) does not protect it. A KeyboardInterrupt in the middle, a microsecond of each millisecond of ``busy``,
+    # leaves a task that never runs (the program hangs), or one that its nursery does not know (TrioInternalError).
+    trio.lowlevel.enable_ki_protection(trio.Nursery.start_soon)
     arguments = json.loads(sys.argv[2])
     while trio.run(told_to_go_on):
         with warnings.catch_warnings():

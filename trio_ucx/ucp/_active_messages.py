@@ -147,6 +147,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     def __aiter__(self) -> ActiveMessages:
         return self
 
+    @enable_ki_protection
     async def __anext__(self) -> ActiveMessage:
         try:
             return await self.receive()
@@ -197,6 +198,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint()
         return self
 
+    @enable_ki_protection
     async def __aexit__(self, *exc_info: object) -> None:
         self.__exit__()
         if exc_info[0] is None:

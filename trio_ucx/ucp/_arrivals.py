@@ -269,6 +269,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
     def __enter__(self) -> ActiveMessage:
         return self
 
+    @enable_ki_protection
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -27,7 +26,7 @@ from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_timeout
+from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
 #: What `config` may be: UCX options by their names without the ``UCX_`` prefix.
 Config = Mapping[str, str | int | bool]
@@ -354,8 +353,7 @@ class Context(metaclass=OpenedNotConstructed):
 _live_contexts: set[Context] = set()
 
 
-@contextmanager
-@enable_ki_protection
+@protected_contextmanager
 def open_context(
     config: Config | None = None,
     *,

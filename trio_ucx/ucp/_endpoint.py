@@ -432,7 +432,11 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         except trio.Cancelled:
             close_in_background(self._core.engine, self._core, lambda: _flush_and_close(self._core))
             raise
+        except BaseException:  # a KeyboardInterrupt, say
+            self._core.close()
+            raise
 
+    @enable_ki_protection
     async def __aexit__(self, *exc_info: object) -> None:
         if exc_info[0] is None:
             await self.aclose()

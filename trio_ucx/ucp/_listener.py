@@ -310,6 +310,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def __aiter__(self) -> RawListener:
         return self
 
+    @enable_ki_protection
     async def __anext__(self) -> ConnectionRequest:
         try:
             return await self.accept_request()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -19,7 +18,7 @@ from ._engine.posting import completed
 from ._memory.buffers import Buffer
 from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
-from ._util import FULL, OpenedNotConstructed, check_integer
+from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
 
 
 class _OnWorker(Protocol):
@@ -271,8 +270,7 @@ class _GroupFailed(Exception):
     """Carries no information: the group's errors are in the group."""
 
 
-@asynccontextmanager
-@enable_ki_protection
+@protected_asynccontextmanager
 async def open_group(engine: Engine) -> AsyncIterator[RequestGroup]:
     group: RequestGroup = RequestGroup._create(engine)
     failure: BaseExceptionGroup[BaseException] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import errno
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,8 +142,9 @@ def error_from_status(status: int, doing: str, origin: object = None, hint: str 
     return native
 
 
-#: The connection that an error is about, by error, as long as the error exists.
-_origins: weakref.WeakKeyDictionary[BaseException, object] = weakref.WeakKeyDictionary()
+#: The attribute of an error that says which connection it is about. (Not a WeakKeyDictionary: its callback runs where
+#: the error is dropped, in the program's code, and nobody would get a KeyboardInterrupt that was raised in it.)
+_ORIGIN = "_trio_ucx_origin"
 
 
 def broken(message: str, cause: BaseException | None, origin: object = None) -> trio.BrokenResourceError:
@@ -156,13 +156,13 @@ def broken(message: str, cause: BaseException | None, origin: object = None) -> 
     error = trio.BrokenResourceError(message)
     error.__cause__ = cause
     if origin is not None:
-        _origins[error] = origin
+        setattr(error, _ORIGIN, origin)
     return error
 
 
 def origin_of(error: BaseException) -> object:
     """The connection that this error is about, or None. (Its cause and context do not count.)"""
-    return _origins.get(error)
+    return getattr(error, _ORIGIN, None)
 
 
 def os_error_from_status(status: int, doing: str, hint: str = "") -> OSError:

@@ -54,6 +54,7 @@ class StreamData(metaclass=OpenedNotConstructed):
     def __enter__(self) -> StreamData:
         return self
 
+    @enable_ki_protection
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
-from ._util import FULL, OpenedNotConstructed, check_integer
+from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
 
 
 @attrs.define(eq=False, repr=False)
@@ -523,17 +523,18 @@ class Worker(metaclass=OpenedNotConstructed):
         return new_chain(self._engine, capacity, ordered)
 
     async def _aclose(self) -> None:
-        for other in (*self._successors.values(), *self._isolated.values()):
-            await close_after_background(other._engine)
-        await close_after_background(self._engine)
+        try:
+            for other in (*self._successors.values(), *self._isolated.values()):
+                await close_after_background(other._engine)
+        finally:
+            await close_after_background(self._engine)
 
     def __repr__(self) -> str:
         state = "closed" if self._engine.handle is None else f"{len(self._engine.endpoints)} endpoints"
         return f"<trio_ucx.ucp.Worker, {state}>"
 
 
-@asynccontextmanager
-@enable_ki_protection
+@protected_asynccontextmanager
 async def open_worker(
     *,
     context: Context | None = None,

@@ -135,9 +135,9 @@ async def close(engine: Engine) -> None:
     """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
     if not _begin_close(engine):
         return
-    with trio.CancelScope(shield=True):
-        for _ in drain(engine):
-            await trio.lowlevel.checkpoint()
+    for _ in drain(engine):
+        # Not a checkpoint in a shielded scope: Trio raises KeyboardInterrupt there, too, and we would never finish.
+        await trio.lowlevel.cancel_shielded_checkpoint()
     _finish_close(engine)
 
 

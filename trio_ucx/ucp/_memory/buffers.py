@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from trio.lowlevel import enable_ki_protection
+
 from ..._native import ffi, lib
 from . import cuda as _cuda
 from .foreign import Array, MemoryType, array_of
@@ -237,6 +239,7 @@ class Pinned:
             )
         return self.many
 
+    @enable_ki_protection  # as a destructor, too, which Trio knows by a name that this has not: nobody would get it
     def release(self) -> None:
         exports, self._exports = self._exports, ()
         for export in exports:

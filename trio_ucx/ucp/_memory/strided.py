@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import attrs
+from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from .foreign import Array, MemoryType, array_of
@@ -53,6 +54,7 @@ class _Export(ctypes.Structure):
 
     _held = False
 
+    @enable_ki_protection  # as a destructor, too: see Pinned.release
     def release(self) -> None:
         if self._held:
             self._held = False

@@ -1,0 +1,1 @@
+"""Faults at every moment of a scenario, one after the other."""
