@@ -1,4 +1,4 @@
-"""What every test checks: nothing native is left, no event was missed, nothing is in flight at a worker's end."""
+"""Options and fixtures. After every test: no native handle is alive, no event was missed, nothing was in flight."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what is there before the first test, some hundred thousand objects, out of the garbage collector's sight:
-    it is called after each test."""
+    """Freezes the hundred thousands of objects that exist before the first test: the collector runs after each test."""
     gc.collect()
     gc.freeze()
 
@@ -118,7 +117,7 @@ def certificates() -> Certificates:
 
 @pytest.fixture(params=TRANSPORTS)
 def transports(request: pytest.FixtureRequest) -> str:
-    """Which transports the test runs over."""
+    """The value of UCX_TLS that the test runs with."""
     value: str = request.param
     return value
 

@@ -1,4 +1,4 @@
-"""Hosts with networks of their own on this machine: network namespaces, and cables (veth) between them."""
+"""Simulated hosts: network namespaces on this machine, connected by veth pairs (called cables here)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Host:
 
 
 class Network:
-    """Makes hosts and cables; see :func:`open_network`."""
+    """Creates hosts and cables; see :func:`open_network`."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

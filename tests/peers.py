@@ -1,4 +1,4 @@
-"""What the other processes of the tests do: ``python tests/peers.py ROLE ARGUMENTS``. See ``helpers.open_peer``."""
+"""The roles of the tests' other processes: ``python tests/peers.py ROLE ARGUMENTS``. See ``helpers.open_peer``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _stdin = b""
 
 
 async def ask() -> Any:
-    """The next thing that the test tells us; EOFError when it has gone."""
+    """The test's next line; EOFError when the test has ended."""
     global _stdin
     while b"\n" not in _stdin:
         await trio.lowlevel.wait_readable(0)
@@ -66,7 +66,7 @@ async def until_told() -> None:
 
 
 async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: bool = False, **options: Any) -> None:
-    """Serves until told to stop; says its addresses first: host and port, and a Unix socket."""
+    """Serves until the test says so. First reports its addresses: host and port, and a Unix socket."""
     with tempfile.TemporaryDirectory() as folder:
         async with trio.open_nursery() as nursery:
 
@@ -91,7 +91,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
     """
 
     async def handler(connection: trio_ucx.Connection) -> None:
-        async def lane(tag: int) -> None:
+        async def echo_tag(tag: int) -> None:
             async for message in connection.messages(tag):
                 await connection.send(message, tag)
 
@@ -102,7 +102,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
         try:
             async with trio.open_nursery() as nursery:
                 for tag in tags:
-                    nursery.start_soon(lane, tag)
+                    nursery.start_soon(echo_tag, tag)
                 nursery.start_soon(stream)
         except* trio.BrokenResourceError:
             pass
@@ -112,7 +112,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
 
 @role
 async def limited(megabytes: int) -> None:
-    """Echoes tag 7 in so much address space, and says what goes wrong."""
+    """Echoes tag 7 with a limited address space, and reports errors."""
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -139,7 +139,7 @@ async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
 
 @role
 async def waiting(host: str, keepalive: float) -> None:
-    """A client whose server says nothing: says how it ends, and after how many seconds from when it was told."""
+    """A client that receives until the connection ends. Reports how, and how many seconds after the test's line."""
     async with ucp.open_worker() as worker:
         port = await ask()
         connection = await trio_ucx.open_ucx_stream(host, port, worker=worker, keepalive_interval=keepalive)
@@ -345,7 +345,7 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
 
 @role
-async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
+async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
     """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed.
 
     Four tasks do, one of them by request chains.
@@ -463,8 +463,8 @@ async def locking(worker_address: str, descriptor: str, count: int, own: int) ->
 
 
 @role
-async def deaf() -> None:
-    """Accepts control sockets and never says a word."""
+async def unresponsive_listener() -> None:
+    """Accepts control sockets, and never sends anything."""
     listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, lambda _: trio.sleep_forever(), [listener])
@@ -475,7 +475,7 @@ async def deaf() -> None:
 
 @role
 async def busy(address: list[Any], transports: str) -> None:
-    """A program that never rests, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
+    """A program that is always busy, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
 
     Run over and over, and interrupted each time, until it is told to end: see ``interrupted``.
     """
@@ -526,8 +526,8 @@ def resident() -> int:
 
 
 @role
-async def hoard(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
-    """Asks ``flood`` to send, reads nothing for a while, then everything; says how far its memory grew meanwhile."""
+async def flooded_receiver(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
+    """Makes ``flood`` send, reads nothing for a while, then everything. Reports how far its memory grew meanwhile."""
     async with trio_ucx.connect(tuple(address), window=window) as connection:
         await connection.send(b"warm up", 2)
         before = most = resident()
@@ -556,8 +556,8 @@ async def hoard(address: list[Any], seconds: float, window: int, count: int, siz
 
 
 @role
-async def victim() -> None:
-    """Reads nothing with tag 1; tells who asks with tag 7 how far its memory grew, and how many connections broke."""
+async def flooded_server() -> None:
+    """Never receives tag 1. Answers tag 7 with how far its memory grew, and how many connections broke."""
     before = 0
     broken = 0
 
@@ -635,8 +635,8 @@ async def closes_listeners(count: int) -> None:
 
 
 @role
-async def tight(spare: int, isolate: bool = False) -> None:
-    """``echo`` with hardly any file descriptors left."""
+async def echo_with_few_descriptors(spare: int, isolate: bool = False) -> None:
+    """``echo`` with few free file descriptors."""
     async with ucp.open_worker():
         used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -644,7 +644,7 @@ async def tight(spare: int, isolate: bool = False) -> None:
 
 
 @role
-async def knock(address: list[Any]) -> None:
+async def reconnecting_client(address: list[Any]) -> None:
     """Connects over and over, until it is killed."""
     say("ready")
     async with ucp.open_worker() as worker:
@@ -761,7 +761,7 @@ BIG = 2**24
 
 
 async def load(connection: trio_ucx.Connection, kind: str, task_status: trio.TaskStatus[None]) -> None:
-    """What goes on at a connection when its peer is lost; as long as it lasts. Tag 2 is used for it.
+    """The load on a connection while its peer is lost, until the connection ends. It uses tag 2.
 
     ``full``: as much is sent as the window allows. ``offered``: the same, and a large message that nobody receives.
     ``sending``, ``receiving``: large messages, one after the other. ``busy``: many of 1 MiB in both directions.
@@ -813,7 +813,7 @@ class Leaving(Exception):
 
 
 @role
-async def loser() -> None:
+async def lost_peer() -> None:
     """Told how, opens a connection, puts it under load, says so, and ends it when it is told to; and so on.
 
     Told ``[host, target, options, load, way]``. ``host`` is where to listen at, and is answered by the address;
@@ -916,7 +916,7 @@ async def dying_client(transport: str) -> None:
     connection = await trio_ucx.connect(tuple(await ask())).__aenter__()
     await connection.send(b"hello")
     await connection.receive()
-    say(sorted(lane.name for lane in connection.endpoint.transports))
+    say(sorted(transport.name for transport in connection.endpoint.transports))
     await ask()
     take_an_element(worker_of(connection), transport)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -928,7 +928,7 @@ async def dying_server(transport: str) -> None:
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.send(await connection.receive())
-        say(sorted(lane.name for lane in connection.endpoint.transports))
+        say(sorted(transport.name for transport in connection.endpoint.transports))
         await connection.receive(1)
         take_an_element(worker_of(connection), transport)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -965,7 +965,7 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
             if time.monotonic() > deadline:
                 raise
             await trio.sleep(0.05)
-    say(sorted(lane.name for lane in connection.endpoint.transports))
+    say(sorted(transport.name for transport in connection.endpoint.transports))
     try:
         while True:
             waiting = await ask()
@@ -984,21 +984,21 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
 
 
 async def move_much(connection: trio_ucx.Connection, size: int) -> None:
-    """Sends and receives messages of ``size`` on four lanes, until the connection ends."""
+    """Sends and receives messages of ``size`` with four tags, until the connection ends."""
 
-    async def send(lane: int, data: bytes) -> None:
+    async def send(tag: int, data: bytes) -> None:
         while True:
-            await connection.send(data, lane)
+            await connection.send(data, tag)
 
-    async def receive(lane: int, buffer: bytearray) -> None:
+    async def receive(tag: int, buffer: bytearray) -> None:
         while True:
-            await connection.receive_into(buffer, lane)
+            await connection.receive_into(buffer, tag)
 
     try:
         async with trio.open_nursery() as nursery:
-            for lane in range(4):
-                nursery.start_soon(send, lane, bytes(size))
-                nursery.start_soon(receive, lane, bytearray(size))
+            for tag in range(4):
+                nursery.start_soon(send, tag, bytes(size))
+                nursery.start_soon(receive, tag, bytearray(size))
     except* (trio.BrokenResourceError, trio.ClosedResourceError):
         pass
 
@@ -1058,8 +1058,8 @@ async def steady_client(limit: float) -> None:
     say([trips, connects, longest])
 
 
-def brood() -> None:
-    """Kills so many clients at random moments, one after the other in each of a few rows, while they send.
+def killed_clients() -> None:
+    """Kills a number of sending clients at random moments; a few run at a time.
 
     They are forked, as a process takes its time to start.
     """
@@ -1120,7 +1120,7 @@ def end_with_parent() -> None:
 
 
 async def send_without_end(port: int, size: int, tell: int) -> None:
-    """Sends messages to tag 2 without end."""
+    """Sends messages with tag 2 for ever."""
     while True:
         try:
             connection = await trio_ucx.connect(("127.0.0.1", port), connect_timeout=4).__aenter__()
@@ -1137,7 +1137,7 @@ async def send_without_end(port: int, size: int, tell: int) -> None:
 
 
 def interrupted() -> None:
-    """Runs ``busy`` as a program of its own would be run, as often as it is told to, and reports how each run ended."""
+    """Runs ``busy`` once for each line of the test, as a program would be run, and reports how each run ended."""
     import gc
     import warnings
 
@@ -1170,7 +1170,7 @@ async def told_to_go_on() -> bool:
 
 def main() -> None:
     name, arguments = sys.argv[1:]
-    without_run = {"busy": interrupted, "brood": brood, "fork_between_runs": fork_between_runs}
+    without_run = {"busy": interrupted, "killed_clients": killed_clients, "fork_between_runs": fork_between_runs}
     if name in without_run:
         without_run[name]()
         return

@@ -1,4 +1,4 @@
-"""The examples as their users run them: programs in processes of their own."""
+"""Runs the examples as their users do: as programs in processes of their own."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def trio_thread(function: Callable[..., Any], *arguments: Any) -> Iterator[queue
 
 
 class Program:
-    """An example in a process, which is gone when its block is left."""
+    """An example in a process, which has ended when its block is left."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

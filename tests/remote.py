@@ -1,4 +1,4 @@
-"""What the tests of remote memory and of atomics share."""
+"""Endpoints and owners for the tests of remote memory and of atomics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def open_way(way: str, worker: ucp.Worker, owner: ucp.Worker) -> AsyncIter
 
 
 @asynccontextmanager
-async def open_between(transports: str, way: str) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Context]]:
+async def open_endpoint_and_context(transports: str, way: str) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Context]]:
     """An endpoint, and the context of the worker that it leads to, in this process."""
     async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
         yield endpoint, owner.context

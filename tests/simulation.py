@@ -1,4 +1,4 @@
-"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is the real thing.
+"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is real.
 
 Each end has a real :class:`Connection` over a real :class:`Link`; its messages reach the other end by way of the real
 ``ucp._engine.dispatch``, in the records that C code makes of them: small messages are packed with their neighbours, and
@@ -401,7 +401,7 @@ class Side:
         self.end: str | None = None
         # The end.
         self.closing = False
-        self.said_goodbye = False
+        self.close_sent = False
         self.waits_for_ack = False
         self.clean = False
 
@@ -581,10 +581,10 @@ class Side:
             self.cancel_write()
             self.closing = True
             closing.begin()
-        if not self.said_goodbye and closing.may_say_goodbye():
-            self.said_goodbye = True
+        if not self.close_sent and closing.may_say_goodbye():
+            self.close_sent = True
             self.waits_for_ack = closing.say_goodbye()
-        if self.said_goodbye:
+        if self.close_sent:
             answered = not self.waits_for_ack or handshake.acknowledged or self.link.core.handle is None
             if answered and closing.peer_is_done():
                 try:
@@ -662,7 +662,7 @@ class World:
     def _state(self) -> list[object]:
         return [
             (
-                *(len(side.got), side.end, side.write, side.link.closed, side.said_goodbye, len(side.transport.wire)),
+                *(len(side.got), side.end, side.write, side.link.closed, side.close_sent, len(side.transport.wire)),
                 *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
                 *(sum(map(len, side.received.values())), side.link.core.handle is None),
             )

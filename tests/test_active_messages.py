@@ -1,4 +1,4 @@
-"""Active messages: what arrives is what was sent, queues are bounded, and lent memory lives as long as it is used."""
+"""Active messages: data arrive unchanged, queues are bounded, and borrowed memory lives as long as it is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers import (
     PROMPT,
     Stopwatch,
     assert_free,
-    assert_lanes,
+    assert_transports,
     assert_pinned,
     open_pair,
     open_peer,
@@ -36,14 +36,14 @@ HOLD, REFUSE, CUT = ucp.WhenFull
 
 #: On both sides of what UCX sends at once, and of its rendezvous (RNDV_THRESH is 64 KiB).
 SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 65537, 2**20]
-#: Long enough for UCX to lend its memory, whatever the transport.
-LENT = 100_000
+#: Long enough for the data to be borrowed from UCX, whatever the transport.
+BORROWED = 100_000
 
 
 async def exchange(
     client: ucp.Endpoint, queue: ucp.ActiveMessages, data: Any = b"", *args: Any, **options: Any
 ) -> ucp.ActiveMessage:
-    """Sends, and returns what arrived, which the sender may be waiting for: only for what is eager."""
+    """Sends a message, and returns it as received. For eager messages only: a rendezvous send would wait."""
     with trio.fail_after(20):
         await client.am_send(queue._id, data, *args, **options)
         return await queue.receive()
@@ -97,7 +97,7 @@ async def test_sizes(worker: ucp.Worker, transports: str, protocol: ucp.SendProt
                             _ = message.data
             assert queue.statistics() == ucp.ActiveMessagesStatistics(0, 0, 0, 0)
         if transports == "tcp":
-            assert_lanes(client, transports)
+            assert_transports(client, transports)
 
 
 async def test_64_mib(worker: ucp.Worker) -> None:
@@ -528,7 +528,7 @@ async def test_queues_opened_and_closed_over_and_over(worker: ucp.Worker) -> Non
                 assert await (await queue.receive()).receive() == number.to_bytes(2, "big")
 
 
-# ---- lent memory ----
+# ---- borrowed memory ----
 
 
 async def test_data_lives_until_it_is_released(worker: ucp.Worker) -> None:
@@ -536,12 +536,12 @@ async def test_data_lives_until_it_is_released(worker: ucp.Worker) -> None:
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
             kept = []
             for number in range(200):
-                message = await exchange(client, queue, pattern(LENT, number), protocol=EAGER)
+                message = await exchange(client, queue, pattern(BORROWED, number), protocol=EAGER)
                 kept.append((number, message, message.data))
             random.Random(3).shuffle(kept)
             while kept:
                 number, message, view = kept.pop()
-                assert view == pattern(LENT, number)
+                assert view == pattern(BORROWED, number)
                 message.release()
                 with pytest.raises(ValueError, match="released"):
                     bytes(view)
@@ -576,7 +576,7 @@ MADE = [numpy_array, piece, array_of_piece, another_view, another_type]
 async def test_release_while_something_uses_the_data(worker: ucp.Worker, make: Callable[[memoryview], Any]) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             made = make(message.data)
             expected = bytes(made)
             for _ in range(2):
@@ -585,28 +585,28 @@ async def test_release_while_something_uses_the_data(worker: ucp.Worker, make: C
                 with pytest.raises(BufferError, match="still in use"):
                     await message.receive()
                 with pytest.raises(BufferError, match="still in use"):
-                    await message.receive_into(bytearray(LENT))
-                assert message.data == pattern(LENT)
+                    await message.receive_into(bytearray(BORROWED))
+                assert message.data == pattern(BORROWED)
                 assert bytes(made) == expected
             del made
-            assert await message.receive() == pattern(LENT)
+            assert await message.receive() == pattern(BORROWED)
             message.release()
 
 
 async def test_view_that_its_user_released(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             for _ in range(2):
                 with message.data as data:
-                    assert data == pattern(LENT)
-            assert await message.receive() == pattern(LENT)
+                    assert data == pattern(BORROWED)
+            assert await message.receive() == pattern(BORROWED)
 
 
 async def test_worker_closed_while_data_is_held(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
         queue = worker.open_active_messages(3)
-        messages = [await exchange(client, queue, bytes(LENT), protocol=EAGER) for _ in range(3)]
+        messages = [await exchange(client, queue, bytes(BORROWED), protocol=EAGER) for _ in range(3)]
         view = messages[0].data
         async with trio.open_nursery() as nursery:
 
@@ -634,15 +634,15 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 async def test_worker_closed_while_something_uses_the_data(
     transports: str, make: Callable[[memoryview], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather a leak than a crash."""
+    """The memory is leaked, because freeing it would crash."""
     abandoned: list[Any] = []
     monkeypatch.setattr(_end, "abandoned", abandoned)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:
-                message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+                message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
                 made = make(message.data)
-                expected = pattern(LENT)[LENT - len(made) :]
+                expected = pattern(BORROWED)[BORROWED - len(made) :]
     assert len(abandoned) == 1
     gc.collect()
     assert bytes(made) == expected
@@ -658,7 +658,7 @@ async def test_dropped_messages_are_released(worker: ucp.Worker) -> None:
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
             children = len(worker._engine.children)
             for number in range(300):
-                message = await exchange(client, queue, bytes(LENT if number % 2 else 10), protocol=EAGER)
+                message = await exchange(client, queue, bytes(BORROWED if number % 2 else 10), protocol=EAGER)
                 del message
             gc.collect()
             await until(lambda: len(worker._engine.children) == children)
@@ -669,14 +669,14 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
     """It warns; and once nobody uses it any more, the worker can end properly."""
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             array = np.frombuffer(message.data, np.uint8)
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
                 await trio.sleep(0.01)
                 await until(lambda: worker._engine.overdue)
-            assert array.tobytes() == pattern(LENT)
+            assert array.tobytes() == pattern(BORROWED)
             del array
 
 
@@ -696,23 +696,23 @@ async def test_queue_closed_with_messages_in_it_and_out_of_it(worker: ucp.Worker
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 with worker.open_active_messages(3) as queue:
-                    outside = [await exchange(client, queue, pattern(LENT, n), protocol=EAGER) for n in range(3)]
+                    outside = [await exchange(client, queue, pattern(BORROWED, n), protocol=EAGER) for n in range(3)]
                     nursery.start_soon(client.am_send, 3, pattern(100_000, 7))
                     outside.append(await queue.receive())
-                    for size in (10, LENT):
+                    for size in (10, BORROWED):
                         await client.am_send(3, bytes(size), protocol=EAGER)
                     nursery.start_soon(client.am_send, 3, pattern(100_000))
                     await until(lambda: queue.statistics().waiting == 3)
                 assert queue.statistics().waiting == 3
                 for number, message in enumerate(outside[:3]):
-                    assert await message.receive() == pattern(LENT, number)
+                    assert await message.receive() == pattern(BORROWED, number)
                 assert await outside[3].receive() == pattern(100_000, 7)
 
 
 async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
     with worker.open_active_messages(3) as queue:
         async with open_raw_pair(worker) as (client, _):
-            eager = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            eager = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             async with trio.open_nursery() as nursery:
 
                 async def send() -> None:
@@ -723,7 +723,7 @@ async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
                 held = await queue.receive()
                 client.abort()
         await trio.sleep(0.05)
-        assert await eager.receive() == pattern(LENT)
+        assert await eager.receive() == pattern(BORROWED)
         with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
             await held.receive()
 
@@ -1041,16 +1041,16 @@ async def test_request_groups(worker: ucp.Worker) -> None:
 
 
 @asynccontextmanager
-async def watched(worker: ucp.Worker) -> AsyncIterator[None]:
-    """Asserts that the worker is alive and well afterwards."""
+async def assert_worker_survives(worker: ucp.Worker) -> AsyncIterator[None]:
+    """Asserts that the worker still works afterwards."""
     yield
     assert worker._engine.broken is None
 
 
-async def test_random_life(worker: ucp.Worker) -> None:
-    """Everything at once, at random moments; then nothing is left."""
+async def test_random_programs(worker: ucp.Worker) -> None:
+    """All operations at once, cancelled at random moments; then nothing is left."""
     rng = random.Random(4)
-    async with watched(worker), open_raw_pair(worker) as (client, server):
+    async with assert_worker_survives(worker), open_raw_pair(worker) as (client, server):
         with trio.move_on_after(1):
             async with trio.open_nursery() as nursery:
 

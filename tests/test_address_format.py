@@ -1,4 +1,4 @@
-"""The parser of worker addresses: it accepts real ones of many UCX releases, and UCX survives all that it accepts.
+"""The parser of worker addresses accepts real ones of many UCX releases; UCX survives all that it accepts.
 
 Run as a program, this file connects to addresses with hostile contents that the parser accepts: see `main`.
 """

@@ -116,12 +116,12 @@ async def test_message_longer_than_the_buffer(worker: ucp.Worker) -> None:
                         nursery.start_soon(receive, buffer, size)
                         await trio.sleep(0.02)
                     client.send_nowait(pattern(size), 1)
-                    client.send_nowait(b"other lane", 2)
+                    client.send_nowait(b"other tag", 2)
                     client.send_nowait(pattern(size, 1), 1)
                     if not early:
                         await receive(buffer, size)
                 assert await server.receive(1) == pattern(size, 1)
-                assert await server.receive(2) == b"other lane"
+                assert await server.receive(2) == b"other tag"
                 buffer.append(0)
         client.send_nowait(bytes(200_001), 1)
         client.send_nowait(bytes(200_000), 1)
@@ -284,7 +284,7 @@ async def test_classes_are_not_called() -> None:
 
 
 async def test_another_thread(transports: str) -> None:
-    """Everything is refused, closing included, and nothing has changed then."""
+    """Everything is refused, closing included, and has no effect."""
     async with (
         ucp.open_worker(config={"TLS": transports}, features=ucp.Feature.ALL) as worker,
         open_pair(worker) as (client, server),

@@ -13,7 +13,7 @@ from helpers import (
     Rounds,
     Stopwatch,
     assert_free,
-    assert_lanes,
+    assert_transports,
     assert_pinned,
     cancelled_promptly,
     open_pair,
@@ -57,7 +57,7 @@ async def test_raw_send_that_nobody_receives(worker: ucp.Worker, transports: str
                 while worker.statistics().left_over_operations:
                     await trio.sleep(0.001)
             assert_free(buffer)
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
 
 
 async def test_raw_receive_cancelled_in_the_middle_keeps_its_buffer(worker: ucp.Worker, transports: str) -> None:
@@ -238,7 +238,7 @@ async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) ->
             await client.wait_buffers_released()
         assert_free(buffer)
         assert client.statistics().left_over_operations == 0
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
 
 
 async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker) -> None:
@@ -297,7 +297,7 @@ async def test_connect_to_a_stopped_peer(worker: ucp.Worker, transports: str) ->
 
 
 async def test_connect_to_a_peer_that_says_no_hello(worker: ucp.Worker, transports: str) -> None:
-    async with open_peer("deaf", transports=transports) as peer:
+    async with open_peer("unresponsive_listener", transports=transports) as peer:
         address, _ = await peer.hear()
         with Stopwatch(0.3 + PROMPT), pytest.raises(TimeoutError, match="trio_ucx listener"):
             await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=0.3)

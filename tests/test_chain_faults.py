@@ -1,4 +1,4 @@
-"""Request chains: what becomes of them when they are cancelled, closed, or lose their peer; and three worked cases."""
+"""Request chains that are cancelled, closed, or lose their peer; and three worked examples."""
 
 from __future__ import annotations
 

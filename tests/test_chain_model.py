@@ -337,7 +337,7 @@ class Model:
                 break
 
     def outcome(self, number: int, step: Step, program: list[Step]) -> Any:
-        """Tries until it is settled."""
+        """Tries the request until it succeeds, fails, or runs out of attempts."""
         tries = 0
         while True:
             self.results.pop(number, None)

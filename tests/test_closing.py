@@ -1,4 +1,4 @@
-"""FLUSH delivers, FORCE does not wait, a cancelled close goes on, and what is dropped leaves nothing but a warning."""
+"""Closing: FLUSH delivers, FORCE does not wait, a cancelled close goes on, dropped objects leave only a warning."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) 
 
 @pytest.mark.parametrize("how", ["aclose", "cancelled aclose", "abort", "peer closes", "peer aborts", "peer is lost"])
 async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
-    """However it ends, everybody who waits is told, and what had arrived can be received."""
+    """However the connection ends, every waiting task returns, and messages that had arrived can be received."""
     async with open_pair(worker) as (client, server):
-        told = 0
+        returned = 0
 
         async def wait() -> None:
-            nonlocal told
+            nonlocal returned
             await client.wait_closed()
             assert client.closed
-            told += 1
+            returned += 1
 
         await server.send(b"before", 3)
         assert await client.wait_message(3) == 6
@@ -88,7 +88,7 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
             await trio.testing.wait_all_tasks_blocked()
             with trio.move_on_after(0.01) as scope:
                 await client.wait_closed()
-            assert scope.cancelled_caught and not client.closed and told == 0
+            assert scope.cancelled_caught and not client.closed and returned == 0
             with trio.fail_after(10):
                 if how == "aclose":
                     await client.aclose()
@@ -105,7 +105,7 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
                 else:
                     client._link.core.fail(ucp.UCXError(-25, "pretended"))
                 await client.wait_closed()
-        assert told == 3
+        assert returned == 3
         await client.wait_closed()
         if "peer" in how:
             assert await client.receive(3) == b"before"
@@ -446,15 +446,15 @@ async def test_abort_with_much_under_way_ends_soon(worker: ucp.Worker, transport
     engine = worker._engine
     for reads in (True, False):
         async with open_pair(worker, by="tcp") as (client, server):
-            for lane in range(4):
-                client.send_nowait(bytes(2**24), lane)
+            for tag in range(4):
+                client.send_nowait(bytes(2**24), tag)
             with Stopwatch():
                 client.abort()
             assert bool(engine.lingering) == (transports == "tcp")
             if reads:
-                for lane in range(4):
+                for tag in range(4):
                     with contextlib.suppress(trio.BrokenResourceError):
-                        await server.receive(lane)
+                        await server.receive(tag)
             with Stopwatch(1 + PROMPT):
                 await client.wait_buffers_released()
     with Stopwatch(2 + PROMPT):  # the server's have waited longer

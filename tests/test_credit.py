@@ -181,7 +181,7 @@ async def test_silent_receivers_hold_their_windows(transports: str) -> None:
     async def check(size: int, count: int) -> None:
         async with open_peer("flood", count, size, transports=transports) as sender:
             address, _ = await sender.hear(60)
-            async with open_peer("hoard", address, 3, window, count, size, transports=transports) as receiver:
+            async with open_peer("flooded_receiver", address, 3, window, count, size, transports=transports) as receiver:
                 grown, held, received = await receiver.hear(120)
                 assert held <= window, (size, held)
                 assert grown < window + FIXED, (size, grown)
@@ -268,7 +268,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
 
 
 async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Worker) -> None:
-    """Credit that comes while the queue is being posted: large messages settle the worker in between."""
+    """Credit that comes while the queue is being posted: posting large messages progresses the worker."""
     async with open_pair(worker, window=20_000) as (client, server), trio.open_nursery() as nursery:
         await client.send(bytes(15_000), 9)
         scope = trio.CancelScope()

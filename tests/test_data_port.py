@@ -1,6 +1,6 @@
-"""UCX's data ports: strangers elsewhere cannot connect, and what does not speak UCX's protocol does no harm.
+"""UCX's data ports: other machines cannot connect, and connections that do not speak UCX's protocol do no harm.
 
-What speaks it is believed by UCX, and can do anything (docs/guide.md, Trust): that is not tested here.
+UCX trusts peers that speak its protocol (docs/guide.md, Trust); these are not tested here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import trio
 from helpers import open_pair, open_peer, until
 from networks import Host, open_network
-from test_door import Door, open_door
+from test_control_port import AttackedServer, open_attacked_server
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi
@@ -95,11 +95,11 @@ def many_descriptors() -> Iterator[int]:
 async def test_strangers_on_this_machine(
     tmp_path: Path, many_descriptors: int, attack: Callable[[tuple[str, int]], Iterator[socket.socket]]
 ) -> None:
-    async with open_door(tmp_path, "tcp") as door:
-        control = door.address
-        [port] = [one for one in listening(door.server.process.pid) - {control} if one[0] == "127.0.0.1"]
-        await door.is_well()
-        before = door.descriptors
+    async with open_attacked_server(tmp_path, "tcp") as server:
+        control = server.address
+        [port] = [one for one in listening(server.server.process.pid) - {control} if one[0] == "127.0.0.1"]
+        await server.is_well()
+        before = server.descriptors
         strangers: list[socket.socket] = []
 
         def come() -> None:
@@ -108,27 +108,27 @@ async def test_strangers_on_this_machine(
 
         try:
             await trio.to_thread.run_sync(come)
-            await door.is_well()
+            await server.is_well()
         finally:
             for stranger in strangers:
                 stranger.close()
-        await settled(door, before)
+        await few_more_descriptors(server, before)
 
 
-async def settled(door: Door, descriptors: int) -> None:
+async def few_more_descriptors(server: AttackedServer, descriptors: int) -> None:
     """Waits until hardly more descriptors are open than before: endpoints are kept for two seconds for reuse."""
-    await until(lambda: door.descriptors <= descriptors)
-    await door.is_well()
+    await until(lambda: server.descriptors <= descriptors)
+    await server.is_well()
 
 
 async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
     """UCX stops listening when it cannot accept for lack of descriptors. The listener goes on with another worker."""
-    async with open_door(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as door:
-        pid = door.server.process.pid
-        await door.is_well()
-        [port] = [one for one in listening(pid) - {door.address} if one[0] == "127.0.0.1"]
+    async with open_attacked_server(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as server:
+        pid = server.server.process.pid
+        await server.is_well()
+        [port] = [one for one in listening(pid) - {server.address} if one[0] == "127.0.0.1"]
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (door.descriptors + 10, limits[1]))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (server.descriptors + 10, limits[1]))
         strangers = []
         with trio.fail_after(20):
             while port in listening(pid):
@@ -138,7 +138,7 @@ async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
         for stranger in strangers:
             stranger.close()
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-        await door.is_well()
+        await server.is_well()
 
 
 # ---- who may connect ----

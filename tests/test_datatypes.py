@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
+from helpers import Stopwatch, assert_transports, open_pair, open_peer, open_raw_pair, pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,7 +207,7 @@ async def test_sizes(worker: ucp.Worker, transports: str, size: int) -> None:
             assert elements(target) == want, name
             assert elements(memory_of(source)) == before
         if size and ucx.version >= (1, 14):
-            assert_lanes(client, transports)
+            assert_transports(client, transports)
     assert worker.statistics().operations_in_flight == 0
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import trio
-from helpers import assert_lanes, open_peer, pattern, until
+from helpers import assert_transports, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -81,7 +81,7 @@ async def test_endpoints_that_are_not_used_again(worker: ucp.Worker, transports:
             connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
             await works(connection, number)
             if how == "in hand":
-                assert_lanes(connection, transports)
+                assert_transports(connection, transports)
                 await connection.aclose()
             else:
                 if how == "large send under way":

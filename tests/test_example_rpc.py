@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import trio
-from helpers import assert_lanes, pattern
+from helpers import assert_transports, pattern
 from programs import DEADLINE, EXAMPLES, load, program, run_here
 
 import trio_ucx
@@ -85,7 +85,7 @@ def request(number: Any = 1, method: Any = "echo", **parts: Any) -> bytes:
 
 async def test_rpc_values(over: str) -> None:
     async with client_of(rpc.METHODS) as client:
-        assert_lanes(client._connection, over)
+        assert_transports(client._connection, over)
         assert await client.call("add", a=1, b=2) == 3
         for value in [None, True, -1, 1.5, "ünï\n\0", [], [1, [2]], {"a": {"$": None}}, 2**80, "x" * 60_000]:
             assert await client.call("echo", data=value) == value
@@ -116,7 +116,7 @@ async def test_rpc_arrays_and_values_mixed(over: str) -> None:
 
 
 async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
-    turns = [trio.Event() for _ in range(100)]
+    may_answer = [trio.Event() for _ in range(100)]
     all_others = trio.Event()
     waiting = 0
     finished: list[int] = []
@@ -127,8 +127,8 @@ async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
             waiting += 1
             if waiting == 99:
                 all_others.set()
-            await turns[number + 1].wait()
-            turns[number].set()
+            await may_answer[number + 1].wait()
+            may_answer[number].set()
         return data
 
     async def check(client: Any, number: int) -> None:
@@ -142,7 +142,7 @@ async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
         await all_others.wait()
         await check(client, 99)
         assert finished == [99], "asked last, answered first"
-        turns[99].set()
+        may_answer[99].set()
     assert sorted(finished) == list(range(100))
 
 
@@ -298,7 +298,9 @@ async def test_rpc_without_a_deadline() -> None:
 
 
 async def test_rpc_cancellations_leave_nothing(over: str) -> None:
-    """Calls with buffers both ways are cancelled at any time; the others' results are right, and lanes are empty."""
+    """Calls with buffers both ways are cancelled at any time; the others' results are right, and the tag queues are
+    empty.
+    """
     connections: list[trio_ucx.Connection] = []
     cancelled = 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import assert_lanes, pattern
+from helpers import assert_transports, pattern
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
@@ -144,7 +144,7 @@ async def test_pool_runs_a_task(over: str, hire: Any) -> None:
             assert await pool.run(Task("echo", payload)) == payload
             assert await pool.run(Task("echo", memoryview(payload))) == payload
         [post] = pool._posts
-        assert_lanes(post.connection, over)
+        assert_transports(post.connection, over)
         assert (pool.workers, pool.lost, pool.repeated) == (1, 0, 0)
     await wait_ended(workers)
 

@@ -824,7 +824,7 @@ def test_frames_survive_the_wire(frame: wire.Frame) -> None:
 # ---- listeners ----
 
 
-async def test_crowd_beyond_the_backlog_is_turned_away(worker: ucp.Worker) -> None:
+async def test_clients_beyond_the_backlog_are_refused(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=3)
     async with listener:
         opened, refused = [], []

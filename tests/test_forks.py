@@ -1,4 +1,4 @@
-"""Forked children are refused at once, with a helpful error, and the parent goes on undisturbed."""
+"""A forked child's calls are refused at once, with a helpful error; the parent is not affected."""
 
 from __future__ import annotations
 

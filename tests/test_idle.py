@@ -1,4 +1,4 @@
-"""An idle worker costs nothing, and no event is missed."""
+"""An idle worker uses no CPU, and no event is missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Internal errors during deliveries, lack of memory first: they end what they concern, and never the Trio run."""
+"""Internal errors during deliveries, such as a lack of memory: they end the object concerned, never the Trio run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The layers: imports point down only, one module imports the compiled one, no cffi object is in a public signature."""
+"""The layers: imports point down only, one module imports the compiled module, no cffi object is in a public signature.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _finish(world: World, ending: str, *, aborted: bool) -> None:
             # Large sends, and sends beyond the window, to a side that closes, too, end with close_timeout, which is not
             # simulated.
             stuck = any(not side.link.sending.finished() for side in world.sides)
-            assert stuck or (a.link.closed and b.link.closed), "the goodbyes hang"
+            assert stuck or (a.link.closed and b.link.closed), "the close handshake hangs"
     world.check_messages(everything=ending == "eof" and not aborted and not a.closing and not b.closing)
     for writer, reader in ((a, b), (b, a)):
         cleanly = not aborted and not both_closed and not reader.closing
@@ -166,7 +166,7 @@ PROGRAMS = 300
 
 
 def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paths of real small messages among them: packed messages, batches, the short way."""
+    """Among them the paths of real small messages: packed messages, batches, the short path."""
     counts: dict[str, int] = {}
 
     def counted(cls: type, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
@@ -326,7 +326,7 @@ def test_the_simulation_finds_faults(monkeypatch: pytest.MonkeyPatch, name: str)
     raise AssertionError("no program noticed it")
 
 
-# ---- what is easier to say by itself ----
+# ---- single cases ----
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_cancelled_piece_is_waited_for_when_something_follows(world: World) -> N
     a.cancel_write()
     a.start_write(numbered_write(1, 1))
     a.close()
-    assert not a.said_goodbye
+    assert not a.close_sent
     world.run(act=True)
     assert a.link.closed and a.clean
     check_stream(a.writes, b.got, everything=True)
@@ -362,7 +362,7 @@ def test_cancelled_piece_at_the_end_is_given_up(world: World) -> None:
     a.start_write(numbered_write(1, LARGE))
     a.cancel_write()
     a.close()
-    assert a.said_goodbye
+    assert a.close_sent
     world.run(act=False)
     a.close()
     assert a.link.closed and a.clean
@@ -421,7 +421,7 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     a.cancel_send(0)  # its transfer goes on
     a.cancel_send(0)
     a.close()
-    assert a.said_goodbye
+    assert a.close_sent
     a.transport.deliver(8)
     assert looks > 0 and b.link.handshake.owes_acknowledgement
     assert b.transport.finish_transfer(0)

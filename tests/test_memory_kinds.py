@@ -539,7 +539,7 @@ async def test_small_messages_are_copied_to_the_device(
     driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And when the device fails, the receive is told, and nothing else happens."""
+    """When the device fails, the receive raises, and nothing else is affected."""
     memory, cuda, rocm = devices
     monkeypatch.setattr("trio_ucx.ucp._engine.posting.check_reaches", lambda engine, pins: None)
     async with open_pair(worker) as (client, server):

@@ -51,7 +51,7 @@ class Meeting:
         assert set(transports) & SHARED_MEMORY
 
     def assert_refused(self, *words: str) -> None:
-        """Both sides were told why."""
+        """Both sides got an error with the reason."""
         kind, number, text, seconds = self.client
         assert kind == "ConnectionRefusedError" and number == errno.ECONNREFUSED, self.client
         assert seconds < 5
@@ -284,7 +284,8 @@ async def test_forwarded_on_this_machine() -> None:
 
 
 async def test_forwarded_between_networks(hosts: Hosts) -> None:
-    """Messages go directly where there is a way; where there is none, both are told which addresses were tried."""
+    """Messages go directly where there is a route; where there is none, both errors name the addresses that were tried.
+    """
     listen = partial(open_peer, "host", [FAR], {"connect_timeout": 4}, under=hosts.far.under, **QUIET)
     forward = partial(open_peer, "forwarder", GATE_TO_NEAR, under=hosts.gate.under)
 

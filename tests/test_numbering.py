@@ -147,13 +147,13 @@ def test_fillers_handle_errors_as_their_pairs_do() -> None:
     assert [core.forcible for core in made.cores[6:]] == [True, False, True]
 
 
-def test_numbers_without_error_handling_are_told() -> None:
+def test_numbers_without_error_handling_are_sent() -> None:
     made = Made()
     for index in range(3000):
         made.open(error_handling=index % 2 == 0, raw=True)
-    told = made.numbers.numbers()
-    assert told.next == 3000 and told.has_raw
-    assert told.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
+    sent = made.numbers.numbers()
+    assert sent.next == 3000 and sent.has_raw
+    assert sent.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
 
 
 def test_limits() -> None:
@@ -437,7 +437,7 @@ def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) 
 
 
 @pytest.mark.parametrize("client", [0, 1])
-def test_crowd_whose_choices_come_in_any_order(client: int) -> None:
+def test_many_connections_whose_choices_come_in_any_order(client: int) -> None:
     """More endpoints are missing than are made at a time."""
     for seed in range(5):
         chance = random.Random(seed)
@@ -468,7 +468,7 @@ def test_many_raw_endpoints_between() -> None:
 
 
 @pytest.mark.parametrize("theirs", [Numbers(60_000), Numbers(LIMIT), Numbers(65535), Numbers(5000, True)])
-def test_server_that_lies_about_its_numbers(theirs: Numbers) -> None:
+def test_server_that_sends_false_numbers(theirs: Numbers) -> None:
     """A client that has to choose a number refuses at last."""
     world = World()
     world.start(1)

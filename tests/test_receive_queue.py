@@ -1,4 +1,4 @@
-"""A local peer is killed in the middle of writing to shared memory, which stops the queue for all peers."""
+"""A local peer that is killed while it writes to a worker's shared-memory queue stops that queue for all peers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: p
         assert await by_tcp.hear() == 100, "connections over TCP go on"
 
 
-async def test_who_connects_while_the_queue_stands_still() -> None:
+async def test_clients_that_connect_while_the_queue_is_stopped() -> None:
     """A client that connects while the queue has stopped is let in, or gets an error in time."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
@@ -174,7 +174,7 @@ async def test_a_server_is_killed_in_the_middle_of_writing(queue: str) -> None:
         with trio.fail_after(SOON):
             async with trio_ucx.connect(addresses[0], worker=worker, shared_memory=True) as connection:
                 assert connection.worker is not worker
-                assert queue in {lane.name for lane in connection.endpoint.transports}
+                assert queue in {transport.name for transport in connection.endpoint.transports}
                 await connection.send(b"again")
                 assert await connection.receive() == b"again"
 
@@ -206,7 +206,7 @@ async def test_raw_endpoints(queue: str) -> None:
             endpoint.abort()
 
 
-async def test_a_stopped_worker_sleeps() -> None:
+async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
     """UCX cannot be armed any more, but no event can come: the worker uses no CPU."""
     async with (
         ucp.open_worker(config=options("sysv")) as worker,
@@ -241,7 +241,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])
-async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[str]) -> None:
+async def test_a_stopped_peer_is_not_taken_for_a_stopped_queue(raw: bool, probes: list[str]) -> None:
     """The queue of a stopped peer is full, so UCX cannot be armed. Then another peer is killed."""
     transports = "tcp,sysv,posix,cma,self"  # by name, else posix is left out
     async with (
@@ -277,7 +277,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
         assert {"sysv", "posix"} <= set(probes)
 
 
-async def test_a_program_that_is_busy_has_no_dead_queue(probes: list[str]) -> None:
+async def test_a_busy_program_is_not_taken_for_a_stopped_queue(probes: list[str]) -> None:
     """Its queue is full when a peer is killed, and it does not progress for longer than the time limits of a probe."""
     transports = TRANSPORTS[1]
     async with (
@@ -368,7 +368,7 @@ async def test_isolated_connections_without_descriptors(transports: str) -> None
     """Clients for which too few descriptors are left are refused."""
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
-        open_peer("tight", 100, True, transports=transports) as server,
+        open_peer("echo_with_few_descriptors", 100, True, transports=transports) as server,
     ):
         address, _ = await server.hear()
         for _ in range(2):
@@ -400,7 +400,7 @@ async def test_clients_are_killed_at_random(size: int, isolate: bool, rounds: Ro
         await steady.tell(echo.listener.address)
         assert await steady.hear() == "ready"
         brood = await stack.enter_async_context(
-            open_peer("brood", echo.listener.address[1], size, kills, size, transports=TRANSPORTS[1])
+            open_peer("killed_clients", echo.listener.address[1], size, kills, size, transports=TRANSPORTS[1])
         )
         assert await brood.hear(120) == kills
         await is_answered(echo, "sysv")

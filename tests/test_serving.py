@@ -1,4 +1,4 @@
-"""What ends a server: not the loss of a client, but every other error of a handler, as in Trio."""
+"""Errors of handlers: the loss of a client does not end a server; any other error does, as in Trio."""
 
 from __future__ import annotations
 

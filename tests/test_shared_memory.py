@@ -1,4 +1,4 @@
-"""Shared memory that is not available, and what killed processes leave of it."""
+"""Kinds of shared memory that are not available, and segments that killed processes leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which receive gets which message: a tag queue by itself, with a mover that only takes notes."""
+"""Which receive gets which message: a tag queue with a mover that only records its calls."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
     assert value(receive) == 3 and buffer == b"\7\7\7" and free(buffer)
 
 
-def test_length_is_told_and_the_message_stays() -> None:
+def test_length_is_reported_and_the_message_stays() -> None:
     queue = TagQueue(1, Mover(at_once=True))
     asked = [wait(queue, Want.LENGTH) for _ in range(2)]
     taken = wait(queue, Want.BYTES)

@@ -1,4 +1,4 @@
-"""Timers that are started again just before the task runs that their last expiry woke."""
+"""Timers that are restarted just before the task runs that their last expiry woke."""
 
 from __future__ import annotations
 

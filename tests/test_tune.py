@@ -1,4 +1,4 @@
-"""``perf --tune``: how it decides, what it says, and what it lets itself be asked for."""
+"""``perf --tune``: how it decides, what it prints, and which options a client may ask for."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_candidates_have_their_options(host: str, monkeypatch: pytest.Monk
             async with client.candidate(CHOICES) as candidate:
                 for kind in exchange.Kind:
                     await candidate.run_next(kind, 100_000, 3)
-                assert {lane.name for lane in candidate.connection.endpoint.transports} == {"tcp"}
+                assert {transport.name for transport in candidate.connection.endpoint.transports} == {"tcp"}
             await client.run_next(exchange.Kind.LATENCY, 8, 3)
     wanted = {**base, "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k", "RNDV_THRESH": "16k"}
     assert opened == [wanted, wanted]  # ours and the server's
@@ -310,7 +310,7 @@ def test_it_runs() -> None:
     done = run_cli("perf", "--tune", "--transports=tcp", "--options=zcopy_thresh", "--seconds=0.001", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert {lane["name"] for lane in found["transports"]} == {"tcp"}
+    assert {transport["name"] for transport in found["transports"]} == {"tcp"}
     [option] = found["options"]
     assert option["default"] == "auto"
     assert [one["name"] for one in option["values"]] == list(OPTIONS["ZCOPY_THRESH"].values)

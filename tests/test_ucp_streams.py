@@ -1,4 +1,4 @@
-"""UCP streams: every byte once and in order, whoever is cancelled, and as long as somebody may read it."""
+"""UCP streams: every byte arrives once and in order, despite cancellations, and stays as long as it can be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
+from helpers import PROMPT, Stopwatch, assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
 
 from trio_ucx import ucp
 from trio_ucx.ucp._engine import shutdown as _end
@@ -47,7 +47,7 @@ async def test_sizes(worker: ucp.Worker, transports: str) -> None:
                     assert await receiver.stream_receive(buffer, exact=True) == size
                     assert buffer == data
                     assert_free(buffer)
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
     assert worker.statistics().operations_in_flight == 0
 
 
@@ -192,18 +192,18 @@ async def test_which_endpoints_are_ready(worker: ucp.Worker) -> None:
             with trio.move_on_after(0.02) as scope:
                 await worker.wait_stream_ready()
             assert scope.cancelled_caught
-            told: list[list[ucp.Endpoint]] = []
+            ready: list[list[ucp.Endpoint]] = []
 
             async def wait() -> None:
-                told.append(await worker.wait_stream_ready())
+                ready.append(await worker.wait_stream_ready())
 
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()
-                assert not told
+                assert not ready
                 await client_1.stream_send(b"one")
-            assert told == [[server_1]] * 3
+            assert ready == [[server_1]] * 3
             await server_2.stream_send(b"two")
             await arrived(client_2, 3)
             assert set(await worker.wait_stream_ready()) == {server_1, client_2}
@@ -272,7 +272,7 @@ async def test_exact_receive_that_breaks_leaves_the_bytes(worker: ucp.Worker) ->
 
 
 async def test_receiver_that_finds_the_break_itself(worker: ucp.Worker) -> None:
-    """The turn that it takes before it waits may be the one that is told."""
+    """The progress that it makes before it waits may be what reports the error."""
     for _ in range(20):
         async with open_raw_pair(worker) as (client, server):
             await client.stream_send(b"x")
@@ -284,7 +284,7 @@ async def test_receiver_that_finds_the_break_itself(worker: ucp.Worker) -> None:
 
 
 async def test_closed_by_us(worker: ucp.Worker) -> None:
-    """Who waits is told, and what was unread is given back."""
+    """Waiting tasks get an error, and unread data are released."""
     async with open_raw_pair(worker) as (client, server):
         await client.stream_send(pattern(10_000))
         await arrived(server, 10_000)
@@ -343,7 +343,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         worker.stream_ready()
 
 
-# ---- lent memory ----
+# ---- borrowed memory ----
 
 
 def numpy_array(view: memoryview) -> Any:
@@ -474,7 +474,7 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
 
 @pytest.mark.cut_off
 async def test_killed_peer(transports: str) -> None:
-    """At several moments: everybody who waits is told; what had arrived is right."""
+    """At several moments: every waiting task gets an error; the data that had arrived are right."""
     for moment in range(4):
         async with (
             ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker,

@@ -1,4 +1,6 @@
-"""A peer that is killed: everybody who waits is told in time, and what had arrived can still be read."""
+"""A peer's process is killed: waiting tasks get an error, data that had arrived can be read, memory is released. How
+soon each side notices, and other ways to lose a peer: ``test_peer_loss_detection.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -21,7 +23,7 @@ SOON = 5.0
 
 
 @pytest.mark.parametrize("by", ["tcp", "unix"])
-async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, by: str) -> None:
+async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: str, by: str) -> None:
     async with open_peer("sender_then_wait", [[1, 100, 1], [1, 5000, 2]], transports=transports) as peer:
         address, path = await peer.hear()
         target = tuple(address) if by == "tcp" else path
@@ -29,15 +31,15 @@ async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, b
             connection = await trio_ucx.connect(target, worker=worker).__aenter__()
             try:
                 assert await peer.hear() == "sent"
-                assert_lanes(connection, transports)
+                assert_transports(connection, transports)
                 await connection.wait_message(1)
-                told: list[float] = []
+                failed_at: list[float] = []
 
                 async def expect_broken(function, *args: object) -> None:  # type: ignore[no-untyped-def]
                     with pytest.raises(trio.BrokenResourceError) as caught:
                         await function(*args)
                     assert isinstance(caught.value.__cause__, ucp.UCXError)
-                    told.append(trio.current_time())
+                    failed_at.append(trio.current_time())
 
                 async def send_for_ever() -> None:
                     while True:
@@ -49,7 +51,7 @@ async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, b
                             requests.send(connection, bytes(2**26), 9)
                             requests.receive_into(connection, bytearray(10), 9)
                     assert caught.group_contains(trio.BrokenResourceError)
-                    told.append(trio.current_time())
+                    failed_at.append(trio.current_time())
 
                 waiting = [
                     (connection.receive, 2),
@@ -63,13 +65,13 @@ async def test_everyone_who_waits_is_told(worker: ucp.Worker, transports: str, b
                     nursery.start_soon(expect_broken, function, *args)
                 nursery.start_soon(group)
                 await trio.sleep(0.2)
-                assert not told
+                assert not failed_at
                 peer.signal(signal.SIGKILL)
                 killed = trio.current_time()
                 with trio.fail_after(SOON + 1):
-                    while len(told) <= len(waiting):
+                    while len(failed_at) <= len(waiting):
                         await trio.sleep(0.01)
-                assert max(told) - killed < SOON
+                assert max(failed_at) - killed < SOON
                 assert await connection.receive(1) == pattern(100, 1)
                 assert connection.receive_nowait(1) == pattern(5000, 2)
                 for function in (connection.receive, connection.wait_message):
@@ -115,7 +117,7 @@ UNFLUSHED = {
 
 @pytest.mark.parametrize("sent", [None, *UNFLUSHED])
 @pytest.mark.parametrize("way", ["socket", "worker"])
-async def test_raw_endpoint_that_breaks_while_nobody_looks(transports: str, way: str, sent: str | None) -> None:
+async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, sent: str | None) -> None:
     """Then its close says that something may be lost, if something was sent and not flushed; and says it once."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
     async with (
@@ -139,7 +141,7 @@ async def test_raw_endpoint_that_breaks_while_nobody_looks(transports: str, way:
         looked, forced, unnoticed = endpoints
         with pytest.raises(trio.BrokenResourceError):
             await looked.tag_send(b"x", 1)
-        await looked.aclose()  # told already
+        await looked.aclose()  # its error was reported already
         await forced.aclose(ucp.CloseMode.FORCE)
         await forced.aclose()
         if sent is not None:
@@ -264,7 +266,7 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
             assert await healthy.receive() == b"well?"
 
 
-async def test_worker_rests_after_a_peer_was_killed_that_had_not_read(worker: ucp.Worker, transports: str) -> None:
+async def test_worker_uses_no_cpu_after_a_peer_was_killed_that_had_not_read(worker: ucp.Worker, transports: str) -> None:
     """Over shared memory UCX never gets rid of what it had for such a peer, and cannot be armed any more."""
     async with open_peer("sender_then_wait", [], transports=transports) as peer:
         address, _ = await peer.hear()
@@ -290,7 +292,7 @@ async def test_worker_rests_after_a_peer_was_killed_that_had_not_read(worker: uc
         address, _ = await peer.hear()
         with trio.fail_after(SOON):
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
-                assert_lanes(connection, transports)
+                assert_transports(connection, transports)
                 began = trio.current_time()
                 for _ in range(100):
                     await connection.send(b"x")

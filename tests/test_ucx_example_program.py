@@ -1,4 +1,4 @@
-"""UCX's own example program, unmodified, as our client and as our server: any UCP peer can be talked to."""
+"""UCX's own example program, unmodified, as a client and as a server of this library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers at a listener's port: whatever they send, the server lives, serves, and says little about it.
+"""Attacks on a listener's control port: whatever is sent there, the server survives, serves others, and logs little.
 
 The server is a process of its own. So is an honest client, connected before the attack, which measures its round trips
 meanwhile, and how late its own sleeps end. Machines that run tests are busy: the lateness of 99 sleeps in a hundred is
@@ -91,8 +91,8 @@ async def measure(address: list[Any]) -> None:
 
 
 @attrs.define(eq=False)
-class Door:
-    """A server, an honest client of it, and the server's log."""
+class AttackedServer:
+    """A server under attack, an honest client of it, and the server's log."""
 
     address: tuple[str, int]
     server: Peer
@@ -145,7 +145,7 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(tmp_path: Path, transports: str, **environment: str) -> AsyncIterator[Door]:
+async def open_attacked_server(tmp_path: Path, transports: str, **environment: str) -> AsyncIterator[AttackedServer]:
     log = tmp_path / "log"
     python = [sys.executable, "-W", "error", "-X", "faulthandler"]
     wrapper = [*python, __file__, "serve", str(log)]
@@ -154,7 +154,7 @@ async def open_door(tmp_path: Path, transports: str, **environment: str) -> Asyn
         honest_client = [*python, __file__, "measure", json.dumps(address)]
         async with open_peer("measure", transports=transports, under=honest_client) as honest:
             assert await honest.hear() == "ready"
-            yield Door(tuple(address), server, honest, log)
+            yield AttackedServer(tuple(address), server, honest, log)
 
 
 @pytest.fixture(params=["tcp,sm,self"])
@@ -172,8 +172,8 @@ def many_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def say_and_leave(address: tuple[str, int], data: bytes, patience: float = 0.0) -> bytes:
-    """What a stranger gets who says this and waits for an answer for so long."""
+async def send_and_disconnect(address: tuple[str, int], data: bytes, patience: float = 0.0) -> bytes:
+    """Connects, sends the data, and returns what the server answers within so many seconds."""
     answer = b""
     with contextlib.suppress(OSError, trio.BrokenResourceError):
         async with await trio.open_tcp_stream(*address) as stream:
@@ -203,7 +203,7 @@ async def all_at_once(jobs: list[Callable[[], Any]], limit: int = 64) -> None:
 
 
 class Attacker:
-    """Knows the protocol, and says what it likes in it."""
+    """Speaks the protocol, and sends whatever it likes in it."""
 
     def __init__(self, worker: ucp.Worker, elsewhere: bool) -> None:
         host = this_host()
@@ -260,19 +260,19 @@ async def test_garbage(transports: str, tmp_path: Path, attackers: list[Attacker
         lambda: PREAMBLE + HEAD.pack(chance.choice([0, 1, 40, 2**17, 2**32 - 1]), chance.randrange(10)) + bytes(50),
         lambda: MAGIC + chance.randbytes(chance.randrange(100)),
     ]
-    async with open_door(tmp_path, transports) as door:
+    async with open_attacked_server(tmp_path, transports) as server:
         with trio.fail_after(60):
             await all_at_once(
-                [partial(say_and_leave, door.address, kinds[number % len(kinds)]()) for number in range(10_000)]
+                [partial(send_and_disconnect, server.address, kinds[number % len(kinds)]()) for number in range(10_000)]
             )
-        await door.is_well()
+        await server.is_well()
 
 
 async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
     """Five thousand that say nothing: the oldest of them make room for others."""
     with many_descriptors():
-        async with open_door(tmp_path, transports) as door:
-            before = door.descriptors
+        async with open_attacked_server(tmp_path, transports) as server:
+            before = server.descriptors
             silent: list[socket.socket] = []
             try:
                 for number in range(5000):
@@ -280,28 +280,28 @@ async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
                     silent.append(one)
                     one.setblocking(False)
                     with contextlib.suppress(BlockingIOError):
-                        one.connect(door.address)
+                        one.connect(server.address)
                     if number % 50 == 0:
                         await trio.sleep(0.005)
-                        assert door.descriptors <= before + MAX_EXCHANGES + 60
-                await door.is_well(1)
-                assert door.descriptors <= before + MAX_EXCHANGES + 60
-                assert "too many at once" in door.lines()[0]
+                        assert server.descriptors <= before + MAX_EXCHANGES + 60
+                await server.is_well(1)
+                assert server.descriptors <= before + MAX_EXCHANGES + 60
+                assert "too many at once" in server.lines()[0]
             finally:
                 for one in silent:
                     one.close()
-            await until(lambda: door.descriptors <= before + 30)
-            await door.is_well()
+            await until(lambda: server.descriptors <= before + 30)
+            await server.is_well()
 
 
-async def test_slow_strangers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+async def test_slow_clients(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
     """They send a byte every now and then; with many of them, too, others get in."""
-    async with open_door(tmp_path, transports) as door:
+    async with open_attacked_server(tmp_path, transports) as server:
         opening = attackers[1].opening()
 
         async def slow() -> None:
             with contextlib.suppress(OSError, trio.BrokenResourceError):
-                async with await trio.open_tcp_stream(*door.address) as stream:
+                async with await trio.open_tcp_stream(*server.address) as stream:
                     for at in range(4):
                         await stream.send_all(opening[at : at + 1])
                         await trio.sleep(1)
@@ -310,9 +310,9 @@ async def test_slow_strangers(transports: str, tmp_path: Path, attackers: list[A
             for _ in range(MAX_EXCHANGES - 20):
                 nursery.start_soon(slow)
             await trio.sleep(1)
-            await door.is_well()
+            await server.is_well()
             nursery.cancel_scope.cancel()
-        await door.is_well()
+        await server.is_well()
 
 
 #: What comes to ports of all kinds, and what the log calls it.
@@ -336,31 +336,31 @@ def client_hello() -> bytes:
     return outgoing.read()
 
 
-async def test_callers_of_all_kinds(transports: str, tmp_path: Path) -> None:
-    async with open_door(tmp_path, transports) as door:
+async def test_clients_of_other_protocols(transports: str, tmp_path: Path) -> None:
+    async with open_attacked_server(tmp_path, transports) as server:
         for what, (data, kind) in CALLERS.items():
             data = data or client_hello()
-            before = len(door.lines())
-            first = not any(f": {kind}: " in line for line in door.lines())
+            before = len(server.lines())
+            first = not any(f": {kind}: " in line for line in server.lines())
             for _ in range(20):
                 with trio.fail_after(5):
-                    answer = await say_and_leave(door.address, data, 5)
+                    answer = await send_and_disconnect(server.address, data, 5)
                 assert answer == b"" or what == "old version"
-            await until(lambda: len(door.lines()) == before + first)  # noqa: B023
-            assert any(f": {kind}: " in line for line in door.lines())
-        await door.is_well(len({kind for _, kind in CALLERS.values()}))
+            await until(lambda: len(server.lines()) == before + first)  # noqa: B023
+            assert any(f": {kind}: " in line for line in server.lines())
+        await server.is_well(len({kind for _, kind in CALLERS.values()}))
 
 
 async def test_health_checks(transports: str, tmp_path: Path) -> None:
-    async with open_door(tmp_path, transports) as door:
+    async with open_attacked_server(tmp_path, transports) as server:
         for number in range(1000):
-            with socket.create_connection(door.address) as client:
+            with socket.create_connection(server.address) as client:
                 if number % 2:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST
             if number % 20 == 0:
                 await trio.sleep(0.01)
-        await door.is_well(1)
-        assert "it left without a word" in door.lines()[0]
+        await server.is_well(1)
+        assert "it left without a word" in server.lines()[0]
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"], indirect=True)
@@ -384,18 +384,18 @@ async def test_damaged_worker_addresses(transports: str, tmp_path: Path, attacke
             changes = {"address": damaged(good), "network_address": damaged(network)}
         openings.append(who.opening(**changes))
     take = HEAD.pack(1 + 4 + 7, Kind.TAKE) + struct.pack("<IIBH", 0, 0, 0, 0)
-    async with open_door(tmp_path, transports) as door:
+    async with open_attacked_server(tmp_path, transports) as server:
         with trio.fail_after(30):
-            await all_at_once([partial(say_and_leave, door.address, opening + take, 0.1) for opening in openings])
-        await door.is_well()
+            await all_at_once([partial(send_and_disconnect, server.address, opening + take, 0.1) for opening in openings])
+        await server.is_well()
 
 
-async def test_flood_of_opens(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
-    """Two thousand beginnings, each of a worker of its own, as far as the listener can see."""
+async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+    """Two thousand handshakes that do not go on, each with a different worker address."""
     chance = random.Random(3)
     facts = attackers[1].facts
-    async with open_door(tmp_path, transports) as door:
-        memory = resident(door)
+    async with open_attacked_server(tmp_path, transports) as server:
+        memory = resident(server)
 
         def opening() -> bytes:
             uid = chance.randbytes(8)
@@ -403,24 +403,24 @@ async def test_flood_of_opens(transports: str, tmp_path: Path, attackers: list[A
             return attackers[1].opening(address=parts[0], network_address=parts[1])
 
         with trio.fail_after(30):
-            await all_at_once([partial(say_and_leave, door.address, opening(), 0.02) for _ in range(2000)])
-        await door.is_well()
-        assert resident(door) < memory + 30 * 2**20
+            await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])
+        await server.is_well()
+        assert resident(server) < memory + 30 * 2**20
 
 
-def resident(door: Door) -> int:
-    pages = Path(f"/proc/{door.server.process.pid}/statm").read_text().split()[1]
+def resident(server: AttackedServer) -> int:
+    pages = Path(f"/proc/{server.server.process.pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
-async def test_lies_about_numbers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
+async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
     """A client whose endpoints are far ahead: the server neither makes thousands of them nor other workers."""
     facts = attackers[1].facts
 
     async def lie(uid: int, said: bytes) -> None:
         parts = [blob[:1] + uid.to_bytes(8, "little") + blob[9:] for blob in (facts.address, facts.network_address)]
         data = attackers[1].opening(address=parts[0], network_address=parts[1])
-        await say_and_leave(door.address, data + said, 0.3)
+        await send_and_disconnect(server.address, data + said, 0.3)
 
     def frame(kind: Kind, *numbers: int) -> bytes:
         body = b"".join(struct.pack("<I", number) for number in numbers[:-1])
@@ -429,13 +429,13 @@ async def test_lies_about_numbers(transports: str, tmp_path: Path, attackers: li
 
     declines = frame(Kind.DECLINE, 64_999)
     takes = b"".join(frame(Kind.TAKE, number, number) for number in (64_999, 5000, 4000))
-    async with open_door(tmp_path, transports) as door:
-        before = door.descriptors
+    async with open_attacked_server(tmp_path, transports) as server:
+        before = server.descriptors
         with trio.fail_after(30):
             for _ in range(6):
                 await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
-        await door.is_well()
-        assert door.descriptors <= before + 500
+        await server.is_well()
+        assert server.descriptors <= before + 500
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Buffers with pointers in them are refused wherever a buffer is taken, and no others."""
+"""Buffers that contain pointers are refused wherever a buffer is taken; all others are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malicious and broken peers: only their own connection suffers, at once or by the deadline, and memory is bounded."""
+"""Hostile and faulty peers: only their own connection fails, at once or by the deadline, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trio_ucx.ucp._tag import post_bytes_send
 
 @asynccontextmanager
 async def unharmed(worker: ucp.Worker) -> AsyncIterator[None]:
-    """Another connection of the worker, which goes on as if nothing were."""
+    """Another connection of the worker, which must not be affected."""
     async with open_pair(worker) as (client, server):
         yield
         with trio.fail_after(10):
@@ -41,7 +41,7 @@ async def unharmed(worker: ucp.Worker) -> AsyncIterator[None]:
 
 PREAMBLE = wire.MAGIC + struct.pack("<HH", wire.VERSION, 0) + bytes(32)
 
-#: What a server says, whether it then hangs up, and what the client's error says.
+#: What a server sends, whether it then closes, and what the client's error says.
 ANSWERS: dict[str, tuple[bytes, bool, str]] = {
     "nothing": (b"", True, "ended the connection in the exchange|reset"),
     "HTTP": (b"HTTP/1.1 400 Bad Request\r\n\r\n", False, "is it a trio_ucx listener"),
@@ -59,7 +59,7 @@ ANSWERS: dict[str, tuple[bytes, bool, str]] = {
 
 @pytest.mark.parametrize("what", ANSWERS)
 async def test_bad_answer(worker: ucp.Worker, what: str) -> None:
-    """The client is told so at once."""
+    """The client gets an error at once."""
     data, hangs_up, reason = ANSWERS[what]
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -191,7 +191,7 @@ async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
 
 
 async def test_messages_to_nobody(worker: ucp.Worker) -> None:
-    """Wrong connection ids: thrown away, and their memory with them."""
+    """Messages with unknown connection ids are dropped, and their memory is freed."""
     async with unharmed(worker), open_raw_pair(worker) as (raw, _):
         for size in (0, 10, 5000, 200_000):
             with trio.move_on_after(1):
@@ -228,7 +228,7 @@ async def test_packed_messages_beyond_the_window(worker: ucp.Worker) -> None:
 
 async def test_flood_beyond_the_window_is_bounded(transports: str) -> None:
     """200 MB from a peer that ignores its credits, to a process that reads nothing: it is cut off, and stays small."""
-    async with open_peer("victim", transports=transports) as victim:
+    async with open_peer("flooded_server", transports=transports) as victim:
         address = await victim.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
             client = await trio_ucx.open_ucx_stream(*address, worker=worker)
@@ -351,8 +351,8 @@ async def test_threshold_too_low(worker: ucp.Worker, threshold: int, monkeypatch
     facts = Registry.facts
 
     def lie(registry: Registry, *args: Any) -> Facts:
-        told = facts(registry, *args)
-        return attrs.evolve(told, threshold=threshold) if registry.worker is liar else told
+        facts_sent = facts(registry, *args)
+        return attrs.evolve(facts_sent, threshold=threshold) if registry.worker is liar else facts_sent
 
     async with unharmed(worker), ucp.open_worker(config={"TLS": "tcp"}) as liar:
         monkeypatch.setattr(Registry, "facts", lie)

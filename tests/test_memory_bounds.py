@@ -1,4 +1,4 @@
-"""How much memory a peer can make a server hold: its window and a fixed amount. Others are served meanwhile."""
+"""A peer can make a server hold its window and a fixed amount of memory. Others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attacker:
         self.connections.append(await trio_ucx.connect(self.address, worker=self.worker).__aenter__())
         return self.connections[-1]
 
-    async def is_heard(self) -> None:
+    async def all_received(self) -> None:
         """Waits until everything that was sent before has arrived."""
         for connection in self.connections:
             await connection.send(b"x", 7)
@@ -50,7 +50,7 @@ async def raw_tags(attacker: Attacker) -> None:
     data = bytes(8000)
     for _ in range(7500):
         await connection.endpoint.tag_send(data, 1)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 async def raw_announcements(attacker: Attacker) -> None:
@@ -60,7 +60,7 @@ async def raw_announcements(attacker: Attacker) -> None:
         for _ in range(2000):
             nursery.start_soon(connection.endpoint.tag_send, bytes(100_000), 1)
         await trio.sleep(0.5)
-        await attacker.is_heard()
+        await attacker.all_received()
         nursery.cancel_scope.cancel()
 
 
@@ -78,7 +78,7 @@ async def one_message_each(attacker: Attacker, size: int = 0) -> None:
             if sent % 100 == 0:
                 await trio.sleep(0)
         assert sent == WINDOW // cost(size, 0)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 async def messages_of_a_few_bytes(attacker: Attacker) -> None:
@@ -96,7 +96,7 @@ async def admissions(attacker: Attacker) -> None:
         connection._link.sending.send_frame(wire.Admit(queue, 0))
         if queue % 100 == 0:
             await trio.sleep(0)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 #: What each may cost, in bytes: the windows of its connections, and the fixed amounts that docs/guide.md names.

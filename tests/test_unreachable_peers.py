@@ -1,4 +1,4 @@
-"""Errors about a peer that cannot be reached say only what is known, and what to do."""
+"""Errors about an unreachable peer say only what is known, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tasks wait: polling before they park, and schedule points."""
+"""Polling: a waiting task polls before it parks; schedule points."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_long_poll_delays_no_deadline(transports: str, who: str) -> None
 
 
 async def test_polling_in_vain_ends(transports: str) -> None:
-    """Nothing ever comes: a few polls, and no more."""
+    """When nothing arrives, a task stops polling after a few polls."""
     async with ucp.open_worker(config={"TLS": transports}) as worker, open_pair(worker) as (_, server):
         before = worker.statistics().polls
         for _ in range(50):
@@ -165,7 +165,7 @@ async def receive_to(connection: trio_ucx.Connection, got: list[bytes]) -> None:
     got.append(await connection.receive(2))
 
 
-async def test_worker_is_armed_for_the_others(transports: str) -> None:
+async def test_worker_is_armed_for_other_tasks(transports: str) -> None:
     """One task polls all the time, and then does something else: another one's message is noticed all the same."""
     async with open_peer("echo", [1, 2], True, transports=transports) as peer:
         address, _ = await peer.hear()
@@ -204,8 +204,8 @@ async def test_others_are_served_while_the_one_that_polled_works(transports: str
             assert worker.statistics().missed_events == 0
 
 
-async def test_a_newcomer_is_heard_after_polling(transports: str) -> None:
-    """The last wait left the worker unarmed, and nobody waits for anything but connections."""
+async def test_a_new_client_is_served_after_polling(transports: str) -> None:
+    """The last wait left the worker disarmed, and only accept() waits."""
     config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
     async with open_peer("echo", [1], True, transports=transports) as peer:
         address, _ = await peer.hear()

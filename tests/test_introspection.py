@@ -1,4 +1,4 @@
-"""Asking UCX: attributes, names, client ids, where from, how fast, what is in flight; and whether the peer is there."""
+"""Introspection: attributes, names, client ids, local addresses, estimates, operations in flight, keepalive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import trio
-from helpers import assert_lanes, free_port, open_pair, open_peer, open_raw_pair
+from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_pair
 
 import trio_ucx
 from trio_ucx import _native, ucp
@@ -159,7 +159,7 @@ async def test_transports_are_one_per_lane(transports: str, worker: ucp.Worker) 
         await client.tag_send(b"x", 1)
         await worker.tag_receive(bytearray(1), 1)
         for endpoint in (client, server):
-            assert_lanes(endpoint, transports)
+            assert_transports(endpoint, transports)
             assert all(lane.name and lane.device for lane in endpoint.transports)
 
 
@@ -212,7 +212,7 @@ async def test_local_address_of_a_raw_endpoint(worker: ucp.Worker) -> None:
         ("127.0.0.99", errno.EADDRNOTAVAIL, "no network interface"),  # the kernel would bind to it, UCX then hangs
     ],
 )
-async def test_local_address_that_cannot_be(worker: ucp.Worker, local: str, number: int, match: str) -> None:
+async def test_local_address_that_is_not_local(worker: ucp.Worker, local: str, number: int, match: str) -> None:
     port = free_port()
     if "interface" not in match:  # a control socket may be bound to such an address
         with pytest.raises(OSError, match=match.partition(" the ")[0]) as caught:
@@ -282,7 +282,7 @@ async def test_connecting_that_times_out_says_what_was_under_way(worker: ucp.Wor
             await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=0.3)
 
 
-async def test_what_did_not_end_in_a_message() -> None:
+async def test_operations_that_did_not_end_in_a_message() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         engine = worker._engine
         async with trio.open_nursery() as nursery:

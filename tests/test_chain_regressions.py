@@ -1,4 +1,4 @@
-"""Request chains: faults that were found by attacking them."""
+"""Request chains: regression tests for faults that adversarial testing found."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ async def test_local_memory_is_kept(ground: Ground, how: str) -> None:
     (await chain.run()).values()
     assert ground.read(0, 1) == b"\7"
     chain.close()
-    with trio.fail_after(SOON):  # a chain that was forgotten goes with one of the worker's next turns
+    with trio.fail_after(SOON):  # the worker frees a dropped chain the next time it progresses
         while not resizable(buffer):
             await trio.sleep(0.001)
 
