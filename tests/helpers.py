@@ -35,10 +35,6 @@ from trio_ucx import ucp
 TRANSPORTS = ["tcp", "tcp,sm,self"]
 HERE = Path(__file__).parent
 
-#: How late a cancelled operation may return: 100 ms, and the noise of a small virtual machine with other work. What
-#: it must not wait for, a peer that is stopped or reads nothing, takes for ever.
-PROMPT = 0.1 + 0.9
-
 
 #: See the fixture ``rounds``.
 Rounds = Callable[[int, int], int]
@@ -223,8 +219,7 @@ _RECORD = struct.Struct("<II")
 
 
 def numbered_write(number: int, records: int) -> bytes:
-    """Data for the ``number``-th write to a byte stream: records of 8 bytes, each with that number and its own index.
-    """
+    """Data for the ``number``-th write to a byte stream: records of 8 bytes, each with that number and its index."""
     flat = array.array("I", [number, 0] * records)
     flat[1::2] = array.array("I", range(records))
     return flat.tobytes()
@@ -259,36 +254,11 @@ class Certificates:
     client: ssl.SSLContext
 
 
-class Stopwatch:
-    """Asserts that a block was left promptly."""
-
-    def __init__(self, limit: float = PROMPT) -> None:
-        self.limit = limit
-
-    def __enter__(self) -> Stopwatch:
-        self.start = trio.current_time()
-        return self
-
-    def __exit__(self, exc_type: object, *_: object) -> None:
-        self.seconds = trio.current_time() - self.start
-        if exc_type is None:
-            assert self.seconds < self.limit, f"took {self.seconds:.3f} s"
-
-
 async def until(condition: Callable[[], object]) -> None:
     """Waits until the condition holds."""
     with trio.fail_after(20):
         while not condition():
             await trio.sleep(0.001)
-
-
-async def cancelled_promptly(function: Callable[..., Any], *args: object, after: float = 0.05) -> None:
-    """Cancels an operation that would not end; it must return at once, by Cancelled."""
-    with trio.move_on_after(after) as scope:
-        await function(*args)
-    late = trio.current_time() - scope.deadline
-    assert scope.cancelled_caught
-    assert late < PROMPT, f"returned {late:.3f} s late"
 
 
 def assert_free(*buffers: bytearray) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import trio
 from helpers import open_to_peer, pattern
 from shared_queue import take_an_element
+from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
@@ -85,9 +86,9 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: b
 
 @role
 async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False) -> None:
-    """Sends every message back on the tag it came by, and the byte stream, too.
+    """Sends every message back with the same tag, and the byte stream, too.
 
-    With ``tell_missed`` it says at the end how many events its workers have missed.
+    With ``tell_missed`` it finally reports how many events its workers have missed.
     """
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -129,7 +130,7 @@ async def limited(megabytes: int) -> None:
 
 @role
 async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
-    """Accepts, and reads nothing."""
+    """Accepts connections, and receives nothing."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await trio.sleep_forever()
@@ -168,7 +169,7 @@ async def source(plan: list[list[int]], rounds: int = 1) -> None:
 
 @role
 async def sink(plan: list[list[int]]) -> None:
-    """Checks that the messages ``[tag, size, seed]`` come, then that nothing else does; says so."""
+    """Checks that the messages ``[tag, size, seed]`` arrive and nothing else does; reports that."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         try:
@@ -199,7 +200,7 @@ async def numbered(count: int, size: int) -> None:
 
 @role
 async def sender_then_wait(plan: list[list[int]]) -> None:
-    """Sends messages, says so, and stays."""
+    """Sends messages, reports that, and keeps the connection open."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         for tag, size, seed in plan:
@@ -212,7 +213,7 @@ async def sender_then_wait(plan: list[list[int]]) -> None:
 
 @role
 async def raw_listener() -> None:
-    """A raw UCP listener: accepts endpoints, and only progresses."""
+    """A raw UCP listener: accepts endpoints, and does nothing with them but progress."""
     async with ucp.open_worker() as worker, await worker.open_listener("127.0.0.1", 0) as listener:
         say([listener.address, bytes(worker.address).hex()])
         endpoints = []
@@ -271,7 +272,7 @@ async def am_sender(plan: list[list[int]]) -> None:
 
 @role
 async def stream_echo() -> None:
-    """Sends what comes by the UCP stream of the first endpoint back."""
+    """Sends the data of the first endpoint's UCP stream back."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
     async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
         say([listener.address, bytes(worker.address).hex()])
@@ -295,10 +296,11 @@ async def stream_echo() -> None:
 
 @role
 async def owner(nbytes: int, kind: str = "allocated") -> None:
-    """Owns memory, all zero, and serves whoever comes: says how to, then answers questions until told to stop.
+    """Owns memory, all zero, that any peer may use. Reports its addresses, then answers questions until the test ends
+    it.
 
-    The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (waits for a byte other than 0
-    at ``flag``, without resting, then the digest of what is from ``start`` to ``stop``).
+    The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (polls until there is a byte
+    other than 0 at ``flag``, then the digest of what is from ``start`` to ``stop``).
     """
     tls = os.environ["UCX_TLS"]
     with ucp.open_context(features=REMOTE) as context:
@@ -346,9 +348,8 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
 @role
 async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
-    """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed.
-
-    Four tasks do, one of them by request chains.
+    """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed:
+    with four tasks, one of which uses request chains.
     """
     rng = random.Random(os.getpid())
     data = bytearray(b"\1" * (stop - start))
@@ -390,9 +391,8 @@ async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: in
 
 @role
 async def chain_locking(worker_address: str, descriptor: str, me: int, sections: int, runs: int) -> None:
-    """When told to, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0.
-
-    Offset 16 has whom the lock belongs to, as its holders see it. Says how often the lock was found taken.
+    """After the test's line, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0. Each
+    holder writes its number at offset 16. Reports how often the lock was found taken.
     """
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
@@ -424,7 +424,7 @@ async def chain_locking(worker_address: str, descriptor: str, me: int, sections:
 
 @role
 async def counting(worker_address: str, descriptor: str, count: int, how: str) -> None:
-    """When told to, adds 1 at offset 0 so many times; says the sum of what was there before, with ``fetch``."""
+    """After the test's line, adds 1 at offset 0 so many times; with ``fetch``, reports the sum of the old values."""
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
             with endpoint.attach(bytes.fromhex(descriptor)) as memory:
@@ -444,7 +444,7 @@ async def counting(worker_address: str, descriptor: str, count: int, how: str) -
 
 @role
 async def locking(worker_address: str, descriptor: str, count: int, own: int) -> None:
-    """Takes the lock at offset 0 so many times, and adds 1 at offset 8 under it, by get and put."""
+    """Takes the lock at offset 0 so many times, each time adding 1 at offset 8 by get and put."""
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
             with endpoint.attach(bytes.fromhex(descriptor)) as memory:
@@ -477,7 +477,7 @@ async def unresponsive_listener() -> None:
 async def busy(address: list[Any], transports: str) -> None:
     """A program that is always busy, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
 
-    Run over and over, and interrupted each time, until it is told to end: see ``interrupted``.
+    Runs again after each interrupt until the test ends it: see ``interrupted``.
     """
     ready = False
     say("begins")
@@ -507,7 +507,9 @@ async def busy(address: list[Any], transports: str) -> None:
 
 @role
 async def flood(count: int, size: int) -> None:
-    """Once asked to, sends ``count`` messages of ``pattern(size, i)`` with tag 1; with size 0, 64 KB writes instead."""
+    """After the first message from its peer, sends ``count`` messages ``pattern(size, i)`` with tag 1; with size 0,
+    writes of 64 KB instead.
+    """
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.receive()
@@ -581,7 +583,7 @@ async def flooded_server() -> None:
 
 @role
 async def target() -> None:
-    """Echoes tag 7; says how much memory it has, each time it is asked."""
+    """Echoes tag 7; reports its memory for each line of the test."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
@@ -600,17 +602,19 @@ async def target() -> None:
 
 @role
 async def pinger(address: list[Any]) -> None:
-    """Says, when told to stop, how many seconds each of its round trips took."""
-    took = []
+    """Makes round trips until the test's line, then reports how many seconds each took, and the noise meanwhile."""
+    took: list[tuple[float, float]] = []
     async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
 
         async def ping() -> None:
-            while True:
-                start = time.perf_counter()
-                await connection.send(bytes(100), 7)
-                await connection.receive(7)
-                took.append(time.perf_counter() - start)
-                await trio.sleep(0.005)
+            with Noise() as noise:
+                while True:
+                    start = time.perf_counter()
+                    await connection.send(bytes(100), 7)
+                    await connection.receive(7)
+                    now = time.perf_counter()
+                    took.append((now - start, noise.since(start, now)))
+                    await trio.sleep(0.005)
 
         nursery.start_soon(ping)
         say("pinging")
@@ -621,7 +625,7 @@ async def pinger(address: list[Any]) -> None:
 
 @role
 async def closes_listeners(count: int) -> None:
-    """Opens and closes listeners when told to, and goes on using their memory."""
+    """Opens and closes listeners at the test's lines, and goes on using their memory."""
     async with ucp.open_worker() as worker:
         for _ in range(count):
             [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
@@ -657,7 +661,7 @@ async def reconnecting_client(address: list[Any]) -> None:
 
 @role
 async def client_of(address: list[Any], number: int) -> None:
-    """Connects, sends the number with tag 1, and stays, reading nothing, until it is killed."""
+    """Connects, sends the number with tag 1, and then receives nothing until it is killed."""
     async with trio_ucx.connect(tuple(address)) as connection:
         await connection.send(b"%d" % number, 1)
         await trio.sleep_forever()
@@ -669,7 +673,7 @@ def transports_of(connection: trio_ucx.Connection) -> list[str]:
 
 @role
 async def host(hosts: list[str], options: dict[str, Any]) -> None:
-    """Sends every message back. Says its addresses; and when told to end, its connections' transports, and its log."""
+    """Sends every message back. Reports its addresses; at the end, its connections' transports and its log."""
     log: list[str] = []
     transports: list[list[str]] = []
 
@@ -705,9 +709,8 @@ def keep_log(log: list[str]) -> None:
 
 @role
 async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
-    """Told an address, connects there; messages of these sizes must come back. Says its transports and addresses.
-
-    Or the error: class, errno, text, and the seconds until then.
+    """Connects to the address that the test sends; messages of these sizes must come back. Reports its transports and
+    addresses; or the error: class, errno, text, and the seconds until then.
     """
     address = await ask()
     start = trio.current_time()
@@ -729,7 +732,7 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 @role
 async def forwarder(host: str) -> None:
-    """Forwards TCP connections to a target that it is told. Says its address; in the end, how many bytes passed."""
+    """Forwards TCP connections to the target that the test sends. Reports its address; finally, the bytes passed."""
     target = await ask()
     passed = 0
 
@@ -814,10 +817,11 @@ class Leaving(Exception):
 
 @role
 async def lost_peer() -> None:
-    """Told how, opens a connection, puts it under load, says so, and ends it when it is told to; and so on.
+    """For each case that the test sends: opens a connection, puts it under load, reports that, and ends it at the next
+    line.
 
-    Told ``[host, target, options, load, way]``. ``host`` is where to listen at, and is answered by the address;
-    ``target`` is where to connect to, if there is no host.
+    A case is ``[host, target, options, load, way]``. If ``host`` is given, the peer listens there and reports the
+    address; else it connects to ``target``.
     """
     while True:
         try:
@@ -856,9 +860,9 @@ async def lost_peer() -> None:
 
 @role
 async def watcher(host: str | None, cases: list[list[Any]]) -> None:
-    """One side of several connections, each ``[load, keepalive_interval]``: listens, or is told where to connect to.
-
-    Says its addresses, if it listens; then "ready". In the end, of each connection: None, or the error and the moment.
+    """One side of several connections, each ``[load, keepalive_interval]``: listens, or connects to the addresses that
+    the test sends. Reports its addresses, if it listens; then "ready"; at the end, for each connection, None, or the
+    error and the time.
     """
     lost: list[Any] = [None] * len(cases)
     ready = 0
@@ -912,7 +916,7 @@ def worker_of(connection: trio_ucx.Connection) -> ucp.WorkerAddress:
 
 @role
 async def dying_client(transport: str) -> None:
-    """Connects to the address that it is told, and dies in the middle of writing when it is told to."""
+    """Connects to the address that the test sends, and after the next line dies in the middle of writing."""
     connection = await trio_ucx.connect(tuple(await ask())).__aenter__()
     await connection.send(b"hello")
     await connection.receive()
@@ -938,7 +942,7 @@ async def dying_server(transport: str) -> None:
 
 @role
 async def dying_raw_peer(transport: str) -> None:
-    """A raw peer, told the address of a worker: answers one message, then dies in the middle of writing."""
+    """A raw peer. Gets a worker's address from the test, answers one message, then dies in the middle of writing."""
     async with ucp.open_worker() as worker:
         say(bytes(worker.address).hex())
         address = ucp.WorkerAddress(bytes.fromhex(await ask()))
@@ -951,9 +955,8 @@ async def dying_raw_peer(transport: str) -> None:
 
 @role
 async def caller(size: int, shared_memory: bool | str = "auto") -> None:
-    """A client that is told an address, and then when to make a round trip; says how each went, and its transports.
-
-    It connects again if the server gives a connection up, as one does whose queue in shared memory has just stopped.
+    """A client that makes one round trip for each line of the test, and reports its outcome and transports. It connects
+    again when the server drops a connection because its shared-memory queue has just stopped.
     """
     address = tuple(await ask())
     deadline = time.monotonic() + 4
@@ -1010,7 +1013,7 @@ async def busy_both_ways(size: int) -> None:
 
 @role
 async def aborter(address: list[Any], size: int, rounds: int) -> None:
-    """Aborts connections while much is under way both ways."""
+    """Aborts connections while large messages are in flight both ways."""
     rng = random.Random(os.getpid())
     for number in range(rounds):
         async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
@@ -1022,9 +1025,8 @@ async def aborter(address: list[Any], size: int, rounds: int) -> None:
 
 @role
 async def steady_client(limit: float) -> None:
-    """Makes round trips until told to stop, and connects again whenever it has to.
-
-    Says how many there were, how often it connected, and the longest time between two.
+    """Makes round trips until the test ends it, and connects again when a connection breaks. Reports how many there
+    were, how often it connected, and the longest time between two.
     """
     address = tuple(await ask())
     trips = connects = 0

@@ -47,7 +47,7 @@ class InFlight:
     #: None: it stays in this buffer of the sender's.
     data: bytes | None
     pins: Pinned | None = None
-    #: The sender's operation, if UCX has not told the sender yet that it is done with the buffer.
+    #: The sender's operation, until UCX has completed it.
     operation: int = 0
     sender: SimulatedTransport | None = None
 
@@ -188,7 +188,7 @@ ABORT = "abort"
 
 
 class SimulatedTransport(Transport):
-    """UCX between two ends."""
+    """UCX between two ends: the four calls of ``_link.transport``."""
 
     __slots__ = ("busy", "dying", "peer", "threshold", "transfers", "wire")
     engine: Any

@@ -14,18 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from helpers import (
-    PROMPT,
-    Stopwatch,
-    assert_free,
-    assert_transports,
-    assert_pinned,
-    open_pair,
-    open_peer,
-    open_raw_pair,
-    pattern,
-    until,
-)
+from helpers import assert_free, assert_pinned, assert_transports, open_pair, open_peer, open_raw_pair, pattern, until
+from timing import cancelled_after
 
 from trio_ucx import ucp
 from trio_ucx.ucp._engine import engine as _engine
@@ -757,11 +747,10 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
             buffer = bytearray(2**24)
             try:
                 for function in (first.receive, lambda: second.receive_into(buffer)):
-                    with trio.move_on_after(0.05) as scope:
+                    with cancelled_after(0.05) as scope:
                         await function()
-                    late = trio.current_time() - scope.deadline
                     if transports == "tcp":
-                        assert scope.cancelled_caught and late < PROMPT
+                        assert scope.cancelled_caught
                 if scope.cancelled_caught:
                     assert_pinned(buffer)
                     with pytest.raises(ValueError, match="another buffer"):
@@ -811,9 +800,8 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
         try:
             buffers = [bytearray(size) for size in (10, 60_000, 2**20, 2**24)]
             for buffer in buffers:
-                with trio.move_on_after(0.05) as scope:
+                with cancelled_after(0.05):
                     await endpoint.am_send(1, buffer)
-                assert trio.current_time() - scope.deadline < PROMPT
             with pytest.raises(BufferError):
                 buffers[-1].append(0)
             assert worker.statistics().left_over_operations
@@ -1030,7 +1018,7 @@ async def test_request_groups(worker: ucp.Worker) -> None:
             assert sorted(n for n, _ in got) == list(range(len(sizes)))
             assert all(data == pattern(sizes[n], n) for n, data in got)
             buffer = bytearray(2**20)
-            with trio.move_on_after(0.02) as scope, Stopwatch(0.02 + PROMPT):
+            with cancelled_after(0.02) as scope:
                 async with worker.open_request_group() as group:
                     group.am_send(client, 3, buffer)
             assert scope.cancelled_caught

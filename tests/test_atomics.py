@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import cancelled_promptly, open_peer, open_raw_pair
+from helpers import open_peer, open_raw_pair
 from peers import REMOTE
 from remote import (
     SOON,
@@ -22,6 +22,7 @@ from remote import (
     open_to_peer,
     released,
 )
+from timing import cancelled_promptly
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
@@ -284,8 +285,7 @@ async def test_one_client_after_another(transports: str) -> None:
 @pytest.mark.parametrize("end", ["kill", "abort", "close"])
 @pytest.mark.parametrize("how", ["add", "fetch_add"])
 async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str) -> None:
-    """UCX would end the process for each atomic that it could not send. More atomics are queued here than can be sent.
-    """
+    """UCX would end the process for an atomic that it could not send. More are queued here than can be sent."""
     async with open_peer("owner", 8, "registered", transports=transports) as peer:
         said = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker:

@@ -18,7 +18,8 @@ import attrs
 import pytest
 import trio
 import trustme
-from helpers import PROMPT, Certificates, Stopwatch, pattern, until
+from helpers import Certificates, pattern, until
+from timing import PROMPT, Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
@@ -493,7 +494,7 @@ WITHOUT_THE_KEY = {
 
 @pytest.mark.parametrize("what", WITHOUT_THE_KEY)
 @pytest.mark.parametrize("flags", [0, 1])
-async def test_stranger_learns_nothing(worker: ucp.Worker, what: str, flags: int) -> None:
+async def test_unauthenticated_client_learns_nothing(worker: ucp.Worker, what: str, flags: int) -> None:
     async with listening(worker, authkey=KEY, connect_timeout=0.3) as listener:
         async with await trio.open_tcp_stream(*listener.address) as stream:
             got = bytearray()

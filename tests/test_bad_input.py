@@ -1,4 +1,4 @@
-"""Every argument check: a clear exception, and no damage; the connection still works afterwards."""
+"""Every wrong argument raises a clear exception and has no effect: the connection still works afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small messages that follow each other closely are sent as one: in order, whole, and soon."""
+"""Small messages that follow each other closely are sent as one batch: in order, complete, and soon."""
 
 from __future__ import annotations
 

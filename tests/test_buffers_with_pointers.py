@@ -83,7 +83,7 @@ def test_pointers_are_found(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", WITHOUT)
-def test_nothing_else_is(what: str) -> None:
+def test_other_types_have_no_pointers(what: str) -> None:
     assert not has_pointers(WITHOUT[what])
 
 

@@ -9,24 +9,25 @@ import pytest
 import trio
 import trio.testing
 from helpers import (
-    PROMPT,
     Rounds,
-    Stopwatch,
     assert_free,
-    assert_transports,
     assert_pinned,
-    cancelled_promptly,
+    assert_transports,
     open_pair,
     open_peer,
     open_raw_pair,
     pattern,
     until,
 )
+from timing import PROMPT, Stopwatch, cancelled_after, cancelled_promptly
 
 import trio_ucx
 from trio_ucx import testing, ucp
 
 BIG = 2**26
+#: Seconds that UCX may take to receive as much in one call: over shared memory it copies all of it; over TCP it reads
+#: as long as data keep coming.
+TRANSFER = 0.4
 
 
 # ---- raw tag messages ----
@@ -171,7 +172,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                     into = {"receive": False, "mixed": chance.random() < 0.5}.get(way, True)
                     buffer = same if way == "same_buffer" else bytearray(BIG) if into else None
                     delay = chance.choice([0, 0.001, 0.003, 0.008, 0.02, 0.05])
-                    with trio.move_on_after(0.05 if stopped else delay) as scope:
+                    with cancelled_after(0.05 if stopped else delay, limit=PROMPT + TRANSFER) as scope:
                         if stopped and transports != "tcp":
                             scope.cancel()
                         if buffer is None:
@@ -184,8 +185,6 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                         assert connection.statistics().left_over_operations == (transports == "tcp" and into)
                         peer.resume()
                         stopped = False
-                    elif got is None:
-                        assert trio.current_time() - scope.deadline < PROMPT + 0.2
                     if got is None and buffer is not None and way != "same_buffer":
                         with trio.fail_after(10):
                             await connection.wait_buffers_released()

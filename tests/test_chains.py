@@ -1,4 +1,4 @@
-"""Request chains: what each kind of request, condition, argument and policy does."""
+"""Request chains: the effect of each kind of request, condition, argument and policy."""
 
 from __future__ import annotations
 

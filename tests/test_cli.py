@@ -30,7 +30,9 @@ TIMEOUT = 60
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours without UCX's options; our children turn warnings, such as those for leaks, into errors on stderr."""
+    """This process's environment without UCX's options. Child processes turn warnings, such as those for leaks, into
+    errors.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     return {**clean, "PYTHONWARNINGS": "error", **changes}
 
@@ -346,7 +348,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             nursery.cancel_scope.cancel()
 
 
-def test_nobody_there() -> None:
+def test_no_server_at_the_address() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         done = run_cli("perf", f"127.0.0.1:{unheard.getsockname()[1]}")

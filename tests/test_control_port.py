@@ -59,7 +59,7 @@ def serve(log: str, peers: str, *arguments: str) -> None:
 
 
 async def measure(address: list[Any]) -> None:
-    """The honest client: makes round trips, and says when asked how long they took."""
+    """The honest client: makes round trips. Reports how long they took, for each line of the test."""
     from peers import ask, say
 
     seconds: list[float] = []
@@ -95,7 +95,7 @@ class AttackedServer:
     """A server under attack, an honest client of it, and the server's log."""
 
     address: tuple[str, int]
-    server: Peer
+    peer: Peer
     honest: Peer
     log: Path
 
@@ -103,16 +103,20 @@ class AttackedServer:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.server.process.pid}/fd"))
+    def pid(self) -> int:
+        return self.peer.process.pid
 
-    async def is_well(self, kinds: int | None = None) -> None:
-        """The server has not suffered.
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    async def assert_well(self, kinds: int | None = None) -> None:
+        """Asserts that the server still runs and serves, at its usual speed.
 
         Args:
-            kinds: how many kinds of strangers have been turned away; that many lines are in the log.
+            kinds: how many kinds of clients have been refused; the log has one line for each.
         """
-        assert self.server.process.poll() is None, "the server ended"
+        assert self.peer.process.poll() is None, "the server ended"
         seconds: list[float] = []
         noise: list[float] = []
         with trio.fail_after(30):
@@ -136,7 +140,7 @@ class AttackedServer:
                     async with trio_ucx.connect(self.address, worker=worker) as client:
                         client.send_nowait(pattern(100_000))
                         assert await client.receive() == pattern(100_000)
-        assert self.server.process.poll() is None, "the server ended"
+        assert self.peer.process.poll() is None, "the server ended"
         found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in self.lines())
         assert all(line.startswith("INFO turned away") for line in self.lines()), self.lines()[:5]
         assert all(count == 1 for count in found.values()), found
@@ -265,11 +269,11 @@ async def test_garbage(transports: str, tmp_path: Path, attackers: list[Attacker
             await all_at_once(
                 [partial(send_and_disconnect, server.address, kinds[number % len(kinds)]()) for number in range(10_000)]
             )
-        await server.is_well()
+        await server.assert_well()
 
 
 async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
-    """Five thousand that say nothing: the oldest of them make room for others."""
+    """Five thousand that send nothing: the oldest of them make room for others."""
     with many_descriptors():
         async with open_attacked_server(tmp_path, transports) as server:
             before = server.descriptors
@@ -284,18 +288,18 @@ async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
                     if number % 50 == 0:
                         await trio.sleep(0.005)
                         assert server.descriptors <= before + MAX_EXCHANGES + 60
-                await server.is_well(1)
+                await server.assert_well(1)
                 assert server.descriptors <= before + MAX_EXCHANGES + 60
                 assert "too many at once" in server.lines()[0]
             finally:
                 for one in silent:
                     one.close()
             await until(lambda: server.descriptors <= before + 30)
-            await server.is_well()
+            await server.assert_well()
 
 
 async def test_slow_clients(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
-    """They send a byte every now and then; with many of them, too, others get in."""
+    """They send a byte from time to time; however many there are, others can connect."""
     async with open_attacked_server(tmp_path, transports) as server:
         opening = attackers[1].opening()
 
@@ -310,13 +314,13 @@ async def test_slow_clients(transports: str, tmp_path: Path, attackers: list[Att
             for _ in range(MAX_EXCHANGES - 20):
                 nursery.start_soon(slow)
             await trio.sleep(1)
-            await server.is_well()
+            await server.assert_well()
             nursery.cancel_scope.cancel()
-        await server.is_well()
+        await server.assert_well()
 
 
-#: What comes to ports of all kinds, and what the log calls it.
-CALLERS = {
+#: What clients of other protocols send to any port, and what the log calls them.
+OTHER_PROTOCOLS = {
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "an HTTP client"),
     "http post": (b"POST /login HTTP/1.0\r\n\r\n" + bytes(5000), "an HTTP client"),
     "http2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "an HTTP client"),
@@ -338,7 +342,7 @@ def client_hello() -> bytes:
 
 async def test_clients_of_other_protocols(transports: str, tmp_path: Path) -> None:
     async with open_attacked_server(tmp_path, transports) as server:
-        for what, (data, kind) in CALLERS.items():
+        for what, (data, kind) in OTHER_PROTOCOLS.items():
             data = data or client_hello()
             before = len(server.lines())
             first = not any(f": {kind}: " in line for line in server.lines())
@@ -348,7 +352,7 @@ async def test_clients_of_other_protocols(transports: str, tmp_path: Path) -> No
                 assert answer == b"" or what == "old version"
             await until(lambda: len(server.lines()) == before + first)  # noqa: B023
             assert any(f": {kind}: " in line for line in server.lines())
-        await server.is_well(len({kind for _, kind in CALLERS.values()}))
+        await server.assert_well(len({kind for _, kind in OTHER_PROTOCOLS.values()}))
 
 
 async def test_health_checks(transports: str, tmp_path: Path) -> None:
@@ -359,7 +363,7 @@ async def test_health_checks(transports: str, tmp_path: Path) -> None:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST
             if number % 20 == 0:
                 await trio.sleep(0.01)
-        await server.is_well(1)
+        await server.assert_well(1)
         assert "it left without a word" in server.lines()[0]
 
 
@@ -386,8 +390,10 @@ async def test_damaged_worker_addresses(transports: str, tmp_path: Path, attacke
     take = HEAD.pack(1 + 4 + 7, Kind.TAKE) + struct.pack("<IIBH", 0, 0, 0, 0)
     async with open_attacked_server(tmp_path, transports) as server:
         with trio.fail_after(30):
-            await all_at_once([partial(send_and_disconnect, server.address, opening + take, 0.1) for opening in openings])
-        await server.is_well()
+            await all_at_once(
+                [partial(send_and_disconnect, server.address, opening + take, 0.1) for opening in openings]
+            )
+        await server.assert_well()
 
 
 async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
@@ -404,12 +410,12 @@ async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attac
 
         with trio.fail_after(30):
             await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])
-        await server.is_well()
+        await server.assert_well()
         assert resident(server) < memory + 30 * 2**20
 
 
 def resident(server: AttackedServer) -> int:
-    pages = Path(f"/proc/{server.server.process.pid}/statm").read_text().split()[1]
+    pages = Path(f"/proc/{server.pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
@@ -434,7 +440,7 @@ async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers
         with trio.fail_after(30):
             for _ in range(6):
                 await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
-        await server.is_well()
+        await server.assert_well()
         assert server.descriptors <= before + 500
 
 

@@ -181,7 +181,9 @@ async def test_silent_receivers_hold_their_windows(transports: str) -> None:
     async def check(size: int, count: int) -> None:
         async with open_peer("flood", count, size, transports=transports) as sender:
             address, _ = await sender.hear(60)
-            async with open_peer("flooded_receiver", address, 3, window, count, size, transports=transports) as receiver:
+            async with open_peer(
+                "flooded_receiver", address, 3, window, count, size, transports=transports
+            ) as receiver:
                 grown, held, received = await receiver.hear(120)
                 assert held <= window, (size, held)
                 assert grown < window + FIXED, (size, grown)

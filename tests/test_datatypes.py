@@ -1,4 +1,4 @@
-"""Strided arrays: what numpy would copy is what arrives; nothing else is read or written; nothing stays pinned."""
+"""Strided arrays: the bytes that numpy would copy arrive, no others are read or written, and nothing stays pinned."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import Stopwatch, assert_transports, open_pair, open_peer, open_raw_pair, pattern
+from helpers import assert_transports, open_pair, open_peer, open_raw_pair, pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
@@ -165,7 +166,7 @@ def test_what_can_be_sent(array: Any) -> None:
         (np.lib.stride_tricks.as_strided(np.zeros(10), (5,), (4,)), True, ValueError, "share memory"),
     ],
 )
-def test_what_cannot(array: Any, writable: bool, kind: type[Exception], match: str) -> None:
+def test_what_cannot_be_sent(array: Any, writable: bool, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         Pinned(Strided(array), writable=writable)
 
@@ -242,7 +243,7 @@ async def test_truncation(worker: ucp.Worker, size: int, early: bool) -> None:
             assert await transfer(client, worker, b"next", bytearray(4), early=True) == 4
 
 
-async def test_large_ones_stay_with_their_sender(worker: ucp.Worker) -> None:
+async def test_large_messages_stay_with_their_sender(worker: ucp.Worker) -> None:
     """From the same size on as others: Connections count on it for their credits."""
     edge = worker.context.rendezvous_threshold
     assert edge is not None
@@ -372,8 +373,9 @@ async def test_cancelled_send(worker: ucp.Worker) -> None:
     view = memoryview(memory)[::3]
     want = view.tobytes()
     async with open_pair(worker) as (client, server):
-        with Stopwatch(), trio.move_on_after(0.05):
+        with cancelled_after(0.05) as scope:
             await client.send(Strided(view), 1)
+        assert scope.cancelled_caught
         with pytest.raises(BufferError):
             view.release()
         del view
@@ -390,8 +392,9 @@ async def test_cancelled_receive(worker: ucp.Worker) -> None:
     memory = bytearray(100)
     async with open_pair(worker) as (client, server):
         view = memoryview(memory)[::-3]
-        with Stopwatch(), trio.move_on_after(0.02):
+        with cancelled_after(0.02) as scope:
             await server.receive_into(Strided(view), 1)
+        assert scope.cancelled_caught
         view.release()
         await client.send(b"abc", 1)
         assert await server.receive(1) == b"abc"
@@ -408,7 +411,7 @@ async def test_receive_cancelled_in_the_middle(worker: ucp.Worker, transports: s
             await peer.stop()
             try:
                 view = memoryview(memory)[::-3]
-                with trio.move_on_after(0.05) as scope, Stopwatch():
+                with cancelled_after(0.05) as scope:
                     await connection.receive_into(Strided(view), 1)
                 assert scope.cancelled_caught
                 with pytest.raises(BufferError):

@@ -1,4 +1,4 @@
-"""Endpoints of connections that were closed gracefully serve the next ones; other workers do when numbers run out."""
+"""Endpoints of gracefully closed connections are reused; when endpoint numbers run out, another worker takes over."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
     assert "-99" in str(ucp.UCXError(-99, "x"))
 
 
-def test_new_bytes_are_nobody_else_s() -> None:
+def test_new_bytes_are_not_shared() -> None:
     for size in (1, 2, 4095, 4096, 10_000):
         one, two = new_bytes(size), new_bytes(size)
         assert len(one) == size and one is not two

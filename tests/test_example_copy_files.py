@@ -137,7 +137,7 @@ async def test_copy_files_skips_what_cannot_be_copied(tmp_path: Path) -> None:
 
 
 class Misbehave(Protocol):
-    """Returns why the receiver gave up, having checked that it told both its user and us."""
+    """Returns why the receiver gave up; asserts that it reported that to its user and to the sender."""
 
     def __call__(
         self, destination: Path, sender: Callable[[Any], Awaitable[None]], *, plan: bytes = copy_files.PLAN.pack(1, 0)

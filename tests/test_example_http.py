@@ -173,7 +173,7 @@ class Service:
 async def serving(
     root: Path, certificates: Path, way: tuple[str | None, bool], *options: object, status: int = 130
 ) -> AsyncIterator[Service]:
-    """Whatever a test does to it, the server must go on serving, have nothing to say, and end when it is told to."""
+    """The server must survive what a test does, log nothing, and end at SIGINT."""
     transports, tls = way
     if tls:
         options = (*options, "--tls", certificates / "cert.pem", certificates / "key.pem")

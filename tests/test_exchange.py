@@ -1,4 +1,4 @@
-"""The exchange on the control socket, as a pure state machine; and what listeners promise while exchanges go on."""
+"""The exchange on the control socket, as a pure state machine; and listeners while exchanges go on."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
         assert (how == "refuse" and greeted) or one.data() == b""
 
 
-def test_what_a_side_has_said_cannot_be_said_to_it() -> None:
+def test_frames_reflected_to_their_sender_are_refused() -> None:
     """A peer without the key that sends the client's own frames back."""
     client, _ = two_sides(b"k", b"k")
     client.take(client.data())
@@ -514,7 +514,7 @@ def feed(side: Side, data: bytes, cuts: list[int]) -> None:
 
 
 def recorded(is_client: bool, number: int | None, declines: int) -> bytes:
-    """What one side sends in a whole exchange, without an authkey; the other can be told it again."""
+    """What one side sends in a whole exchange without an authkey. It can be replayed to the other side."""
     client, server = two_sides(number=number, declines=declines)
     talk(client, server)
     side = client if is_client else server

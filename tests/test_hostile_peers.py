@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Certificates, open_pair, open_peer, open_raw_pair, pattern, until
+from timing import PROMPT, Stopwatch
 
 import trio_ucx
 from trio_ucx import _wire as wire

@@ -485,7 +485,7 @@ FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 @pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
 @pytest.mark.parametrize("name", MODULES)
 def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:
-    """Each function raises in turn: the Trio run goes on, and other connections work."""
+    """Each function raises once: the Trio run goes on, and other connections work."""
     raised = False
     for where, attribute, function in functions(importlib.import_module(f"trio_ucx.{name}")):
         if called(transports)[name, function.__qualname__] < call:

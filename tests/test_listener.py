@@ -17,7 +17,8 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, free_port, open_peer, pattern, until
+from helpers import free_port, open_peer, pattern, until
+from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
@@ -135,7 +136,7 @@ async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str
     with listens_with_a_full_queue("127.0.0.1", port), listens_with_a_full_queue("127.0.0.2", port):
         used = []
         for _ in range(3):  # the first one opens what the worker needs for any
-            with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
+            with cancelled_after(0.2) as scope:
                 await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
             assert scope.cancelled_caught
             used.append(len(os.listdir("/proc/self/fd")))
@@ -327,8 +328,7 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
             return len(list(descriptors.iterdir()))
 
         async def descriptors_after_release() -> int:
-            """How many descriptors it uses once those of lost clients are closed, the last a second after the others.
-            """
+            """How many it uses once those of lost clients are closed, the last a second after the others."""
             last, since = used(), trio.current_time()
             while trio.current_time() < since + 1.3:
                 await trio.sleep(0.02)

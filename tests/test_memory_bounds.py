@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import PROMPT, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import open_pair, open_peer, open_raw_pair, pattern, until
+from timing import PROMPT
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -19,6 +20,8 @@ from trio_ucx._credit import cost
 MIB = 2**20
 WINDOW = MIB
 CONNECTIONS = 8
+#: Seconds that the longest round trip may take during a flood, besides the noise.
+LONGEST = 0.3
 
 
 class Attacker:
@@ -111,7 +114,7 @@ FLOODS: dict[Callable[[Attacker], Awaitable[None]], int] = {
 
 
 async def round_trips(transports: str, flood: Callable[[Attacker], Awaitable[None]]) -> list[float]:
-    """What an honest client's round trips take during a flood; also checks the memory."""
+    """Seconds that an honest client's round trips take during a flood, less the noise. Also checks the memory."""
     async with open_peer("target", transports=transports) as target:
         address = tuple(await target.hear())
 
@@ -135,7 +138,7 @@ async def round_trips(transports: str, flood: Callable[[Attacker], Awaitable[Non
                 finally:
                     attacker.abort()
             await pinger.tell()
-            took = await pinger.hear()
+            took = [seconds - noise for seconds, noise in await pinger.hear()]
         print(f"{flood.__name__}: {grown / MIB:.1f} MiB, round trips {statistics.median(took) * 1e3:.1f} ms")
         assert grown < FLOODS[flood], f"{grown / MIB:.1f} MiB"
         assert len(took) > 5
@@ -150,9 +153,9 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
     for _ in range(3):
         took = await round_trips(transports, flood)
         slow.append(statistics.quantiles(took, n=20)[-1])
-        if slow[-1] < 0.1 and max(took) < PROMPT:
+        if slow[-1] < PROMPT and max(took) < LONGEST:
             return
-    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {PROMPT} s")
+    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {LONGEST} s")
 
 
 # ---- tag messages of others, on a worker that has Connections ----

@@ -1,4 +1,4 @@
-"""DLPack, ``__cuda_array_interface__``, raw addresses: read as they are meant, checked, and given back once."""
+"""DLPack, ``__cuda_array_interface__``, raw addresses: interpreted correctly, checked, and released exactly once."""
 
 from __future__ import annotations
 

@@ -284,8 +284,7 @@ async def test_forwarded_on_this_machine() -> None:
 
 
 async def test_forwarded_between_networks(hosts: Hosts) -> None:
-    """Messages go directly where there is a route; where there is none, both errors name the addresses that were tried.
-    """
+    """Messages go directly where there is a route; otherwise both errors name the addresses that were tried."""
     listen = partial(open_peer, "host", [FAR], {"connect_timeout": 4}, under=hosts.far.under, **QUIET)
     forward = partial(open_peer, "forwarder", GATE_TO_NEAR, under=hosts.gate.under)
 

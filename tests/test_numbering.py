@@ -1,4 +1,4 @@
-"""The numbers of endpoints by worker address: both ends of a connection have the same one, whatever else goes on."""
+"""The numbers of endpoints by worker address: both ends of a connection always have the same one."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ ENTRY = Entry(SharedMemory.AUTO, 20.0, None, None)
 
 
 class Meeting:
-    """A connection that comes about: the library's two sides, and the bytes between them."""
+    """A connection that is being opened: the library's two sides, and the bytes between them."""
 
     def __init__(self, client: Node, server: Node) -> None:
         self.connecting = Connecting(client, None, "server", ENTRY, Options(), 10)  # type: ignore[arg-type]
@@ -266,7 +266,7 @@ class Meeting:
             is_client: Exchange(is_client=is_client, software="", authkey=None) for is_client in (True, False)
         }
         self.exchanges[True].open(self.ends[True].say(SharedMemory.AUTO, True))
-        #: What is on its way, by who it is for.
+        #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()
         self.flush()
@@ -315,7 +315,7 @@ class Meeting:
         self.flush()
 
     def give_up(self, is_client: bool) -> None:
-        """The task of one side is cancelled; the other hears of that, or does not."""
+        """Cancels the task of one side; the other side notices that, or does not."""
         self.ends[is_client].close("no")
         self.given_up.add(is_client)
         self.flush()

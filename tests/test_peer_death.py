@@ -266,7 +266,7 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
             assert await healthy.receive() == b"well?"
 
 
-async def test_worker_uses_no_cpu_after_a_peer_was_killed_that_had_not_read(worker: ucp.Worker, transports: str) -> None:
+async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker: ucp.Worker, transports: str) -> None:
     """Over shared memory UCX never gets rid of what it had for such a peer, and cannot be armed any more."""
     async with open_peer("sender_then_wait", [], transports=transports) as peer:
         address, _ = await peer.hear()

@@ -118,7 +118,7 @@ async def test_polling_in_vain_ends(transports: str) -> None:
 
 
 async def test_nobody_polls_while_others_run(transports: str) -> None:
-    """Fifty tasks that are always runnable: none is held up by a wait."""
+    """Fifty tasks are always runnable: a waiting task does not delay them by polling."""
     async with open_peer("echo", [1], True, transports=transports) as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
@@ -166,7 +166,7 @@ async def receive_to(connection: trio_ucx.Connection, got: list[bytes]) -> None:
 
 
 async def test_worker_is_armed_for_other_tasks(transports: str) -> None:
-    """One task polls all the time, and then does something else: another one's message is noticed all the same."""
+    """A task polls all the time, and then does something else; another task's message is still noticed."""
     async with open_peer("echo", [1, 2], True, transports=transports) as peer:
         address, _ = await peer.hear()
         config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
@@ -187,7 +187,7 @@ async def test_worker_is_armed_for_other_tasks(transports: str) -> None:
 
 
 async def test_others_are_served_while_the_one_that_polled_works(transports: str) -> None:
-    """It never waits again, and Trio is never idle: another task's message is noticed all the same."""
+    """The task that polled never waits again, and Trio is never idle; another task's message is still noticed."""
     async with open_peer("echo", [1, 2], True, transports=transports) as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:

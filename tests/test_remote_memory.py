@@ -1,5 +1,4 @@
-"""Registered memory, put and get: data arrive, errors are refused, and closing or losing either side frees everything.
-"""
+"""Registered memory, put and get: data arrive, misuse is refused, and all is freed when either side closes or dies."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import attrs
 import numpy as np
 import pytest
 import trio
-from helpers import assert_free, assert_transports, assert_pinned, cancelled_promptly, open_peer, open_raw_pair, pattern
+from helpers import assert_free, assert_pinned, assert_transports, open_peer, open_raw_pair, pattern
 from peers import REMOTE
 from remote import (
     SOON,
@@ -31,6 +30,7 @@ from remote import (
     open_way,
     released,
 )
+from timing import cancelled_promptly
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles

@@ -82,7 +82,7 @@ async def test_owner_survives_killed_peers(
 
     Over shared memory an owner is sometimes left whose queue stopped, because a peer was killed while it wrote there.
     Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
-    endpoint by worker address is not told (docs/ucp.md): then the test goes on with another owner.
+    endpoint by worker address gets no error (docs/ucp.md): then the test goes on with another owner.
     """
     crowds = rounds(3, 50)
     owners = 0

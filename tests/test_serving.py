@@ -204,7 +204,9 @@ async def test_other_errors_end_the_server(worker: ucp.Worker, handler: Handler,
     assert caught.group_contains(expected)
 
 
-async def test_of_a_group_only_the_own_loss_is_taken_out(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_the_own_loss_is_removed_from_an_exception_group(
+    worker: ucp.Worker, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "trio_ucx")
     raised: list[BaseException] = []
 
@@ -278,7 +280,7 @@ async def test_broken_worker_ends_the_server() -> None:
     assert caught.group_contains(trio.BrokenResourceError, match="worker broke")
 
 
-async def test_endpoints_beside_a_connection_s_are_its_own(transports: str) -> None:
+async def test_a_connection_owns_its_memory_and_atomics_endpoints(transports: str) -> None:
     """Remote memory and atomics use endpoints beside the connection's: their errors mean a lost client, too."""
     remote = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
     open_worker = partial(ucp.open_worker, config={"TLS": transports}, features=remote)

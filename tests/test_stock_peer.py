@@ -96,7 +96,7 @@ async def test_messages(program: Path, transports: str, mode: str, direction: st
             expected |= {"received: Success"} if ours else set()
             while expected:
                 line = await stock.line()
-                if not line.startswith("failed"):  # told of our end
+                if not line.startswith("failed"):  # UCX reports that this side has closed
                     expected.remove(line)
 
 

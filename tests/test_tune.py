@@ -126,7 +126,7 @@ async def test_nothing_else_can_be_asked_for(asked: Any) -> None:
 
 @asynccontextmanager
 async def open_session(worker: ucp.Worker | None = None, host: str = "127.0.0.1") -> AsyncIterator[exchange.Client]:
-    """A client whose turn it is, and its server, in this process."""
+    """A client that the server lets measure, and that server, in this process."""
     async with trio.open_nursery() as nursery:
         turn = trio.Lock()
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
+from timing import cancelled_after
 
 from trio_ucx import ucp
 from trio_ucx.ucp._engine import shutdown as _end
@@ -456,9 +457,8 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
                 await endpoint.stream_receive(bytearray(1))
             assert scope.cancelled_caught
             for buffer in buffers:
-                with trio.move_on_after(0.05) as scope:
+                with cancelled_after(0.05) as scope:
                     await endpoint.stream_send(buffer)
-                assert trio.current_time() - scope.deadline < PROMPT
             if scope.cancelled_caught:
                 with pytest.raises(BufferError):
                     buffers[1].append(0)
@@ -606,7 +606,7 @@ async def test_without_the_feature(transports: str) -> None:
 async def test_thousands_of_pieces(worker: ucp.Worker) -> None:
     """More than the ring of records has room for, unread."""
     async with open_raw_pair(worker) as (client, server):
-        with trio.fail_after(20), Stopwatch(20):
+        with trio.fail_after(20):
             for number in range(3000):
                 await client.stream_send(number.to_bytes(2, "big"))
             await arrived(server, 6000)

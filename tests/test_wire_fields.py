@@ -1,4 +1,4 @@
-"""Every field that a peer sends is checked where it is decoded, in every frame, and no value does harm."""
+"""Every field of every frame is checked where it is decoded, and no value of a peer's does harm."""
 
 from __future__ import annotations
 
