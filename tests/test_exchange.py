@@ -236,7 +236,8 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
         else:
             assert other.events == [Refused("no")] and one.exchange.state is other.exchange.state is State.ENDED
         one.exchange.abort()
-        assert (how == "refuse" and greeted) or one.data() == b""
+        if not (how == "refuse" and greeted):
+            assert one.data() == b""
 
 
 def test_frames_reflected_to_their_sender_are_refused() -> None:
@@ -338,7 +339,8 @@ def test_every_state_and_every_kind(key: bytes | None) -> None:
                 assert side.error is None
             else:
                 assert isinstance(side.error, Stranger if state is State.PREAMBLE else ProtocolError)
-                assert state is State.PREAMBLE or f"kind {number} is out of place" in str(side.error)
+                if state is not State.PREAMBLE:
+                    assert f"kind {number} is out of place" in str(side.error)
             assert side.exchange.state is State.ENDED and side.events == []
             side.take(bytes(1000))
             assert side.exchange.next_event() is None and side.exchange.data_to_send() == b""
@@ -411,10 +413,11 @@ def test_peers_that_decline_for_ever() -> None:
     for number in (7, None):
         client, server = two_sides(number=number, declines=10_000)
         talk(client, server)
-        assert isinstance((client if number is not None else server).error, ProtocolError)
-        assert "could not agree" in str(client.error or server.error)
+        gives_up, declines = (client, server) if number is not None else (server, client)
+        assert isinstance(gives_up.error, ProtocolError) and "could not agree" in str(gives_up.error)
+        assert declines.error is None
         assert len(client.events) <= MAX_DECLINED + 2 and len(server.events) <= MAX_DECLINED + 2
-        assert any(isinstance(event, Refused) for event in (*client.events, *server.events))
+        assert isinstance(declines.events[-1], Refused)
 
 
 # ---- versions and keys ----
@@ -467,7 +470,8 @@ def test_keys_that_differ(client_key: bytes, server_key: bytes, to_client: str, 
             assert side.exchange.state is State.ENDED
         for fact in (HOST.process.host, ALL[9:], NETWORK[9:]):
             assert fact not in server.sent
-            assert fact not in client.sent or client_key is None
+            if client_key is not None:
+                assert fact not in client.sent
 
 
 def test_wrong_code_at_each_frame() -> None:
@@ -492,8 +496,8 @@ def test_wrong_code_at_each_frame() -> None:
                 client.take(back)
             good = receiver.exchange.state is State.GREETING
             assert not good, (who, at)
-            changed_last_frame = sender.exchange.state is State.GREETING
-            assert receiver.error is not None or not changed_last_frame or receiver.events
+            if sender.exchange.state is State.GREETING:  # its last frame was changed, and it knows nothing of that
+                assert receiver.error is not None or receiver.events
 
 
 # ---- arbitrary bytes ----
@@ -508,7 +512,8 @@ def feed(side: Side, data: bytes, cuts: list[int]) -> None:
         if data[:length]:
             side.take(data[:length])
         data = data[length:]
-        assert len(side.exchange._buffer) <= MAX_FRAME + HEAD.size or side.exchange.state is State.ENDED
+        if side.exchange.state is not State.ENDED:
+            assert len(side.exchange._buffer) <= MAX_FRAME + HEAD.size
     assert len(side.data()) <= 80_000
     assert len(side.events) <= MAX_DECLINED + 3
 
@@ -584,9 +589,9 @@ def test_endless_frames_are_not_kept() -> None:
     side.take(HEAD.pack(MAX_FRAME, Kind.OPEN))
     for _ in range(100):
         side.take(bytes(65536))
-        assert len(side.exchange._buffer) < 2 * MAX_FRAME or side.error is not None
         if side.error is not None:
             break
+        assert len(side.exchange._buffer) < 2 * MAX_FRAME
     assert isinstance(side.error, ProtocolError)
 
 

@@ -403,7 +403,8 @@ async def scenario(transports: str, arm: Callable[[bool], None], raised: Callabl
                         await act()
                     except* EXPECTED:
                         assert raised()
-                assert not hung.cancelled_caught or raised(), "nobody should wait for ever"
+                if hung.cancelled_caught:
+                    assert raised(), "a task waits for ever without a fault"
         arm(False)
         with trio.fail_after(5):
             assert await _sent_and_received(far, far_server, 1, b"far") == b"far"
@@ -498,4 +499,5 @@ def test_exception_anywhere(name: str, transports: str, call: int, error: type[E
                 failure.add_note(f"{function.__qualname__}, call {call}")
                 raise
         raised = raised or fault.raised
-    assert raised or call > 1, "none of these functions was called"
+    if call == 1:
+        assert raised, "none of these functions was called"

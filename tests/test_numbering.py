@@ -82,7 +82,8 @@ class Made:
         core: Any = self.numbers.make(number, make, address)
         self.made_at_once += len(self.cores)
         assert self.made_at_once <= FILLERS_AT_ONCE + 1
-        assert core is None or core.index == number
+        if core is not None:
+            assert core.index == number
         return core  # type: ignore[no-any-return]
 
 
