@@ -254,23 +254,42 @@ class Certificates:
     client: ssl.SSLContext
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object], *, within: float = 20) -> None:
     """Waits until the condition holds."""
-    with trio.fail_after(20):
+    with trio.fail_after(within):
         while not condition():
             await trio.sleep(0.001)
 
 
+async def tasks_begin() -> None:
+    """Lets tasks run that were started, until each waits for the first time."""
+    for _ in range(5):
+        await trio.lowlevel.checkpoint()
+
+
+async def nothing_happens(seconds: float = 0.05) -> None:
+    """Waits, so that what must not happen would have happened by then. Assert afterwards that it has not.
+
+    A faulty program passes where the machine is too busy; a correct one never fails.
+    """
+    await trio.sleep(seconds)
+
+
 def assert_free(*buffers: bytearray) -> None:
-    """Asserts that no buffer is pinned: each can be resized."""
+    """Asserts that no buffer is pinned."""
     for buffer in buffers:
-        buffer.append(0)
-        buffer.pop()
+        assert is_free(buffer), "the buffer is pinned"
 
 
-def assert_pinned(buffer: bytearray) -> None:
+def is_free(buffer: bytearray) -> bool:
+    """Whether the buffer can be resized: it is not pinned."""
     try:
         buffer.append(0)
     except BufferError:
-        return
-    raise AssertionError("it could be resized")
+        return False
+    buffer.pop()
+    return True
+
+
+def assert_pinned(buffer: bytearray) -> None:
+    assert not is_free(buffer), "the buffer is not pinned"

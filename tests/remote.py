@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_to_peer
+from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_to_peer, until
 from peers import REMOTE
 
 from trio_ucx import ucp
@@ -85,8 +85,11 @@ async def expect_broken(function: Any, *args: object) -> None:
     assert isinstance(caught.value.__cause__, ucp.UCXError)
 
 
+async def has_result(chain: ucp.RequestChain, request: int = 0) -> None:
+    """Waits until a run that has begun has an outcome of this request."""
+    await until(lambda: chain.outcomes[request] is not None)
+
+
 async def released(worker: ucp.Worker) -> None:
     """Waits until UCX has let go of every detached operation."""
-    with trio.fail_after(30):
-        while worker.statistics().left_over_operations:
-            await trio.sleep(0.002)
+    await until(lambda: not worker.statistics().left_over_operations)

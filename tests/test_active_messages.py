@@ -275,9 +275,7 @@ async def test_iteration_ends_with_the_queue(worker: ucp.Worker) -> None:
                 nursery.start_soon(read)
                 for number in range(10):
                     await client.am_send(3, bytes([number]))
-                with trio.fail_after(20):
-                    while len(got) < 10:
-                        await trio.sleep(0.001)
+                await until(lambda: len(got) >= 10)
                 queue.__exit__()
         assert got == [bytes([number]) for number in range(10)]
         for function in (queue.receive_nowait, queue.receive):
@@ -664,7 +662,6 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
-                await trio.sleep(0.01)
                 await until(lambda: worker._engine.overdue)
             assert array.tobytes() == pattern(BORROWED)
             del array
@@ -701,7 +698,7 @@ async def test_queue_closed_with_messages_in_it_and_out_of_it(worker: ucp.Worker
 
 async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
     with worker.open_active_messages(3) as queue:
-        async with open_raw_pair(worker) as (client, _):
+        async with open_raw_pair(worker) as (client, server):
             eager = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             async with trio.open_nursery() as nursery:
 
@@ -712,7 +709,7 @@ async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
                 nursery.start_soon(send)
                 held = await queue.receive()
                 client.abort()
-        await trio.sleep(0.05)
+            await until(lambda: not server.alive)
         assert await eager.receive() == pattern(BORROWED)
         with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
             await held.receive()

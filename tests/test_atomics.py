@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import open_peer, open_raw_pair
+from helpers import open_peer, open_raw_pair, until
 from peers import REMOTE
 from remote import (
     SOON,
@@ -216,9 +216,7 @@ async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str
                     for _ in range(10):
                         await trio.sleep(0)
                     endpoint.abort()
-            with trio.fail_after(5):
-                while live_handles().get("endpoint", 0) > open_now - 2:
-                    await trio.sleep(0.001)
+            await until(lambda: live_handles().get("endpoint", 0) <= open_now - 2)
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)

@@ -169,7 +169,7 @@ async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, cer
             for length in (0, 1, 5, 9):
                 with socket.create_connection(listener.address) as client:
                     client.sendall(hello[:length])
-                    await trio.sleep(0.01)
+                    await until(lambda: listener.statistics().handshaking)
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await until(lambda: listener.statistics().refused == 8)
         await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")

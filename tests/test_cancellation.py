@@ -55,8 +55,7 @@ async def test_raw_send_that_nobody_receives(worker: ucp.Worker, transports: str
             with trio.fail_after(10):
                 assert await worker.tag_receive(target, 2) == (BIG, 2)
                 assert target == buffer
-                while worker.statistics().left_over_operations:
-                    await trio.sleep(0.001)
+                await until(lambda: not worker.statistics().left_over_operations)
             assert_free(buffer)
         assert_transports(client, transports)
 
@@ -121,9 +120,7 @@ async def test_flush_and_close_of_raw_endpoint_against_a_stopped_peer(worker: uc
                 nursery.cancel_scope.cancel()
         finally:
             peer.resume()
-        with trio.fail_after(15):
-            while worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not worker.statistics().background_closes)
         assert not endpoint.alive
 
 
@@ -346,9 +343,7 @@ async def test_close_against_a_stopped_peer(worker: ucp.Worker, transports: str)
                 connections[2].abort()
         finally:
             peer.resume()
-        with trio.fail_after(5):
-            while worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not worker.statistics().background_closes)
 
 
 async def test_cancelled_send_all_leaves_a_prefix(worker: ucp.Worker) -> None:

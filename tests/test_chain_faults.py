@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import open_peer
+from helpers import nothing_happens, open_peer, tasks_begin, until
 from outcome import Error, Value
 from peers import REMOTE
-from remote import SOON, open_owner, open_two, open_way, released
+from remote import SOON, has_result, open_owner, open_two, open_way, released
 from test_chains import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
@@ -118,7 +118,7 @@ async def test_cancelled(ground: Ground, delay: float) -> None:
     for request in (gate, never):
         assert isinstance(error_of(outcomes[request]), ucp.RequestCancelled)
     requests = ground.worker.statistics()
-    await trio.sleep(0.01)
+    await nothing_happens(0.01)
     assert ground.read(200, 5) == bytes(5)
     assert ground.worker.statistics().completed_operations == requests.completed_operations
     ground.write(b"\1")
@@ -163,7 +163,7 @@ async def test_busy(ground: Ground) -> None:
     refused: list[Callable[[], Any]] = [lambda: chain.get(ground.remote), chain.clear]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(chain.run)
-        await trio.sleep(0.01)
+        await has_result(chain)
         for function in refused:
             with pytest.raises(trio.BusyResourceError):
                 function()
@@ -262,12 +262,11 @@ async def test_wait_idle_during_a_run(ground: Ground) -> None:
     with trio.fail_after(SOON):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            while not chain._busy:
-                await trio.lowlevel.checkpoint()
+            await tasks_begin()
             nursery.start_soon(wait)
-            await trio.sleep(0.05)
+            await has_result(chain)
             nursery.start_soon(wait)
-            await trio.sleep(0.01)
+            await nothing_happens()
             assert ended == []
             ground.write(b"\1")
     assert sorted(ended) == ["idle", "idle", "run"]
@@ -293,11 +292,12 @@ async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool
         async with trio.open_nursery() as nursery:
             if running:
                 nursery.start_soon(run)
-                while not chain._busy:
-                    await trio.lowlevel.checkpoint()
+                await tasks_begin()
             nursery.start_soon(wait)
             nursery.start_soon(wait)
-            await trio.sleep(0.05)
+            await tasks_begin()
+            if running:
+                await has_result(chain)
             chain.close()
         if not running:
             await answer(ground)
@@ -315,7 +315,7 @@ async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
                     await chain.wait_idle()
 
             nursery.start_soon(wait)
-            await trio.sleep(0.01)
+            await tasks_begin()
             ground.worker._engine.close_now()  # nothing of it is closed before
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
@@ -337,7 +337,7 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     with trio.fail_after(SOON):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            await trio.sleep(0.05)
+            await has_result(chain)
             chain.close()
         await released(ground.worker)
     buffer.append(1)
@@ -384,17 +384,15 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run)
-                    with trio.fail_after(SOON):
-                        while chain.outcomes[atomic] is None:
-                            await trio.sleep(0.001)
-                    await trio.sleep(0.005)
+                    await until(lambda: chain.outcomes[atomic] is not None, within=SOON)
+                    await trio.sleep(0.005)  # some tries later
                     if what == "worker":
                         worker._engine.close_now()
                     elif what == "endpoint":
                         endpoint.abort()
                     else:
                         remote.close()  # waits for the run
-                        await trio.sleep(0.02)
+                        await nothing_happens(0.02)
                         assert not ended
                         memory.memoryview[0] = 1
                 if what == "worker":
@@ -469,7 +467,7 @@ async def test_killed_peer(transports: str, doing: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await trio.sleep(0.05)
+                await has_result(chain)
                 peer.signal(signal.SIGKILL)
         for request in last:
             error = error_of(outcomes[0][request])
@@ -517,7 +515,8 @@ async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await trio.sleep(0.03)
+                await has_result(chain)
+                await has_result(chain, 2)
                 peers[0].signal(signal.SIGKILL)
         assert isinstance(outcomes[0][gate], Error)
         assert value_of(outcomes[0][fine]) == 20

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import until
+from helpers import is_free, nothing_happens, until
 from outcome import Value
 from peers import REMOTE
-from remote import SOON, for_ucx, open_owner, released
+from remote import SOON, for_ucx, has_result, open_owner, released
 from test_chains import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
@@ -38,17 +38,18 @@ def delayed(ground: Ground, delay: float, then: str = "skip") -> ucp.RequestChai
 
 
 async def test_a_cancelled_delay_does_not_stop_the_clock(ground: Ground) -> None:
+    short, long = delayed(ground, 0.1), delayed(ground, 0.3)
     async with trio.open_nursery() as nursery:
         shorter = trio.CancelScope()
 
         async def run_shorter() -> None:
             with shorter:
-                await delayed(ground, 0.1).run()
+                await short.run()
 
         nursery.start_soon(run_shorter)
-        await trio.sleep(0.01)
-        nursery.start_soon(delayed(ground, 0.3).run)
-        await trio.sleep(0.02)
+        await has_result(short)
+        nursery.start_soon(long.run)
+        await has_result(long)
         shorter.cancel()
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
@@ -65,8 +66,9 @@ async def test_a_delay_that_ends_in_the_run_of_another(ground: Ground) -> None:
 
         nursery.start_soon(run_first)
         nursery.start_soon(longest.run)
-        await trio.sleep(0.02)
-        time.sleep(0.1)
+        await has_result(first)
+        await has_result(longest)
+        time.sleep(0.1)  # until the first delay is over
         await other.run()
         with trio.move_on_after(SOON):
             await ended.wait()
@@ -264,7 +266,7 @@ async def test_a_flush_that_failed_was_for_others_too() -> None:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(chain.run)
-                await trio.sleep(0.1)
+                await until(lambda: endpoint.statistics().operations_in_flight)
                 peer.process.kill()
         finally:
             peer.process.kill()
@@ -331,16 +333,7 @@ async def test_local_memory_is_kept(ground: Ground, how: str) -> None:
     assert ground.read(0, 1) == b"\7"
     chain.close()
     with trio.fail_after(SOON):  # the worker frees a dropped chain the next time it progresses
-        while not resizable(buffer):
-            await trio.sleep(0.001)
-
-
-def resizable(buffer: bytearray) -> bool:
-    try:
-        buffer.append(1)
-    except BufferError:
-        return False
-    return True
+        await until(lambda: is_free(buffer))
 
 
 async def test_results_of_no_bytes(ground: Ground) -> None:
@@ -380,7 +373,7 @@ async def test_what_was_to_run_again_has_happened(ground: Ground) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(chain.run)
             await until(lambda: (ground.u64(8), ground.u64(16)) == (1, 5))
-            await trio.sleep(0.1)  # until the gate was found closed
+            await nothing_happens(0.1)  # and the gate was found closed
             nursery.cancel_scope.cancel()
     assert (ground.u64(8), ground.u64(16)) == (1, 5)
     assert value_of(chain.outcomes[added]) == 0
@@ -398,7 +391,7 @@ async def test_outcomes_of_a_closed_chain(ground: Ground) -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
-        await trio.sleep(0.05)
+        await has_result(chain)
         outcomes = chain.outcomes
         chain.close()
         assert value_of(outcomes[0]) == bytes(8)
@@ -500,7 +493,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
                 await remote.get()  # connects
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_until_closed, chain)
-                    await trio.sleep(0.05)
+                    await has_result(chain)
                     worker._engine.close_now()
         for memory_of_ours in (buffer, number):
             memory_of_ours.append(1)

@@ -8,7 +8,7 @@ import gc
 import pytest
 import trio
 import trio.testing
-from helpers import Rounds, assert_free, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, open_raw_pair, pattern, until
 from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
@@ -38,7 +38,8 @@ async def test_flush_waits_for_a_receiver_that_comes_late(worker: ucp.Worker) ->
         async with trio.open_nursery() as nursery:
             client.send_nowait(pattern(2**20), 1)
             nursery.start_soon(client.aclose)
-            await trio.sleep(0.2)
+            await nothing_happens(0.2)
+            assert nursery.child_tasks, "the close did not wait"
             assert await server.receive(1) == pattern(2**20)
         with pytest.raises(trio.EndOfChannel):
             await server.receive(1)
@@ -428,9 +429,7 @@ async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> Non
             with trio.move_on_after(moment * 0.0001):
                 connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
                 connection.abort()
-        with trio.fail_after(5):
-            while listener.statistics().handshaking or worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not (listener.statistics().handshaking or worker.statistics().background_closes))
         while listener.statistics().waiting:
             server = await listener.accept()
             with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer, pattern, until
+from helpers import nothing_happens, open_pair, open_peer, pattern, until
 
 from trio_ucx import ucp
 from trio_ucx._credit import (
@@ -261,7 +261,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
             done.set()
 
         nursery.start_soon(wait)
-        await trio.sleep(0.05)
+        await nothing_happens()
         assert not done.is_set()
         with trio.fail_after(10):
             while not done.is_set():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import assert_transports, open_pair, open_peer, open_raw_pair, pattern
+from helpers import assert_transports, is_free, open_pair, open_peer, open_raw_pair, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing import cancelled_after
@@ -271,8 +271,9 @@ async def test_probed_and_synchronous(worker: ucp.Worker) -> None:
             with trio.fail_after(5):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.tag_send_sync, Strided(source), 3)
-                    while (message := worker.tag_probe(3, remove=True)) is None:
-                        await trio.sleep(0.001)
+                    await until(lambda: worker.tag_probe(3))
+                    message = worker.tag_probe(3, remove=True)
+                    assert message is not None
                     assert message.length == size
                     assert await worker.tag_receive_message(message, Strided(target)) == (size, 3)
             assert elements(target) == elements(source)
@@ -442,10 +443,4 @@ async def test_aborted_under_way(worker: ucp.Worker) -> None:
             nursery.start_soon(send)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-        with trio.fail_after(5):
-            while True:
-                try:
-                    memory.append(1)
-                    break
-                except BufferError:
-                    await trio.sleep(0.01)
+        await until(lambda: is_free(memory))

@@ -53,8 +53,7 @@ async def test_connections_in_turn_share_endpoints(worker: ucp.Worker, transport
         assert endpoints_made(worker, server) < 15
         assert worker.statistics().endpoints == 0
         with trio.fail_after(10):  # nobody comes: they are closed
-            while live_handles().get("endpoint", 0):
-                await trio.sleep(0.05)
+            await until(lambda: not live_handles().get("endpoint", 0))
 
 
 async def test_what_one_connection_left_does_not_reach_the_next(worker: ucp.Worker, transports: str) -> None:
@@ -119,9 +118,7 @@ async def test_idle_endpoint_to_a_process_that_ends(worker: ucp.Worker, transpor
         await peer.process.wait()
         with pytest.raises(OSError):
             await trio_ucx.open_ucx_stream(*address, worker=worker)
-    with trio.fail_after(10):
-        while live_handles().get("endpoint", 0):
-            await trio.sleep(0.05)
+    await until(lambda: not live_handles().get("endpoint", 0))
 
 
 async def test_used_up_numbers(worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:

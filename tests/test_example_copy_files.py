@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import attrs
 import pytest
 import trio
+from helpers import until
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
@@ -336,9 +337,7 @@ async def test_copy_files_tells_the_sender_why(tmp_path: Path) -> None:
 
 async def wait_half_way(destination: Path) -> None:
     """Until some of a large file is there."""
-    with trio.fail_after(DEADLINE):
-        while not any(path.is_file() and path.stat().st_size for path in destination.iterdir()):
-            await trio.sleep(0.005)
+    await until(lambda: any(path.is_file() and path.stat().st_size for path in destination.iterdir()), within=DEADLINE)
 
 
 @pytest.mark.parametrize("victim", ["sender", "receiver"])

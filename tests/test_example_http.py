@@ -23,6 +23,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from helpers import until
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
@@ -589,16 +590,13 @@ async def test_http_waits_for_a_slow_reader(root: Path, certificates: Path) -> N
 
 async def wait_moving(path: Path) -> None:
     """Until a program has written some of a file."""
-    with trio.fail_after(DEADLINE):
-        while not path.exists() or not path.stat().st_size:
-            await trio.sleep(0.01)
+    await until(lambda: path.exists() and path.stat().st_size, within=DEADLINE)
 
 
 async def wait_stuck(pipe: int, process: int) -> None:
     """Until a program has filled a pipe, and does nothing more."""
     with trio.fail_after(DEADLINE):
-        while not select.select([pipe], [], [], 0)[0] or not os.read(pipe, 1):
-            await trio.sleep(0.01)
+        await until(lambda: select.select([pipe], [], [], 0)[0] and os.read(pipe, 1))
         before = None
         while before != (before := Path(f"/proc/{process}/stat").read_text().split()[13:15]):
             await trio.sleep(0.3)
@@ -629,8 +627,7 @@ async def test_http_survives_killed_clients(
                     await client.end()
                     output.unlink()
             assert (await talk.get("/small.txt")).body == b"small\n"
-        while open_files(service.server.process.pid) > before:
-            await trio.sleep(0.1)
+        await until(lambda: open_files(service.server.process.pid) <= before)
 
 
 @pytest.mark.parametrize("tls", [False, True])

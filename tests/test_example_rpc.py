@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import trio
-from helpers import assert_transports, pattern
+from helpers import assert_transports, pattern, until
 from programs import DEADLINE, EXAMPLES, load, program, run_here
 
 import trio_ucx
@@ -337,8 +337,8 @@ async def test_rpc_cancellations_leave_nothing(over: str) -> None:
                     await client._slots.acquire()
                 assert 16 * 5 <= cancelled <= 16 * 20
                 [server] = connections
-                while server.statistics().left_over_operations or client._connection.statistics().left_over_operations:
-                    await trio.sleep(0.01)
+                for connection in (server, client._connection):
+                    await until(lambda: not connection.statistics().left_over_operations)  # noqa: B023
                 assert server.statistics().held == 0
                 assert client._connection.statistics().held == 0
             nursery.cancel_scope.cancel()
@@ -405,8 +405,7 @@ async def test_rpc_bounds_the_calls_of_a_client(over: str, monkeypatch: pytest.M
         async with trio_ucx.connect(other._connection.remote_address) as connection:
             for number in range(1, 11):
                 await connection.send(request(number, "wait"), rpc.REQUESTS)
-            while watched.running < 3:
-                await trio.sleep(0.01)
+            await until(lambda: watched.running >= 3)
             for _ in range(20):
                 assert await other.call("add", a=1, b=2) == 3  # of another client
             assert watched.running == 3
@@ -421,8 +420,7 @@ async def test_rpc_client_waits_for_a_slot(over: str, monkeypatch: pytest.Monkey
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(client.call, "wait")
-            while watched.running < 3:
-                await trio.sleep(0.01)
+            await until(lambda: watched.running >= 3)
             with trio.move_on_after(0.2) as scope:
                 await client.call("add", a=1, b=2)
             assert scope.cancelled_caught

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import assert_transports, pattern
+from helpers import assert_transports, nothing_happens, pattern, until
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
@@ -110,12 +110,6 @@ async def open_pool(**options: Any) -> AsyncIterator[Any]:
     with trio.fail_after(DEADLINE):
         async with worker_pool.open_pool(**options) as pool:
             yield pool
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(DEADLINE):
-        while not condition():
-            await trio.sleep(0.01)
 
 
 def traces(directory: Path, what: str) -> list[int]:
@@ -358,7 +352,7 @@ async def test_pool_takes_late_workers(over: str, hire: Any, tmp_path: Path) -> 
         nursery.start_soon(expect, ended, Task("wait", os.fsencode(tmp_path)), pool)
         await until(lambda: traces(tmp_path, "started"))
         nursery.start_soon(expect, ended, Task("pid", b"0"), pool)
-        await trio.sleep(0.1)
+        await nothing_happens(0.1)
         assert ended == []
         [late] = hire(pool)
         await until(lambda: ended == [b"%d" % late.process.pid])
@@ -434,7 +428,7 @@ async def test_pool_cancelled_task_that_does_not_look(over: str, hire: Any, tmp_
             nursery.cancel_scope.cancel()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(expect, ended, Task("echo", b"next"), pool)
-            await trio.sleep(0.1)
+            await nothing_happens(0.1)
             assert ended == []
             (tmp_path / "go").touch()
         assert ended == [b"next"]

@@ -946,7 +946,7 @@ async def test_raw_requests_can_be_rejected(worker: ucp.Worker) -> None:
         request = await listener.accept_request()
         with pytest.warns(ResourceWarning, match="unanswered"):
             del request
-        await trio.sleep(0.05)
+        await until(lambda: not unanswered.alive)
         unanswered.abort()
 
 
@@ -978,7 +978,7 @@ async def test_serve_ucx(worker: ucp.Worker) -> None:
             async with trio_ucx.connect(listener.address, worker=worker) as client:
                 await client.send(b"gone")
                 client.abort()  # a close that fails must not end the server
-            await trio.sleep(0.1)
+            await until(lambda: worker.statistics().endpoints == 0)
             client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
             await client.send(b"fail")
             with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):

@@ -381,7 +381,6 @@ async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worke
                     await client.send(b"well?")
                     assert await client.receive() == b"well?"
                 resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, 20_000))
-            await trio.sleep(0.1)
             await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
 
 

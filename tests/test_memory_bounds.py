@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import open_pair, open_peer, open_raw_pair, pattern, tasks_begin, until
 from timing import PROMPT
 
 import trio_ucx
@@ -62,7 +62,7 @@ async def raw_announcements(attacker: Attacker) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2000):
             nursery.start_soon(connection.endpoint.tag_send, bytes(100_000), 1)
-        await trio.sleep(0.5)
+        await tasks_begin()
         await attacker.all_received()
         nursery.cancel_scope.cancel()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import open_pair, open_raw_pair, pattern
+from helpers import open_pair, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -520,8 +520,9 @@ async def test_memory_that_the_transports_do_not_reach(
                 await server.receive_into(thing if thing is cuda else rocm, 1)
         await raw.tag_send(b"probed", 2)
         with trio.fail_after(5):
-            while (message := worker.tag_probe(2, remove=True)) is None:
-                await trio.sleep(0.001)
+            await until(lambda: worker.tag_probe(2))
+            message = worker.tag_probe(2, remove=True)
+            assert message is not None
             with pytest.raises(ValueError, match="reach CUDA"):
                 await worker.tag_receive_message(message, cuda)
             buffer = bytearray(10)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -64,13 +64,11 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                 for function, *args in waiting:
                     nursery.start_soon(expect_broken, function, *args)
                 nursery.start_soon(group)
-                await trio.sleep(0.2)
+                await nothing_happens(0.2)
                 assert not failed_at
                 peer.signal(signal.SIGKILL)
                 killed = trio.current_time()
-                with trio.fail_after(SOON + 1):
-                    while len(failed_at) <= len(waiting):
-                        await trio.sleep(0.01)
+                await until(lambda: len(failed_at) > len(waiting), within=SOON + 1)
                 assert max(failed_at) - killed < SOON
                 assert await connection.receive(1) == pattern(100, 1)
                 assert connection.receive_nowait(1) == pattern(5000, 2)
@@ -135,9 +133,7 @@ async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, se
             for endpoint in endpoints:
                 await UNFLUSHED[sent](endpoint)
         peer.signal(signal.SIGKILL)
-        with trio.fail_after(SOON):
-            while any(endpoint.alive for endpoint in endpoints):
-                await trio.sleep(0.001)
+        await until(lambda: not any(endpoint.alive for endpoint in endpoints), within=SOON)
         looked, forced, unnoticed = endpoints
         with pytest.raises(trio.BrokenResourceError):
             await looked.tag_send(b"x", 1)
@@ -159,9 +155,7 @@ async def test_leaving_the_block_of_a_raw_endpoint_that_broke(worker: ucp.Worker
                 await endpoint.tag_send(b"x", 1)
                 assert await peer.hear() == "accepted"
                 peer.signal(signal.SIGKILL)
-                with trio.fail_after(SOON):
-                    while endpoint.alive:
-                        await trio.sleep(0.001)
+                await until(lambda: not endpoint.alive, within=SOON)
 
 
 async def test_flush_that_fails_gives_its_reason(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

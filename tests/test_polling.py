@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, pattern
+from helpers import open_pair, open_peer, pattern, tasks_begin, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -131,7 +131,7 @@ async def test_nobody_polls_while_others_run(transports: str) -> None:
 
                 for _ in range(50):
                     nursery.start_soon(busy)
-                await trio.sleep(0.01)
+                await tasks_begin()
                 before = worker.statistics().polls
                 with trio.fail_after(30):
                     await echoed(connection, 100)
@@ -222,7 +222,7 @@ async def test_a_new_client_is_served_after_polling(transports: str) -> None:
                         async with trio_ucx.connect(listener.address, worker=newcomers) as client:
                             async with await listener.accept() as server:
                                 client.send_nowait(pattern(50, number))
-                                await trio.sleep(0.003)
+                                await until(lambda: server.statistics().messages_received)
                                 assert server.receive_nowait() == pattern(50, number)
             assert worker.statistics().missed_events == 0
 
@@ -235,7 +235,7 @@ async def test_yield_interval_skips_schedule_points(transports: str) -> None:
                 assert await server.receive() == b"x"
                 for _ in range(100):
                     client.send_nowait(b"y")
-                await trio.sleep(0.1)
+                await until(lambda: server.statistics().messages_received == 101)
                 await client.send(b"y")
                 with ticks() as loop:
                     for _ in range(100):

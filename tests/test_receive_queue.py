@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
-from helpers import TRANSPORTS, Rounds, open_peer, pattern
+from helpers import TRANSPORTS, Rounds, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -56,9 +56,7 @@ class Echo:
             pass
 
     async def wait_errors(self, count: int) -> None:
-        with trio.fail_after(SOON):
-            while len(self.errors) < count:
-                await trio.sleep(0.01)
+        await until(lambda: len(self.errors) >= count, within=SOON)
 
 
 @asynccontextmanager
@@ -194,9 +192,7 @@ async def test_raw_endpoints(queue: str) -> None:
         await bad.tell(bytes(worker.address).hex())
         assert await worker.tag_receive(bytearray(10), 1) == (5, 1)
         await bad.tell()
-        with trio.fail_after(SOON):
-            while healthy.alive or doomed.alive:
-                await trio.sleep(0.01)
+        await until(lambda: not healthy.alive and not doomed.alive, within=SOON)
         with pytest.raises(trio.BrokenResourceError, match="killed while it wrote"):
             await healthy.flush()
         with pytest.raises(trio.BrokenResourceError, match="another worker"):
@@ -217,9 +213,7 @@ async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
         await bad.hear()
         await bad.tell()
         await echo.wait_errors(1)
-        with trio.fail_after(SOON):
-            while not worker.statistics().stopped_queues:
-                await trio.sleep(0.01)
+        await until(lambda: worker.statistics().stopped_queues, within=SOON)
         await trio.sleep(0.2)
         before = worker.statistics().progress_calls
         await trio.sleep(1)
@@ -264,9 +258,7 @@ async def test_a_stopped_peer_is_not_taken_for_a_stopped_queue(raw: bool, probes
                 for _ in range(320):  # within a window, and more than a queue holds
                     group.tag_send(endpoint, bytes(2000), 1) if raw else group.send(connection, bytes(2000), 1)
                 killed.signal(signal.SIGKILL)
-                with trio.fail_after(SOON):
-                    while doomed.alive or len(probes) < 2:
-                        await trio.sleep(0.01)
+                await until(lambda: not doomed.alive and len(probes) >= 2, within=SOON)
                 await trio.sleep(2)
                 assert worker.statistics().stopped_queues == 0
                 stopped.resume()
@@ -326,9 +318,7 @@ async def test_isolated_connections() -> None:
         assert not any(connection.worker.statistics().stopped_queues for connection in echo.connections[:2])
         for connection in echo.connections:
             connection.abort()
-        with trio.fail_after(SOON):
-            while live_handles()["worker"] > 1:
-                await trio.sleep(0.01)
+        await until(lambda: live_handles()["worker"] <= 1, within=SOON)
 
 
 @pytest.mark.parametrize("end", ["aclose", "refused", "listener closes", "worker closes", "run ends"])
@@ -356,9 +346,8 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
             server.abort()
         elif end == "worker closes":
             await server.aclose()
-        with trio.fail_after(SOON):
-            while end in ("aclose", "listener closes", "refused") and live_handles()["worker"] > 2:
-                await trio.sleep(0.01)
+        if end in ("aclose", "listener closes", "refused"):
+            await until(lambda: live_handles()["worker"] <= 2, within=SOON)
         await listener.aclose()
         connection.abort()
         server.abort()

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import pytest
 import trio
-from helpers import assert_free, assert_pinned, assert_transports, open_peer, open_raw_pair, pattern
+from helpers import assert_free, assert_pinned, assert_transports, open_peer, open_raw_pair, pattern, until
 from peers import REMOTE
 from remote import (
     SOON,
@@ -683,15 +683,12 @@ async def test_closed_with_operations_under_way(transports: str, way: str, how: 
                             await trio.sleep(0)
                         if how == "close":
                             remote.close()
-                            while len(ended) < 12:
-                                await trio.sleep(0.001)
+                            await until(lambda: len(ended) >= 12)
                             with endpoint.attach(memory.descriptor) as again:
                                 assert len(await again.get()) == 2**22
                         elif how == "abort":
                             endpoint.abort()
-            with trio.fail_after(10):
-                while len(ended) < 12:
-                    await trio.sleep(0.001)
+            await until(lambda: len(ended) >= 12)
         assert set(ended) == {ValueError if how == "close" else trio.ClosedResourceError}
         memory.close()
 
@@ -859,5 +856,4 @@ async def test_many_cycles(worker: ucp.Worker, transports: str, way: str) -> Non
         handles, files = live_handles(), len(os.listdir("/proc/self/fd"))
         for _ in range(60):
             await cycle()
-        while live_handles() != handles or len(os.listdir("/proc/self/fd")) > files + 6:
-            await trio.sleep(0.01)
+        await until(lambda: live_handles() == handles and len(os.listdir("/proc/self/fd")) <= files + 6)

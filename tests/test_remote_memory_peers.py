@@ -129,8 +129,7 @@ async def kill_peers_repeatedly(crowds: int, way: str, kind: str, transports: st
                 killed += 1
                 assert owner.process.returncode is None
                 with trio.move_on_after(20) as waiting:
-                    while done < before + 2 and not stopped:
-                        await trio.sleep(0.01)
+                    await until(lambda: done >= before + 2 or stopped)  # noqa: B023
                 if waiting.cancelled_caught:
                     assert way == "worker" and transports != "tcp", "the owner does not answer"
                     stopped = True
@@ -239,8 +238,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
                     while not buffer[0]:
                         await trio.lowlevel.checkpoint()
                     other.close()
-                while live_handles().get("memory"):
-                    await trio.sleep(0.001)
+                await until(lambda: not live_handles().get("memory"))
         assert_free(buffer)
         assert endpoint.alive
 

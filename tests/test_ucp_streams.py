@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, assert_transports, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
 from timing import cancelled_after
 
 from trio_ucx import ucp
@@ -170,7 +170,7 @@ async def test_streams_of_a_worker_address(worker: ucp.Worker, transports: str) 
             there = await worker.open_endpoint(other.address)
             await there.stream_send(b"early")
             await there.flush()
-            await trio.sleep(0.05)
+            await nothing_happens()
             assert other.stream_ready() == []
             here = await other.open_endpoint(worker.address)
             buffer = bytearray(10)
@@ -320,9 +320,7 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
         await client.stream_send(bytes(1000))
         await arrived(server, 1000)
         await client.aclose()
-        with trio.fail_after(20):
-            while server.alive:
-                await trio.sleep(0.001)
+        await until(lambda: not server.alive)
     server = None
     gc.collect()
     await until(lambda: not worker._engine.children)

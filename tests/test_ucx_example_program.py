@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 from c_programs import compiled
-from helpers import free_port
+from helpers import free_port, until
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
@@ -40,9 +40,7 @@ class Program:
         self.output = output
 
     async def printed(self, text: bytes) -> None:
-        with trio.fail_after(20):
-            while text not in self.output.read_bytes():
-                await trio.sleep(0.02)
+        await until(lambda: text in self.output.read_bytes())
 
 
 @asynccontextmanager
