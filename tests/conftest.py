@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trustme
 from helpers import TRANSPORTS, Certificates, Rounds
+from remote import Ground, open_ground
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
@@ -126,3 +127,16 @@ def transports(request: pytest.FixtureRequest) -> str:
 async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
     async with ucp.open_worker(config={"TLS": transports}) as worker:
         yield worker
+
+
+@pytest.fixture
+async def ground(transports: str) -> AsyncIterator[Ground]:
+    async with open_ground(transports) as ground:
+        yield ground
+
+
+@pytest.fixture
+def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The value of UCX_TLS that the test runs with, in this process and in those that it starts."""
+    monkeypatch.setenv("UCX_TLS", transports)
+    return transports

@@ -1,9 +1,14 @@
 """What many tests share: peers in other processes, pairs in this one, numbered data, and assertions about time.
 
-Beside it: ``peers.py`` (what the processes of ``open_peer`` do), ``programs.py`` (the examples, run as programs),
-``c_programs.py`` (programs in C), ``networks.py`` (network namespaces), ``remote.py`` (remote memory and atomics),
-``shared_queue.py`` (a writer that dies in UCX's shared-memory queue), ``simulation.py`` (connections over a simulated
-UCX).
+Beside it:
+
+* ``timing.py``: assertions about time, which allow for a busy machine by what they measure.
+* ``peers.py``: the roles of other processes; see ``open_peer``. ``attacked_server.py``: a server under attack.
+* ``programs.py``: the examples and the command line, run as programs. ``c_programs.py``: programs in C.
+* ``networks.py``: network namespaces, and processes in them.
+* ``remote.py``: remote memory, atomics and request chains.
+* ``samples.py``: worker addresses of many releases. ``foreign_arrays.py``: arrays that describe themselves by DLPack.
+* ``shared_queue.py``: a writer that dies in UCX's shared-memory queue. ``simulation.py``: a simulated UCX.
 """
 
 from __future__ import annotations
@@ -252,6 +257,11 @@ class Certificates:
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+
+
+def resident(pid: int | str = "self") -> int:
+    """The memory that a process has, in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 async def until(condition: Callable[[], object], *, within: float = 20) -> None:

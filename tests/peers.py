@@ -21,12 +21,13 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_to_peer, pattern
+from helpers import open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 
 #: What remote memory and atomics need.
 REMOTE = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
@@ -522,11 +523,6 @@ async def flood(count: int, size: int) -> None:
     await serve(handler)
 
 
-def resident() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 @role
 async def flooded_receiver(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
     """Makes ``flood`` send, reads nothing for a while, then everything. Reports how far its memory grew meanwhile."""
@@ -909,7 +905,7 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
 
 def worker_of(connection: trio_ucx.Connection) -> ucp.WorkerAddress:
     """The worker at the other end."""
-    address = connection.endpoint._core.peer_address
+    address = internals(connection.endpoint).peer_address
     assert address is not None
     return address
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
-from helpers import assert_free, assert_pinned, assert_transports, open_pair, open_peer, open_raw_pair, pattern, until
+from faults import close_context, close_worker, forget_queues, record_kept_workers
+from helpers import (
+    assert_free,
+    assert_pinned,
+    assert_transports,
+    open_pair,
+    open_peer,
+    open_raw_pair,
+    pattern,
+    resident,
+    until,
+)
 from timing import cancelled_after
 
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import engine as _engine
-from trio_ucx.ucp._engine import shutdown as _end
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull
@@ -458,10 +467,6 @@ async def test_no_queue_at_all(worker: ucp.Worker) -> None:
             assert client.alive
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 @pytest.mark.parametrize("size", [8, 200, 3000, 5000, 40_000])
 async def test_flood_to_a_queue_that_nobody_reads(transports: str, size: int) -> None:
     """Half as much again as fits. Over shared memory UCX has 8 KiB for each message, small ones too."""
@@ -507,7 +512,7 @@ async def test_queues_opened_and_closed_over_and_over(worker: ucp.Worker) -> Non
                     if rng.random() < 0.5:
                         with pytest.raises(trio.WouldBlock):
                             queue.receive_nowait()
-        _engine.lib.tu_worker_counts(worker._engine.handle, counts)
+        _engine.lib.tu_worker_counts(internals(worker).handle, counts)
         assert counts.ring_capacity == 512  # it never had to grow
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
             for number in range(3000):
@@ -605,7 +610,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
             nursery.start_soon(send)
             held = await queue.receive()
             with pytest.warns(ResourceWarning, match="RawListener"):  # the pair's
-                await worker._aclose()
+                await close_worker(worker)
         with pytest.raises(ValueError, match="released"):
             bytes(view)
         for message in messages:
@@ -623,33 +628,32 @@ async def test_worker_closed_while_something_uses_the_data(
     transports: str, make: Callable[[memoryview], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is leaked, because freeing it would crash."""
-    abandoned: list[Any] = []
-    monkeypatch.setattr(_end, "abandoned", abandoned)
+    kept = record_kept_workers(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:
                 message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
                 made = make(message.data)
                 expected = pattern(BORROWED)[BORROWED - len(made) :]
-    assert len(abandoned) == 1
+    assert len(kept) == 1
     gc.collect()
     assert bytes(made) == expected
     with pytest.raises(BufferError):
         message.release()
     del made
     message.release()
-    worker.context._close()
+    close_context(worker.context)
 
 
 async def test_dropped_messages_are_released(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
-            children = len(worker._engine.children)
+            children = len(internals(worker).children)
             for number in range(300):
                 message = await exchange(client, queue, bytes(BORROWED if number % 2 else 10), protocol=EAGER)
                 del message
             gc.collect()
-            await until(lambda: len(worker._engine.children) == children)
+            await until(lambda: len(internals(worker).children) == children)
 
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
@@ -662,7 +666,7 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
-                await until(lambda: worker._engine.overdue)
+                await until(lambda: internals(worker).overdue)
             assert array.tobytes() == pattern(BORROWED)
             del array
 
@@ -969,7 +973,7 @@ async def test_closed_worker(transports: str) -> None:
 
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
-            await worker._aclose()
+            await close_worker(worker)
     with pytest.raises(trio.ClosedResourceError, match="worker was closed"):
         worker.open_active_messages(4)
     with pytest.raises(trio.ClosedResourceError):
@@ -983,12 +987,10 @@ async def test_closed_worker(transports: str) -> None:
 async def test_dropped_queue_is_closed(worker: ucp.Worker) -> None:
     queue = worker.open_active_messages(3)
     with pytest.warns(ResourceWarning, match="unclosed"):
-        worker._engine.am_queues.clear()  # the engine itself has it, until the worker is closed
-        worker._engine.children.clear()
-        worker._engine.on_broken.clear()
+        forget_queues(worker)
         del queue
         gc.collect()
-    await until(lambda: 3 not in worker._engine.am_ids)
+    await until(lambda: 3 not in internals(worker).am_ids)
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:
@@ -1030,7 +1032,7 @@ async def test_request_groups(worker: ucp.Worker) -> None:
 async def assert_worker_survives(worker: ucp.Worker) -> AsyncIterator[None]:
     """Asserts that the worker still works afterwards."""
     yield
-    assert worker._engine.broken is None
+    assert internals(worker).broken is None
 
 
 async def test_random_programs(worker: ucp.Worker) -> None:

@@ -26,6 +26,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake import registry as registry_side
 from trio_ucx._handshake.exchange import Kind
 from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx.testing import internals
 from trio_ucx.ucp._process import this_host
 
 KEY = b"correct horse battery staple"
@@ -63,7 +64,7 @@ async def expect_nothing_left(worker: ucp.Worker, listener: trio_ucx.Listener, r
 
 def telling_facts(worker: ucp.Worker) -> list[bytes]:
     """Parts of what a side says about itself."""
-    address = worker._engine.address.ucx
+    address = internals(worker).address.ucx
     return [address[1:9], address[-12:], this_host().process.host]
 
 

@@ -16,6 +16,7 @@ from trio_ucx import ucp
 from trio_ucx._batch import LONGEST_MESSAGE, Batch
 from trio_ucx._credit import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
+from trio_ucx.testing import internals
 
 Messages = list[tuple[int, bytes]]
 
@@ -156,9 +157,9 @@ async def test_a_batch_is_sent_soon_whatever_the_sender_does(transports: str, th
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not worker._engine.batches.batches
+                    assert not internals(worker).batches.batches
                     # The answers have come, and with them the proof that all was sent by then.
-                    worker._engine.progress()
+                    internals(worker).progress()
                     assert [connection.receive_nowait() for _ in sent] == sent
                 assert batches(worker) > 0
                 assert worker.statistics().missed_events == 0
@@ -167,10 +168,10 @@ async def test_a_batch_is_sent_soon_whatever_the_sender_does(transports: str, th
 async def test_the_instrument_is_removed_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
         try:
-            trio.lowlevel.remove_instrument(worker._engine.batches)
+            trio.lowlevel.remove_instrument(internals(worker).batches)
         except KeyError:
             return False
-        trio.lowlevel.add_instrument(worker._engine.batches)
+        trio.lowlevel.add_instrument(internals(worker).batches)
         return True
 
     async def idle() -> None:
@@ -206,7 +207,7 @@ async def test_a_batch_is_sent_before_the_end(worker: ucp.Worker, how: str) -> N
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not worker._engine.batches.batches
+        assert not internals(worker).batches.batches
         with trio.fail_after(5):
             assert [await server.receive() for _ in sent] == sent
 
@@ -227,7 +228,7 @@ async def test_undelivered_batches_are_an_error_when_the_peer_dies(transports: s
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not worker._engine.batches.batches
+            assert not internals(worker).batches.batches
 
 
 async def test_no_batch_above_the_rendezvous_threshold(transports: str) -> None:

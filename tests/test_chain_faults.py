@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from faults import close_worker_at_once
 from helpers import nothing_happens, open_peer, tasks_begin, until
 from outcome import Error, Value
 from peers import REMOTE
-from remote import SOON, has_result, open_owner, open_two, open_way, released
-from test_chains import Ground, error_of, open_ground, value_of
+from remote import SOON, Ground, error_of, has_begun, open_ground, open_owner, open_two, open_way, released, value_of
 
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
-
-
-@pytest.fixture(params=["tcp", "tcp,sm,self"])
-async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
-    async with open_ground(request.param) as ground:
-        yield ground
+from trio_ucx.testing import internals, live_handles
 
 
 def spinning(ground: Ground, chain: ucp.RequestChain, **options: Any) -> ucp.ChainRequest:
@@ -163,7 +157,7 @@ async def test_busy(ground: Ground) -> None:
     refused: list[Callable[[], Any]] = [lambda: chain.get(ground.remote), chain.clear]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(chain.run)
-        await has_result(chain)
+        await has_begun(ground.worker)
         for function in refused:
             with pytest.raises(trio.BusyResourceError):
                 function()
@@ -264,7 +258,7 @@ async def test_wait_idle_during_a_run(ground: Ground) -> None:
             nursery.start_soon(run)
             await tasks_begin()
             nursery.start_soon(wait)
-            await has_result(chain)
+            await has_begun(ground.worker)
             nursery.start_soon(wait)
             await nothing_happens()
             assert ended == []
@@ -297,7 +291,7 @@ async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool
             nursery.start_soon(wait)
             await tasks_begin()
             if running:
-                await has_result(chain)
+                await has_begun(ground.worker)
             chain.close()
         if not running:
             await answer(ground)
@@ -316,7 +310,7 @@ async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
 
             nursery.start_soon(wait)
             await tasks_begin()
-            ground.worker._engine.close_now()  # nothing of it is closed before
+            close_worker_at_once(ground.worker)
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
 
@@ -337,7 +331,7 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     with trio.fail_after(SOON):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            await has_result(chain)
+            await has_begun(ground.worker)
             chain.close()
         await released(ground.worker)
     buffer.append(1)
@@ -387,7 +381,7 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
                     await until(lambda: chain.outcomes[atomic] is not None, within=SOON)
                     await trio.sleep(0.005)  # some tries later
                     if what == "worker":
-                        worker._engine.close_now()
+                        close_worker_at_once(worker)
                     elif what == "endpoint":
                         endpoint.abort()
                     else:
@@ -429,8 +423,8 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
 
         def begun() -> bool:
             if since == "connecting":
-                return endpoint._core.companion is not None or endpoint._core.chain_companion is not None
-            return any(one.doing == doing for one in endpoint.worker._engine.in_flight.values())
+                return internals(endpoint).companion is not None or internals(endpoint).chain_companion is not None
+            return any(one.doing == doing for one in internals(endpoint.worker).in_flight.values())
 
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
@@ -442,7 +436,7 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
                 if end == "the peer is killed":
                     peer.signal(signal.SIGKILL)
                 else:
-                    endpoint.worker._engine.close_now()
+                    close_worker_at_once(endpoint.worker)
         failure = trio.BrokenResourceError if end == "the peer is killed" else trio.ClosedResourceError
         assert isinstance(ended[0], Value) or isinstance(ended[0].error, failure)
 
@@ -467,7 +461,8 @@ async def test_killed_peer(transports: str, doing: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await has_result(chain)
+                await has_begun(endpoint.worker)
+                await trio.sleep(0.05)  # they are tried again and again
                 peer.signal(signal.SIGKILL)
         for request in last:
             error = error_of(outcomes[0][request])
@@ -515,8 +510,8 @@ async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await has_result(chain)
-                await has_result(chain, 2)
+                await has_begun(worker)
+                await trio.sleep(0.03)  # both are tried again and again
                 peers[0].signal(signal.SIGKILL)
         assert isinstance(outcomes[0][gate], Error)
         assert value_of(outcomes[0][fine]) == 20

@@ -8,12 +8,14 @@ import gc
 import pytest
 import trio
 import trio.testing
+from faults import break_connection, close_worker
 from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, open_raw_pair, pattern, until
 from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ucx
+from trio_ucx.testing import internals
 
 PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
 
@@ -105,7 +107,7 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
                 elif how == "peer aborts":
                     server.abort()
                 else:
-                    client._link.core.fail(ucp.UCXError(-25, "pretended"))
+                    break_connection(client)
                 await client.wait_closed()
         assert returned == 3
         await client.wait_closed()
@@ -122,7 +124,7 @@ async def test_wait_closed_when_the_worker_closes() -> None:
                 nursery.start_soon(client.wait_closed)
                 await trio.testing.wait_all_tasks_blocked()
                 with pytest.warns(ResourceWarning, match="unclosed"):
-                    await worker._aclose()
+                    await close_worker(worker)
                 await client.wait_closed()
         nursery.cancel_scope.deadline = trio.current_time() + 5
     assert client.closed and not nursery.cancel_scope.cancelled_caught
@@ -193,15 +195,13 @@ async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, tran
 
 
 async def test_leaving_connect_by_an_exception_forces(worker: ucp.Worker, transports: str) -> None:
-    class Mine(Exception):
-        pass
-
     async with open_peer("silent", transports=transports) as peer:
         address, _ = await peer.hear()
-        with Stopwatch(), pytest.raises(Mine):
-            async with trio_ucx.connect(tuple(address), worker=worker) as connection:
-                connection.send_nowait(bytes(2**24))
-                raise Mine
+        opened = trio_ucx.connect(tuple(address), worker=worker)
+        connection = await opened.__aenter__()
+        connection.send_nowait(bytes(2**24))
+        with Stopwatch():
+            assert not await opened.__aexit__(ValueError, ValueError(), None)
         with cancelled_after(0.1) as scope:
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                 connection.send_nowait(bytes(2**24))
@@ -442,7 +442,7 @@ async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> Non
 
 async def test_abort_with_much_under_way_ends_soon(worker: ucp.Worker, transports: str) -> None:
     """UCX's endpoint is closed by force when everything has been transferred, or a second later."""
-    engine = worker._engine
+    engine = internals(worker)
     for reads in (True, False):
         async with open_pair(worker, by="tcp") as (client, server):
             for tag in range(4):

@@ -1,30 +1,14 @@
-"""Attacks on a listener's control port: whatever is sent there, the server survives, serves others, and logs little.
-
-The server is a process of its own. So is an honest client, connected before the attack, which measures its round trips
-meanwhile, and how late its own sleeps end. Machines that run tests are busy: the lateness of 99 sleeps in a hundred is
-allowed for, three times, as a round trip needs both processes; and one round trip in a hundred may take longer.
-
-As a program this file runs the server, which is ``peers.py`` with a log in a file, or the honest client.
-"""
+"""Attacks on a listener's control port: whatever is sent there, the server survives, serves others, and logs little."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import os
 import random
-import re
 import resource
-import runpy
 import socket
 import ssl
 import struct
-import sys
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,133 +16,19 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import Peer, open_peer, pattern, until
+from attacked_server import open_attacked_server
+from helpers import resident, until
 
-import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Exchange, Kind
 from trio_ucx._handshake.facts import Facts, SharedMemory
 from trio_ucx._handshake.server import MAX_EXCHANGES
 from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx.testing import internals
 from trio_ucx.ucp._process import this_host
 
-#: Seconds that a round trip of the honest client may take.
-PATIENCE = 0.1
 HEAD = struct.Struct("<IB")
 PREAMBLE = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32)
-
-
-# ---- the other processes ----
-
-
-def serve(log: str, peers: str, *arguments: str) -> None:
-    """Runs ``peers.py`` with a log."""
-    logging.basicConfig(filename=log, level=logging.INFO, format="%(levelname)s %(message)s")
-    sys.argv = [peers, *arguments]
-    runpy.run_path(peers, run_name="__main__")
-
-
-async def measure(address: list[Any]) -> None:
-    """The honest client: makes round trips. Reports how long they took, for each line of the test."""
-    from peers import ask, say
-
-    seconds: list[float] = []
-    noise: list[float] = []
-
-    async def trips() -> None:
-        async with trio_ucx.connect(tuple(address)) as connection:
-            say("ready")
-            while True:
-                start = time.perf_counter()
-                await connection.send(b"are you there?")
-                await connection.receive()
-                end = time.perf_counter()
-                seconds.append(end - start)
-                await trio.sleep(0.005)
-                noise.append(time.perf_counter() - end - 0.005)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(trips)
-        while True:
-            try:
-                await ask()
-            except EOFError:
-                break
-            say([seconds, noise])
-            seconds.clear()
-            noise.clear()
-        nursery.cancel_scope.cancel()
-
-
-@attrs.define(eq=False)
-class AttackedServer:
-    """A server under attack, an honest client of it, and the server's log."""
-
-    address: tuple[str, int]
-    peer: Peer
-    honest: Peer
-    log: Path
-
-    def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-    @property
-    def pid(self) -> int:
-        return self.peer.process.pid
-
-    @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
-
-    async def assert_well(self, kinds: int | None = None) -> None:
-        """Asserts that the server still runs and serves, at its usual speed.
-
-        Args:
-            kinds: how many kinds of clients have been refused; the log has one line for each.
-        """
-        assert self.peer.process.poll() is None, "the server ended"
-        seconds: list[float] = []
-        noise: list[float] = []
-        with trio.fail_after(30):
-            while len(seconds) < 20:
-                await self.honest.tell()
-                for total, more in zip((seconds, noise), await self.honest.hear(30), strict=True):
-                    total += more
-                await trio.sleep(0.05)
-        seconds.sort()
-        noise.sort()
-        limit = PATIENCE + 3 * noise[len(noise) * 99 // 100]
-        late = [each for each in seconds if each > limit]
-        summary = (
-            f"{len(seconds)} round trips, {len(late)} longer than {limit:.3f} s, the longest {seconds[-1]:.3f} s; "
-            f"a sleep was late by {noise[-1]:.3f} s"
-        )
-        assert len(late) <= len(seconds) / 100 + 1 and seconds[-1] < 1 + 3 * noise[-1], summary
-        async with ucp.open_worker() as worker:
-            for _ in range(3):
-                with trio.fail_after(5):
-                    async with trio_ucx.connect(self.address, worker=worker) as client:
-                        client.send_nowait(pattern(100_000))
-                        assert await client.receive() == pattern(100_000)
-        assert self.peer.process.poll() is None, "the server ended"
-        found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in self.lines())
-        assert all(line.startswith("INFO turned away") for line in self.lines()), self.lines()[:5]
-        assert all(count == 1 for count in found.values()), found
-        if kinds is not None:
-            assert len(found) == kinds, found
-
-
-@asynccontextmanager
-async def open_attacked_server(tmp_path: Path, transports: str, **environment: str) -> AsyncIterator[AttackedServer]:
-    log = tmp_path / "log"
-    python = [sys.executable, "-W", "error", "-X", "faulthandler"]
-    wrapper = [*python, __file__, "serve", str(log)]
-    async with open_peer("echo", [0], transports=transports, under=wrapper, **environment) as server:
-        address, _ = await server.hear()
-        honest_client = [*python, __file__, "measure", json.dumps(address)]
-        async with open_peer("measure", transports=transports, under=honest_client) as honest:
-            assert await honest.hear() == "ready"
-            yield AttackedServer(tuple(address), server, honest, log)
 
 
 @pytest.fixture(params=["tcp,sm,self"])
@@ -221,8 +91,8 @@ class Attacker:
             error_handling=True,
             sees_local=True,
             host=host,
-            address=worker._engine.address.ucx,
-            network_address=worker._engine.network_address.ucx,
+            address=internals(worker).address.ucx,
+            network_address=internals(worker).network_address.ucx,
             software="attacker",
         )
 
@@ -404,7 +274,7 @@ async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attac
     chance = random.Random(3)
     facts = attackers[1].facts
     async with open_attacked_server(tmp_path, transports) as server:
-        memory = resident(server)
+        memory = resident(server.pid)
 
         def opening() -> bytes:
             uid = chance.randbytes(8)
@@ -414,12 +284,7 @@ async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attac
         with trio.fail_after(30):
             await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])
         await server.assert_well()
-        assert resident(server) < memory + 30 * 2**20
-
-
-def resident(server: AttackedServer) -> int:
-    pages = Path(f"/proc/{server.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGESIZE")
+        assert resident(server.pid) < memory + 30 * 2**20
 
 
 async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
@@ -445,12 +310,3 @@ async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers
                 await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
         await server.assert_well()
         assert server.descriptors <= before + 500
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        # What helpers.open_peer runs: a Python and its options, then peers.py and its arguments.
-        start = next(at for at, each in enumerate(sys.argv) if each.endswith("peers.py"))
-        serve(sys.argv[2], *sys.argv[start:])
-    else:
-        trio.run(measure, json.loads(sys.argv[2]))

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from attacked_server import AttackedServer, open_attacked_server
+from faults import have_no_socket_filters
 from helpers import open_pair, open_peer, until
 from networks import Host, open_network
-from test_control_port import AttackedServer, open_attacked_server
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi
-from trio_ucx.ucp._engine import data_ports as _data_ports
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
@@ -187,30 +188,30 @@ async def test_only_peers_reach_the_data_ports_from_other_machines() -> None:
 
 async def test_a_connection_leaves_data_ports_closed() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
         async with open_pair(worker) as (client, server):
             await client.send(b"hello")
             assert await server.receive() == b"hello"
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
 
 
 async def test_raw_use_opens_data_ports() -> None:
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
     async with ucp.open_worker(config={"TLS": "tcp"}) as listening, ucp.open_worker(config={"TLS": "tcp"}) as calling:
         async with await listening.open_listener("127.0.0.1", 0) as listener:
-            assert not listening._engine.data_ports.restricted
-            assert calling._engine.data_ports.restricted
+            assert not internals(listening).data_ports.restricted
+            assert internals(calling).data_ports.restricted
             endpoint = await calling.open_endpoint(listener.address)
-            assert not calling._engine.data_ports.restricted
+            assert not internals(calling).data_ports.restricted
             endpoint.abort()
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         assert worker.address
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
     async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as worker:
         with worker.context.allocate(8) as memory:
-            assert worker._engine.data_ports.restricted
+            assert internals(worker).data_ports.restricted
             assert memory.descriptor
-            assert not worker._engine.data_ports.restricted
+            assert not internals(worker).data_ports.restricted
 
 
 async def test_a_wrong_argument_leaves_data_ports_closed() -> None:
@@ -224,19 +225,19 @@ async def test_a_wrong_argument_leaves_data_ports_closed() -> None:
             await worker.open_listener(5, 0)  # type: ignore[arg-type]
         with pytest.raises(OSError, match=r"."):
             await worker.open_endpoint(("::1", 1))
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
 
 
 async def test_a_worker_without_tcp_has_no_data_port() -> None:
     async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
         assert worker.address
 
 
 async def test_a_worker_where_filters_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_data_ports, "_SO_ATTACH_FILTER", 9999)  # a kernel that does not know it
+    have_no_socket_filters(monkeypatch)
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
         async with open_pair(worker) as (client, server):
             await client.send(b"hello")
             assert await server.receive() == b"hello"

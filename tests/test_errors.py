@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import trio
+from faults import break_deliveries
 from helpers import open_pair
 
 from trio_ucx import ucp
@@ -70,7 +71,7 @@ async def test_an_internal_error_in_a_delivery_breaks_its_connection_and_no_othe
             nursery.start_soon(expect_broken)
             await trio.testing.wait_all_tasks_blocked()
             caplog.set_level(logging.CRITICAL, "trio_ucx")
-            monkeypatch.setattr(server._link.receiving.credit, "packed_arrived", lambda *_: 1 / 0)
+            break_deliveries(server, monkeypatch)
             await client.send(b"x")
         with pytest.raises(trio.BrokenResourceError, match="aborted"):
             await client.receive()

@@ -97,14 +97,6 @@ trio.run(main)
 """
 
 
-@pytest.fixture(params=TRANSPORTS)
-def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transports, of this process, too."""
-    monkeypatch.setenv("UCX_TLS", request.param)
-    value: str = request.param
-    return value
-
-
 @asynccontextmanager
 async def open_served(*options: object) -> AsyncIterator[tuple[Program, Any]]:
     """(a server, its table). Whatever is done with it is bounded."""

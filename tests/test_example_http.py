@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import queue
-import re
 import select
 import signal
 import socket
@@ -23,7 +22,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import until
+from helpers import resident, until
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
@@ -557,19 +556,13 @@ async def test_http_drops_slow_clients(impatient: Service) -> None:
             nursery.start_soon(slow, impatient)
 
 
-def memory(process: int) -> int:
-    """What it has resident, in bytes."""
-    [kilobytes] = re.findall(r"VmRSS:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    return int(kilobytes) * 1024
-
-
 async def test_http_drops_a_client_that_does_not_read(impatient: Service) -> None:
     async with impatient.talk() as talk:
         assert (await talk.get("/big?bytes=10000000")).status == 200
-        before = memory(impatient.server.process.pid)
+        before = resident(impatient.server.process.pid)
         await talk.send("GET /big?bytes=1000000000000 HTTP/1.1")
         await trio.sleep(0.8)
-        assert memory(impatient.server.process.pid) < before + 50 * 2**20
+        assert resident(impatient.server.process.pid) < before + 50 * 2**20
         await trio.sleep(1)
         came = await talk.dropped()
         assert len(came) < 50 * 2**20

@@ -30,13 +30,6 @@ def transports(request: pytest.FixtureRequest) -> str:
     return value
 
 
-@pytest.fixture
-def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transports of this process, too."""
-    monkeypatch.setenv("UCX_TLS", transports)
-    return transports
-
-
 @asynccontextmanager
 async def serving(methods: dict[str, Any], **options: Any) -> AsyncIterator[tuple[str, int]]:
     """The address of a server in this process. Whatever is done with it is bounded."""

@@ -84,13 +84,6 @@ def transports(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transports of this process, too."""
-    monkeypatch.setenv("UCX_TLS", transports)
-    return transports
-
-
-@pytest.fixture
 def hire(tmp_path: Path) -> Iterator[Callable[[Any, int], list[Program]]]:
     """Starts workers; ends those that are left by force."""
     script = tmp_path / "worker.py"

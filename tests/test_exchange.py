@@ -16,7 +16,7 @@ import trio.testing
 from helpers import pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_address_format import SAMPLES
+from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, UID, some_facts
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -45,32 +45,10 @@ from trio_ucx._wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.numbering import MAX_PLAIN, Numbers
 from trio_ucx.ucp._process import Host, Process
 
-ALL = bytes.fromhex(SAMPLES["1.22.0 tcp,sm,self"])
-UID = slice(1, 9)  # of an address in version 1 of its format
-NETWORK = ALL[:9] + bytes.fromhex(SAMPLES["1.21.0 tcp"])[9:]
-ONLY_SHARED = ALL[:9] + bytes.fromhex(SAMPLES["1.22.0 posix by name"])[9:]
-HOST = Host(Process(bytes(range(16)), 2**40, 1234, 2**50), 1000, 2**33, 2**34)
 KEYS = [None, b"secret"]
 HEAD = struct.Struct("<IB")
 #: Magic, version, flags, nonce.
 PREAMBLE = 8 + 2 + 2 + 32
-
-
-def some_facts(**changes: Any) -> Facts:
-    facts = Facts(
-        connection_id=2**31 + 5,
-        window=2**20,
-        threshold=65536,
-        shared_memory=SharedMemory.AUTO,
-        error_handling=True,
-        sees_local=True,
-        host=HOST,
-        address=ALL,
-        network_address=NETWORK,
-        software="trio_ucx 9.8",
-        ucx=(1, 22),
-    )
-    return attrs.evolve(facts, **changes)
 
 
 @attrs.define(eq=False)

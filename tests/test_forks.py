@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import trio
+from faults import close_context
 from helpers import open_pair, open_peer, open_raw_pair
 from outcome import Value
 from peers import REMOTE
@@ -209,7 +210,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                 queue.__exit__(None, None, None)
                 for thing in client, server, endpoint, other_end, listener, message:
                     thing.__del__()
-                worker.context._close()
+                close_context(worker.context)
                 gc.collect()
             return answers
 

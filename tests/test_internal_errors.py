@@ -23,6 +23,7 @@ from helpers import open_pair, open_peer, open_raw_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import receiving
+from trio_ucx.testing import internals
 from trio_ucx.ucp._live_handles import live_handles
 
 # ---- no memory for a message ----
@@ -408,12 +409,12 @@ async def scenario(transports: str, arm: Callable[[bool], None], raised: Callabl
         arm(False)
         with trio.fail_after(5):
             assert await _sent_and_received(far, far_server, 1, b"far") == b"far"
-            if worker._engine.broken is None:
+            if internals(worker).broken is None:
                 assert await _sent_and_received(near, near_server, 1, b"near") == b"near"
                 await _is_served(listener, worker)
                 await listener.aclose()
             else:
-                assert worker._engine.broken.args == ("injected",)
+                assert internals(worker).broken.args == ("injected",)
                 for connection in (near, near_server):
                     with pytest.raises(trio.BrokenResourceError) as broken:
                         await connection.receive()

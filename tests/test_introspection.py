@@ -14,10 +14,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import trio
+from faults import close_worker
 from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_pair
 
 import trio_ucx
 from trio_ucx import _native, ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp import _opening
 from trio_ucx.ucp._engine import engine as _engine
 
@@ -236,7 +238,7 @@ async def test_describe_operations(worker: ucp.Worker) -> None:
             await client.tag_send(bytes(2**20), 7)
         assert scope.cancelled_caught
         [sending] = client.describe_operations()
-        assert "sending a message" in sending and client._core.label in sending and "detached" in sending
+        assert "sending a message" in sending and internals(client).label in sending and "detached" in sending
         assert "1048576" in sending, "UCX's own words say the length"
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.tag_receive, bytearray(5), 99)
@@ -259,8 +261,8 @@ async def test_describing_what_ucx_cannot_be_asked_about_any_more(worker: ucp.Wo
         client.abort()
         for text in worker.describe_operations() + client.describe_operations():
             assert text  # some of these may have ended
-    operations = list(worker._engine.in_flight.values())
-    await worker._aclose()
+    operations = list(internals(worker).in_flight.values())
+    await close_worker(worker)
     assert all(operation.describe() for operation in operations)
     assert worker.describe_operations() == []
 
@@ -285,7 +287,7 @@ async def test_connecting_that_times_out_says_what_was_under_way(worker: ucp.Wor
 
 async def test_operations_that_did_not_end_in_a_message() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        engine = worker._engine
+        engine = internals(worker)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.tag_receive, bytearray(5), 99)
             await trio.testing.wait_all_tasks_blocked(0.01)

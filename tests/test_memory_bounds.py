@@ -16,6 +16,7 @@ import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._credit import cost
+from trio_ucx.testing import internals
 
 MIB = 2**20
 WINDOW = MIB
@@ -96,7 +97,7 @@ async def admissions(attacker: Attacker) -> None:
     """A peer that sends ADMIT for very many tag queues."""
     connection = await attacker.connect()
     for queue in range(60_000):
-        connection._link.sending.send_frame(wire.Admit(queue, 0))
+        internals(connection).sending.send_frame(wire.Admit(queue, 0))
         if queue % 100 == 0:
             await trio.sleep(0)
     await attacker.all_received()

@@ -16,7 +16,7 @@ from helpers import pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote import open_two
-from test_exchange import ALL, some_facts
+from samples import ALL, some_facts
 
 import trio_ucx
 from trio_ucx import ucp

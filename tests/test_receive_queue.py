@@ -10,13 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
+from faults import record_probes
 from helpers import TRANSPORTS, Rounds, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp import _receive_queue
-from trio_ucx.ucp._engine.engine import Engine
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -223,15 +222,7 @@ async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records which queues were probed."""
-    found: list[str] = []
-    begin = _receive_queue._Probe.__init__
-
-    def recording(probe: _receive_queue._Probe, engine: Engine, transport: str) -> None:
-        found.append(transport)
-        begin(probe, engine, transport)
-
-    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
-    return found
+    return record_probes(monkeypatch)
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])

@@ -10,11 +10,13 @@ from functools import partial
 
 import pytest
 import trio
+from faults import break_worker
 from helpers import open_pair, open_peer, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._highlevel import split_loss
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.operations import EndpointCore
 from trio_ucx.ucp._status import Status, UCXError
 
@@ -273,7 +275,7 @@ async def test_broken_worker_ends_the_server() -> None:
                     client = await trio_ucx.open_ucx_stream(*listener.address, worker=theirs)
                     try:
                         await until(lambda: listener.statistics().accepted)
-                        mine._engine.internal_error(RuntimeError("a bug"))
+                        break_worker(mine)
                         await trio.sleep_forever()
                     finally:
                         client.abort()
@@ -290,7 +292,7 @@ async def test_a_connection_owns_its_memory_and_atomics_endpoints(transports: st
             remote_memory = stack.enter_context(connection.endpoint.attach(memory.descriptor))
             await remote_memory.put(bytes(8), 0)
             assert await remote_memory.fetch_add(1, 0) == 0
-            core = connection._link.core
+            core = internals(connection).core
             beside = [core.memory_companion, core.companion]
             beside += [one.companion for one in beside if one is not None]
             found = [one for one in beside if isinstance(one, EndpointCore)]

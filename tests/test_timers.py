@@ -15,6 +15,7 @@ from peers import REMOTE
 
 from trio_ucx import ucp
 from trio_ucx._native import lib
+from trio_ucx.testing import internals
 
 #: Nanoseconds: at once, and so late that it is not in the test's time.
 NOW, LATER = 1, 10 * 10**9
@@ -78,7 +79,7 @@ async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Work
 async def test_the_timer_of_request_chains() -> None:
     async with open_chain(0.001, 1) as (worker, chain):
         await chain.run()
-        timer = worker._engine.chain_timer._fd  # type: ignore[attr-defined]
+        timer = internals(worker).chain_timer._fd  # type: ignore[attr-defined]
         async with just_before("trio_ucx chain timer", lambda: lib.tu_timer_set(timer, LATER, 0)):
             lib.tu_timer_set(timer, NOW, 0)
         assert remaining(timer) > LATER / 2e9, "what C had armed was disarmed"
@@ -96,7 +97,7 @@ async def test_short_delays_are_short() -> None:
 async def test_the_safety_net() -> None:
     """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
     async with ucp.open_worker() as worker:
-        net = worker._engine._net
+        net = internals(worker)._net
         await trio.testing.wait_all_tasks_blocked()
         async with just_before("trio_ucx safety net", net.watch_polling):
             net._set(NOW / 1e9)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import trio
-from test_cli import QUICK, TIMEOUT, listening_address, run_cli, start_cli
+from programs import QUICK, TIMEOUT, listening_address, run_cli, start_cli
 
 import trio_ucx
 from trio_ucx import ucp

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
+from faults import close_context, close_worker, record_kept_workers
 from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
 from timing import cancelled_after
 
 from trio_ucx import ucp
-from trio_ucx.ucp._engine import shutdown as _end
+from trio_ucx.testing import internals
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
 SIZES = [0, 1, 8191, 65535, 65536, 65537, 2**20]
@@ -31,7 +32,9 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
 
 async def arrived(endpoint: ucp.Endpoint, size: int) -> None:
     """Waits until so many bytes are there, unread."""
-    await until(lambda: endpoint._core.stream_buffer is not None and endpoint._core.stream_buffer.size == size)
+    await until(
+        lambda: internals(endpoint).stream_buffer is not None and internals(endpoint).stream_buffer.size == size
+    )
 
 
 # ---- the data ----
@@ -231,7 +234,7 @@ async def test_waiting_for_readiness_ends_with_the_worker(transports: str) -> No
             nursery.start_soon(expect_closed, client.stream_receive, bytearray(1))
             await trio.testing.wait_all_tasks_blocked()
             with pytest.warns(ResourceWarning, match="RawListener"):  # the pair's
-                await worker._aclose()
+                await close_worker(worker)
 
 
 # ---- the end ----
@@ -308,8 +311,8 @@ async def test_closed_by_us(worker: ucp.Worker) -> None:
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-    assert not worker._engine.overdue
-    assert not worker._engine.children
+    assert not internals(worker).overdue
+    assert not internals(worker).children
 
 
 async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Worker) -> None:
@@ -323,13 +326,13 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
         await until(lambda: not server.alive)
     server = None
     gc.collect()
-    await until(lambda: not worker._engine.children)
+    await until(lambda: not internals(worker).children)
 
 
 @pytest.mark.parametrize("read", [0, 3])
-async def test_worker_closed_with_unread_data(transports: str, read: int) -> None:
+async def test_worker_closed_with_unread_data(transports: str, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with endpoints that are open."""
-    abandoned = len(_end.abandoned)
+    kept = record_kept_workers(monkeypatch)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         listener = await worker.open_listener("127.0.0.1", 0)
         client = await worker.open_endpoint(listener.address)
@@ -338,7 +341,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         await arrived(server, 10_000)
         await server.stream_receive(bytearray(read))
         await listener.aclose()
-    assert len(_end.abandoned) == abandoned
+    assert not kept
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
     with pytest.raises(trio.ClosedResourceError):
@@ -389,7 +392,7 @@ async def test_data_outlives_all_endpoints(worker: ucp.Worker) -> None:
             await arrived(server, 6000)
             kept.append(await server.stream_receive_some())
         kept.pop().release()
-    await until(lambda: not worker._engine.endpoints)
+    await until(lambda: not internals(worker).endpoints)
     for number, data in reversed(list(enumerate(kept))):
         assert data.data == pattern(6000, number)
         data.release()
@@ -413,8 +416,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_worker_closed_while_something_uses_the_data(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    abandoned: list[Any] = []
-    monkeypatch.setattr(_end, "abandoned", abandoned)
+    kept = record_kept_workers(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
             async with open_raw_pair(worker) as (client, server):
@@ -423,22 +425,22 @@ async def test_worker_closed_while_something_uses_the_data(transports: str, monk
                 await server.stream_receive(bytearray(10))
                 data = await server.stream_receive_some()
                 rest = data.data[5:]
-    assert len(abandoned) == 1
+    assert len(kept) == 1
     assert rest == pattern(5000)[15:]
     del rest
     data.release()
-    worker.context._close()
+    close_context(worker.context)
 
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_dropped_data(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, server):
         await client.stream_send(pattern(5000))
-        children = len(worker._engine.children)
+        children = len(internals(worker).children)
         with pytest.warns(ResourceWarning, match="unreleased .*StreamData"):
             await server.stream_receive_some()
             gc.collect()
-            await until(lambda: len(worker._engine.children) <= children + 1)  # the stream buffer
+            await until(lambda: len(internals(worker).children) <= children + 1)  # the stream buffer
 
 
 # ---- cancelled, stopped, killed ----
