@@ -146,6 +146,21 @@ def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
 
 
+def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:
+    """Accepting a control socket fails once with each of these errors, which are removed from the list."""
+    control = listener._acceptor._listener
+    accept = control.accept
+
+    async def failing() -> trio.SocketStream:
+        stream = await accept()
+        if errors:
+            stream.socket.close()
+            raise errors.pop(0)
+        return stream
+
+    control.accept = failing  # type: ignore[method-assign]
+
+
 # ---- peers ----
 
 

@@ -367,11 +367,14 @@ async def test_cancelled_send_all_leaves_a_prefix(worker: ucp.Worker) -> None:
 
 
 async def test_request_in_a_group(worker: ucp.Worker) -> None:
+    async def wait(request: ucp.Request) -> None:
+        await request
+
     async with open_raw_pair(worker) as (client, _):
         buffers = [bytearray(10), bytearray(10)]
         async with worker.open_request_group() as group:
             requests = [group.tag_receive(buffer, tag) for tag, buffer in enumerate(buffers)]
-            await cancelled_promptly(lambda: requests[0]._wait())
+            await cancelled_promptly(wait, requests[0])
             assert not requests[0].done
             requests[1].cancel()
             assert requests[1].done

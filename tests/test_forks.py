@@ -11,10 +11,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import trio
-from faults import close_context
+from faults import close_context, close_worker
 from helpers import open_pair, open_peer, open_raw_pair
 from outcome import Value
 from peers import REMOTE
@@ -199,7 +200,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                     other_end.aclose,
                     listener.aclose,
                     raw_listener.aclose,
-                    worker._aclose,
+                    partial(close_worker, worker),
                 ):
                     coroutine = close()
                     coroutine.send(None)  # all that it does but a checkpoint

@@ -17,6 +17,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from faults import fail_accepts
 from helpers import free_port, open_peer, pattern, until
 from timing import PROMPT, Stopwatch, cancelled_after
 
@@ -387,17 +388,8 @@ async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worke
 async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     """Transient errors are logged, and accepting goes on; any other closes the listener, and ``accept`` raises."""
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    accept = listener._acceptor._listener.accept
     errors = [OSError(errno.EMFILE, "files"), OSError(errno.ENFILE, "files"), OSError(errno.ENOBUFS, "memory")]
-
-    async def failing() -> trio.SocketStream:
-        stream = await accept()
-        if errors:
-            stream.socket.close()
-            raise errors.pop(0)
-        return stream
-
-    listener._acceptor._listener.accept = failing  # type: ignore[method-assign]
+    fail_accepts(listener, errors)
     async with listener:
         while errors:
             with pytest.raises(OSError):
