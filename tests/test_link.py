@@ -20,6 +20,7 @@ from simulation import World, simulated
 
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
+from trio_ucx._close_handshake import Peer
 from trio_ucx._credit import ANNOUNCEMENT
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.closing import Closing
@@ -317,6 +318,11 @@ def acknowledges_during_a_transfer(method: Callable[..., Any], closing: Closing)
 @fault(Sending, "finished")
 def closes_when_everything_was_acknowledged(method: Callable[..., Any], sending: Sending) -> bool:
     return bool(method(sending)) and not sending.undelivered
+
+
+@fault(Sending, "finished")
+def waits_for_what_a_closing_peer_dropped(method: Callable[..., Any], sending: Sending) -> bool:
+    return bool(method(sending)) and not (sending.handshake.peer is Peer.CLOSING and sending.undelivered)
 
 
 @pytest.mark.parametrize("name", FAULTS)
