@@ -1,4 +1,4 @@
-"""What every test checks: nothing native is left, no event was missed, nothing is in flight at a worker's end."""
+"""Options and fixtures. After every test: no native handle is alive, no event was missed, nothing was in flight."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trustme
 from helpers import TRANSPORTS, Certificates, Rounds
+from remote import Ground, open_ground
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
@@ -78,8 +79,7 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what is there before the first test, some hundred thousand objects, out of the garbage collector's sight:
-    it is called after each test."""
+    """Freezes the hundred thousands of objects that exist before the first test: the collector runs after each test."""
     gc.collect()
     gc.freeze()
 
@@ -119,7 +119,7 @@ def certificates() -> Certificates:
 
 @pytest.fixture(params=TRANSPORTS)
 def transports(request: pytest.FixtureRequest) -> str:
-    """Which transports the test runs over."""
+    """The value of UCX_TLS that the test runs with."""
     value: str = request.param
     return value
 
@@ -128,3 +128,16 @@ def transports(request: pytest.FixtureRequest) -> str:
 async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
     async with ucp.open_worker(config={"TLS": transports}) as worker:
         yield worker
+
+
+@pytest.fixture
+async def ground(transports: str) -> AsyncIterator[Ground]:
+    async with open_ground(transports) as ground:
+        yield ground
+
+
+@pytest.fixture
+def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The value of UCX_TLS that the test runs with, in this process and in those that it starts."""
+    monkeypatch.setenv("UCX_TLS", transports)
+    return transports

@@ -1,17 +1,22 @@
-"""Hosts with networks of their own on this machine: network namespaces, and cables (veth) between them."""
+"""Simulated hosts: network namespaces on this machine, connected by veth pairs (called cables here);
+and two processes that meet in such networks, or in other namespaces.
+"""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import attrs
 import pytest
 import trio
+from helpers import open_peer
 
 _numbers = itertools.count()
 
@@ -59,7 +64,7 @@ class Host:
 
 
 class Network:
-    """Makes hosts and cables; see :func:`open_network`."""
+    """Creates hosts and cables; see :func:`open_network`."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -117,3 +122,67 @@ def unshare(*kinds: str) -> Sequence[str]:
         command += ["--fork", "--kill-child", "--mount-proc"]
     need(*command, "true", why=f"namespaces ({', '.join(kinds)})")
     return command
+
+
+SIZES = [1, 5000, 2**20]
+SHARED_MEMORY = {"sysv", "posix"}
+LOOPBACK = "127.0.0.1"
+#: UCX logs what we expect to standard output, where peers speak.
+QUIET = {"UCX_LOG_LEVEL": "fatal"}
+
+
+@attrs.frozen
+class Side:
+    """How one of the two is run."""
+
+    under: Sequence[str] = ()
+    options: dict[str, Any] = attrs.field(factory=dict)
+    environment: dict[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Meeting:
+    """What became of it: what the client said, the transports of the server's connections, and the server's log."""
+
+    client: list[Any]
+    server: list[list[str]]
+    log: str
+
+    def assert_tcp(self) -> None:
+        assert self.client[0] == "connected", (self.client, self.log)
+        assert self.client[1] == ["tcp"] and self.server == [["tcp"]]
+
+    def assert_shared_memory(self) -> None:
+        assert self.client[0] == "connected", (self.client, self.log)
+        assert set(self.client[1]) & SHARED_MEMORY
+        [transports] = self.server
+        assert set(transports) & SHARED_MEMORY
+
+    def assert_refused(self, *words: str) -> None:
+        """Both sides got an error with the reason."""
+        kind, number, text, seconds = self.client
+        assert kind == "ConnectionRefusedError" and number == errno.ECONNREFUSED, self.client
+        assert seconds < 5
+        for word in words:
+            assert word in text, text
+            assert word in self.log, self.log
+        assert self.server == []
+
+
+async def meet(client: Side, server: Side, host: str = LOOPBACK, target: Any = None) -> Meeting:
+    """A server, and a client that connects to it: messages come back.
+
+    Args:
+        host: where the server listens.
+        target: where the client connects to, if it is not that.
+    """
+    async with (
+        open_peer("host", [host], server.options, under=server.under, **server.environment) as listening,
+        open_peer("visitor", client.options, SIZES, under=client.under, **client.environment) as connecting,
+    ):
+        [address] = await listening.hear()
+        await connecting.tell(target or address)
+        said = await connecting.hear(40)
+        await listening.tell()
+        transports, log = await listening.hear()
+        return Meeting(said, transports, "\n".join(log))

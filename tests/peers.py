@@ -1,4 +1,4 @@
-"""What the other processes of the tests do: ``python tests/peers.py ROLE ARGUMENTS``. See ``helpers.open_peer``."""
+"""The roles of the tests' other processes: ``python tests/peers.py ROLE ARGUMENTS``. See ``helpers.open_peer``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_to_peer, pattern
+from helpers import open_to_peer, pattern, resident
 from shared_queue import take_an_element
+from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 
 #: What remote memory and atomics need.
 REMOTE = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
@@ -46,7 +48,7 @@ _stdin = b""
 
 
 async def ask() -> Any:
-    """The next thing that the test tells us; EOFError when it has gone."""
+    """The test's next line; EOFError when the test has ended."""
     global _stdin
     while b"\n" not in _stdin:
         await trio.lowlevel.wait_readable(0)
@@ -66,7 +68,7 @@ async def until_told() -> None:
 
 
 async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: bool = False, **options: Any) -> None:
-    """Serves until told to stop; says its addresses first: host and port, and a Unix socket."""
+    """Serves until the test says so. First reports its addresses: host and port, and a Unix socket."""
     with tempfile.TemporaryDirectory() as folder:
         async with trio.open_nursery() as nursery:
 
@@ -85,13 +87,13 @@ async def serve(handler: Callable[[trio_ucx.Connection], Any], *, tell_missed: b
 
 @role
 async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False) -> None:
-    """Sends every message back on the tag it came by, and the byte stream, too.
+    """Sends every message back with the same tag, and the byte stream, too.
 
-    With ``tell_missed`` it says at the end how many events its workers have missed.
+    With ``tell_missed`` it finally reports how many events its workers have missed.
     """
 
     async def handler(connection: trio_ucx.Connection) -> None:
-        async def lane(tag: int) -> None:
+        async def echo_tag(tag: int) -> None:
             async for message in connection.messages(tag):
                 await connection.send(message, tag)
 
@@ -102,7 +104,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
         try:
             async with trio.open_nursery() as nursery:
                 for tag in tags:
-                    nursery.start_soon(lane, tag)
+                    nursery.start_soon(echo_tag, tag)
                 nursery.start_soon(stream)
         except* trio.BrokenResourceError:
             pass
@@ -112,7 +114,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
 
 @role
 async def limited(megabytes: int) -> None:
-    """Echoes tag 7 in so much address space, and says what goes wrong."""
+    """Echoes tag 7 with a limited address space, and reports errors."""
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -129,7 +131,7 @@ async def limited(megabytes: int) -> None:
 
 @role
 async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
-    """Accepts, and reads nothing."""
+    """Accepts connections, and receives nothing."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await trio.sleep_forever()
@@ -139,7 +141,7 @@ async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
 
 @role
 async def waiting(host: str, keepalive: float) -> None:
-    """A client whose server says nothing: says how it ends, and after how many seconds from when it was told."""
+    """A client that receives until the connection ends. Reports how, and how many seconds after the test's line."""
     async with ucp.open_worker() as worker:
         port = await ask()
         connection = await trio_ucx.open_ucx_stream(host, port, worker=worker, keepalive_interval=keepalive)
@@ -168,7 +170,7 @@ async def source(plan: list[list[int]], rounds: int = 1) -> None:
 
 @role
 async def sink(plan: list[list[int]]) -> None:
-    """Checks that the messages ``[tag, size, seed]`` come, then that nothing else does; says so."""
+    """Checks that the messages ``[tag, size, seed]`` arrive and nothing else does; reports that."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         try:
@@ -199,7 +201,7 @@ async def numbered(count: int, size: int) -> None:
 
 @role
 async def sender_then_wait(plan: list[list[int]]) -> None:
-    """Sends messages, says so, and stays."""
+    """Sends messages, reports that, and keeps the connection open."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         for tag, size, seed in plan:
@@ -212,7 +214,7 @@ async def sender_then_wait(plan: list[list[int]]) -> None:
 
 @role
 async def raw_listener() -> None:
-    """A raw UCP listener: accepts endpoints, and only progresses."""
+    """A raw UCP listener: accepts endpoints, and does nothing with them but progress."""
     async with ucp.open_worker() as worker, await worker.open_listener("127.0.0.1", 0) as listener:
         say([listener.address, bytes(worker.address).hex()])
         endpoints = []
@@ -271,7 +273,7 @@ async def am_sender(plan: list[list[int]]) -> None:
 
 @role
 async def stream_echo() -> None:
-    """Sends what comes by the UCP stream of the first endpoint back."""
+    """Sends the data of the first endpoint's UCP stream back."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
     async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
         say([listener.address, bytes(worker.address).hex()])
@@ -295,10 +297,11 @@ async def stream_echo() -> None:
 
 @role
 async def owner(nbytes: int, kind: str = "allocated") -> None:
-    """Owns memory, all zero, and serves whoever comes: says how to, then answers questions until told to stop.
+    """Owns memory, all zero, that any peer may use. Reports its addresses, then answers questions until the test ends
+    it.
 
-    The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (waits for a byte other than 0
-    at ``flag``, without resting, then the digest of what is from ``start`` to ``stop``).
+    The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (polls until there is a byte
+    other than 0 at ``flag``, then the digest of what is from ``start`` to ``stop``).
     """
     tls = os.environ["UCX_TLS"]
     with ucp.open_context(features=REMOTE) as context:
@@ -345,10 +348,9 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
 
 @role
-async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
-    """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed.
-
-    Four tasks do, one of them by request chains.
+async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
+    """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed:
+    with four tasks, one of which uses request chains.
     """
     rng = random.Random(os.getpid())
     data = bytearray(b"\1" * (stop - start))
@@ -390,9 +392,8 @@ async def mover(way: str, said: dict[str, Any], kind: str, start: int, stop: int
 
 @role
 async def chain_locking(worker_address: str, descriptor: str, me: int, sections: int, runs: int) -> None:
-    """When told to, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0.
-
-    Offset 16 has whom the lock belongs to, as its holders see it. Says how often the lock was found taken.
+    """After the test's line, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0. Each
+    holder writes its number at offset 16. Reports how often the lock was found taken.
     """
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
@@ -424,7 +425,7 @@ async def chain_locking(worker_address: str, descriptor: str, me: int, sections:
 
 @role
 async def counting(worker_address: str, descriptor: str, count: int, how: str) -> None:
-    """When told to, adds 1 at offset 0 so many times; says the sum of what was there before, with ``fetch``."""
+    """After the test's line, adds 1 at offset 0 so many times; with ``fetch``, reports the sum of the old values."""
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
             with endpoint.attach(bytes.fromhex(descriptor)) as memory:
@@ -444,7 +445,7 @@ async def counting(worker_address: str, descriptor: str, count: int, how: str) -
 
 @role
 async def locking(worker_address: str, descriptor: str, count: int, own: int) -> None:
-    """Takes the lock at offset 0 so many times, and adds 1 at offset 8 under it, by get and put."""
+    """Takes the lock at offset 0 so many times, each time adding 1 at offset 8 by get and put."""
     async with ucp.open_worker(features=REMOTE) as worker:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
             with endpoint.attach(bytes.fromhex(descriptor)) as memory:
@@ -463,8 +464,8 @@ async def locking(worker_address: str, descriptor: str, count: int, own: int) ->
 
 
 @role
-async def deaf() -> None:
-    """Accepts control sockets and never says a word."""
+async def unresponsive_listener() -> None:
+    """Accepts control sockets, and never sends anything."""
     listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, lambda _: trio.sleep_forever(), [listener])
@@ -475,9 +476,9 @@ async def deaf() -> None:
 
 @role
 async def busy(address: list[Any], transports: str) -> None:
-    """A program that never rests, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
+    """A program that is always busy, to be interrupted: it must end with KeyboardInterrupt, and leave nothing.
 
-    Run over and over, and interrupted each time, until it is told to end: see ``interrupted``.
+    Runs again after each interrupt until the test ends it: see ``interrupted``.
     """
     ready = False
     say("begins")
@@ -507,7 +508,9 @@ async def busy(address: list[Any], transports: str) -> None:
 
 @role
 async def flood(count: int, size: int) -> None:
-    """Once asked to, sends ``count`` messages of ``pattern(size, i)`` with tag 1; with size 0, 64 KB writes instead."""
+    """After the first message from its peer, sends ``count`` messages ``pattern(size, i)`` with tag 1; with size 0,
+    writes of 64 KB instead.
+    """
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.receive()
@@ -520,14 +523,9 @@ async def flood(count: int, size: int) -> None:
     await serve(handler)
 
 
-def resident() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 @role
-async def hoard(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
-    """Asks ``flood`` to send, reads nothing for a while, then everything; says how far its memory grew meanwhile."""
+async def flooded_receiver(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
+    """Makes ``flood`` send, reads nothing for a while, then everything. Reports how far its memory grew meanwhile."""
     async with trio_ucx.connect(tuple(address), window=window) as connection:
         await connection.send(b"warm up", 2)
         before = most = resident()
@@ -556,8 +554,8 @@ async def hoard(address: list[Any], seconds: float, window: int, count: int, siz
 
 
 @role
-async def victim() -> None:
-    """Reads nothing with tag 1; tells who asks with tag 7 how far its memory grew, and how many connections broke."""
+async def flooded_server() -> None:
+    """Never receives tag 1. Answers tag 7 with how far its memory grew, and how many connections broke."""
     before = 0
     broken = 0
 
@@ -581,7 +579,7 @@ async def victim() -> None:
 
 @role
 async def target() -> None:
-    """Echoes tag 7; says how much memory it has, each time it is asked."""
+    """Echoes tag 7; reports its memory for each line of the test."""
 
     async def handler(connection: trio_ucx.Connection) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
@@ -600,17 +598,19 @@ async def target() -> None:
 
 @role
 async def pinger(address: list[Any]) -> None:
-    """Says, when told to stop, how many seconds each of its round trips took."""
-    took = []
+    """Makes round trips until the test's line, then reports how many seconds each took, and the noise meanwhile."""
+    took: list[tuple[float, float]] = []
     async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
 
         async def ping() -> None:
-            while True:
-                start = time.perf_counter()
-                await connection.send(bytes(100), 7)
-                await connection.receive(7)
-                took.append(time.perf_counter() - start)
-                await trio.sleep(0.005)
+            with Noise() as noise:
+                while True:
+                    start = time.perf_counter()
+                    await connection.send(bytes(100), 7)
+                    await connection.receive(7)
+                    now = time.perf_counter()
+                    took.append((now - start, noise.since(start, now)))
+                    await trio.sleep(0.005)
 
         nursery.start_soon(ping)
         say("pinging")
@@ -621,7 +621,7 @@ async def pinger(address: list[Any]) -> None:
 
 @role
 async def closes_listeners(count: int) -> None:
-    """Opens and closes listeners when told to, and goes on using their memory."""
+    """Opens and closes listeners at the test's lines, and goes on using their memory."""
     async with ucp.open_worker() as worker:
         for _ in range(count):
             [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
@@ -635,8 +635,8 @@ async def closes_listeners(count: int) -> None:
 
 
 @role
-async def tight(spare: int, isolate: bool = False) -> None:
-    """``echo`` with hardly any file descriptors left."""
+async def echo_with_few_descriptors(spare: int, isolate: bool = False) -> None:
+    """``echo`` with few free file descriptors."""
     async with ucp.open_worker():
         used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -644,7 +644,7 @@ async def tight(spare: int, isolate: bool = False) -> None:
 
 
 @role
-async def knock(address: list[Any]) -> None:
+async def reconnecting_client(address: list[Any]) -> None:
     """Connects over and over, until it is killed."""
     say("ready")
     async with ucp.open_worker() as worker:
@@ -657,7 +657,7 @@ async def knock(address: list[Any]) -> None:
 
 @role
 async def client_of(address: list[Any], number: int) -> None:
-    """Connects, sends the number with tag 1, and stays, reading nothing, until it is killed."""
+    """Connects, sends the number with tag 1, and then receives nothing until it is killed."""
     async with trio_ucx.connect(tuple(address)) as connection:
         await connection.send(b"%d" % number, 1)
         await trio.sleep_forever()
@@ -669,7 +669,7 @@ def transports_of(connection: trio_ucx.Connection) -> list[str]:
 
 @role
 async def host(hosts: list[str], options: dict[str, Any]) -> None:
-    """Sends every message back. Says its addresses; and when told to end, its connections' transports, and its log."""
+    """Sends every message back. Reports its addresses; at the end, its connections' transports and its log."""
     log: list[str] = []
     transports: list[list[str]] = []
 
@@ -705,9 +705,8 @@ def keep_log(log: list[str]) -> None:
 
 @role
 async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
-    """Told an address, connects there; messages of these sizes must come back. Says its transports and addresses.
-
-    Or the error: class, errno, text, and the seconds until then.
+    """Connects to the address that the test sends; messages of these sizes must come back. Reports its transports and
+    addresses; or the error: class, errno, text, and the seconds until then.
     """
     address = await ask()
     start = trio.current_time()
@@ -729,7 +728,7 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 @role
 async def forwarder(host: str) -> None:
-    """Forwards TCP connections to a target that it is told. Says its address; in the end, how many bytes passed."""
+    """Forwards TCP connections to the target that the test sends. Reports its address; finally, the bytes passed."""
     target = await ask()
     passed = 0
 
@@ -761,7 +760,7 @@ BIG = 2**24
 
 
 async def load(connection: trio_ucx.Connection, kind: str, task_status: trio.TaskStatus[None]) -> None:
-    """What goes on at a connection when its peer is lost; as long as it lasts. Tag 2 is used for it.
+    """The load on a connection while its peer is lost, until the connection ends. It uses tag 2.
 
     ``full``: as much is sent as the window allows. ``offered``: the same, and a large message that nobody receives.
     ``sending``, ``receiving``: large messages, one after the other. ``busy``: many of 1 MiB in both directions.
@@ -813,11 +812,12 @@ class Leaving(Exception):
 
 
 @role
-async def loser() -> None:
-    """Told how, opens a connection, puts it under load, says so, and ends it when it is told to; and so on.
+async def lost_peer() -> None:
+    """For each case that the test sends: opens a connection, puts it under load, reports that, and ends it at the next
+    line.
 
-    Told ``[host, target, options, load, way]``. ``host`` is where to listen at, and is answered by the address;
-    ``target`` is where to connect to, if there is no host.
+    A case is ``[host, target, options, load, way]``. If ``host`` is given, the peer listens there and reports the
+    address; else it connects to ``target``.
     """
     while True:
         try:
@@ -856,9 +856,9 @@ async def loser() -> None:
 
 @role
 async def watcher(host: str | None, cases: list[list[Any]]) -> None:
-    """One side of several connections, each ``[load, keepalive_interval]``: listens, or is told where to connect to.
-
-    Says its addresses, if it listens; then "ready". In the end, of each connection: None, or the error and the moment.
+    """One side of several connections, each ``[load, keepalive_interval]``: listens, or connects to the addresses that
+    the test sends. Reports its addresses, if it listens; then "ready"; at the end, for each connection, None, or the
+    error and the time.
     """
     lost: list[Any] = [None] * len(cases)
     ready = 0
@@ -905,18 +905,18 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
 
 def worker_of(connection: trio_ucx.Connection) -> ucp.WorkerAddress:
     """The worker at the other end."""
-    address = connection.endpoint._core.peer_address
+    address = internals(connection.endpoint).peer_address
     assert address is not None
     return address
 
 
 @role
 async def dying_client(transport: str) -> None:
-    """Connects to the address that it is told, and dies in the middle of writing when it is told to."""
+    """Connects to the address that the test sends, and after the next line dies in the middle of writing."""
     connection = await trio_ucx.connect(tuple(await ask())).__aenter__()
     await connection.send(b"hello")
     await connection.receive()
-    say(sorted(lane.name for lane in connection.endpoint.transports))
+    say(sorted(transport.name for transport in connection.endpoint.transports))
     await ask()
     take_an_element(worker_of(connection), transport)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -928,7 +928,7 @@ async def dying_server(transport: str) -> None:
 
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.send(await connection.receive())
-        say(sorted(lane.name for lane in connection.endpoint.transports))
+        say(sorted(transport.name for transport in connection.endpoint.transports))
         await connection.receive(1)
         take_an_element(worker_of(connection), transport)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -938,7 +938,7 @@ async def dying_server(transport: str) -> None:
 
 @role
 async def dying_raw_peer(transport: str) -> None:
-    """A raw peer, told the address of a worker: answers one message, then dies in the middle of writing."""
+    """A raw peer. Gets a worker's address from the test, answers one message, then dies in the middle of writing."""
     async with ucp.open_worker() as worker:
         say(bytes(worker.address).hex())
         address = ucp.WorkerAddress(bytes.fromhex(await ask()))
@@ -951,9 +951,8 @@ async def dying_raw_peer(transport: str) -> None:
 
 @role
 async def caller(size: int, shared_memory: bool | str = "auto") -> None:
-    """A client that is told an address, and then when to make a round trip; says how each went, and its transports.
-
-    It connects again if the server gives a connection up, as one does whose queue in shared memory has just stopped.
+    """A client that makes one round trip for each line of the test, and reports its outcome and transports. It connects
+    again when the server drops a connection because its shared-memory queue has just stopped.
     """
     address = tuple(await ask())
     deadline = time.monotonic() + 4
@@ -965,7 +964,7 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
             if time.monotonic() > deadline:
                 raise
             await trio.sleep(0.05)
-    say(sorted(lane.name for lane in connection.endpoint.transports))
+    say(sorted(transport.name for transport in connection.endpoint.transports))
     try:
         while True:
             waiting = await ask()
@@ -984,21 +983,21 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
 
 
 async def move_much(connection: trio_ucx.Connection, size: int) -> None:
-    """Sends and receives messages of ``size`` on four lanes, until the connection ends."""
+    """Sends and receives messages of ``size`` with four tags, until the connection ends."""
 
-    async def send(lane: int, data: bytes) -> None:
+    async def send(tag: int, data: bytes) -> None:
         while True:
-            await connection.send(data, lane)
+            await connection.send(data, tag)
 
-    async def receive(lane: int, buffer: bytearray) -> None:
+    async def receive(tag: int, buffer: bytearray) -> None:
         while True:
-            await connection.receive_into(buffer, lane)
+            await connection.receive_into(buffer, tag)
 
     try:
         async with trio.open_nursery() as nursery:
-            for lane in range(4):
-                nursery.start_soon(send, lane, bytes(size))
-                nursery.start_soon(receive, lane, bytearray(size))
+            for tag in range(4):
+                nursery.start_soon(send, tag, bytes(size))
+                nursery.start_soon(receive, tag, bytearray(size))
     except* (trio.BrokenResourceError, trio.ClosedResourceError):
         pass
 
@@ -1010,7 +1009,7 @@ async def busy_both_ways(size: int) -> None:
 
 @role
 async def aborter(address: list[Any], size: int, rounds: int) -> None:
-    """Aborts connections while much is under way both ways."""
+    """Aborts connections while large messages are in flight both ways."""
     rng = random.Random(os.getpid())
     for number in range(rounds):
         async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
@@ -1022,9 +1021,8 @@ async def aborter(address: list[Any], size: int, rounds: int) -> None:
 
 @role
 async def steady_client(limit: float) -> None:
-    """Makes round trips until told to stop, and connects again whenever it has to.
-
-    Says how many there were, how often it connected, and the longest time between two.
+    """Makes round trips until the test ends it, and connects again when a connection breaks. Reports how many there
+    were, how often it connected, and the longest time between two.
     """
     address = tuple(await ask())
     trips = connects = 0
@@ -1058,8 +1056,8 @@ async def steady_client(limit: float) -> None:
     say([trips, connects, longest])
 
 
-def brood() -> None:
-    """Kills so many clients at random moments, one after the other in each of a few rows, while they send.
+def killed_clients() -> None:
+    """Kills a number of sending clients at random moments; a few run at a time.
 
     They are forked, as a process takes its time to start.
     """
@@ -1120,7 +1118,7 @@ def end_with_parent() -> None:
 
 
 async def send_without_end(port: int, size: int, tell: int) -> None:
-    """Sends messages to tag 2 without end."""
+    """Sends messages with tag 2 for ever."""
     while True:
         try:
             connection = await trio_ucx.connect(("127.0.0.1", port), connect_timeout=4).__aenter__()
@@ -1137,7 +1135,7 @@ async def send_without_end(port: int, size: int, tell: int) -> None:
 
 
 def interrupted() -> None:
-    """Runs ``busy`` as a program of its own would be run, as often as it is told to, and reports how each run ended."""
+    """Runs ``busy`` once for each line of the test, as a program would be run, and reports how each run ended."""
     import gc
     import warnings
 
@@ -1173,7 +1171,7 @@ async def told_to_go_on() -> bool:
 
 def main() -> None:
     name, arguments = sys.argv[1:]
-    without_run = {"busy": interrupted, "brood": brood, "fork_between_runs": fork_between_runs}
+    without_run = {"busy": interrupted, "killed_clients": killed_clients, "fork_between_runs": fork_between_runs}
     if name in without_run:
         without_run[name]()
         return

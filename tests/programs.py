@@ -1,11 +1,13 @@
-"""The examples as their users run them: programs in processes of their own."""
+"""Runs the examples and the command line as their users do: in processes of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import queue
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -80,7 +82,7 @@ def trio_thread(function: Callable[..., Any], *arguments: Any) -> Iterator[queue
 
 
 class Program:
-    """An example in a process, which is gone when its block is left."""
+    """An example in a process, which has ended when its block is left."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -127,3 +129,53 @@ def program(path: Path, *arguments: object, transports: str | None = None) -> It
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+COMMAND = [sys.executable, "-m", "trio_ucx"]
+TIMEOUT = 60
+QUICK = ["--sizes", "8,1k,64k", "--iterations", "20"]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without UCX's options. Child processes turn warnings, such as those for leaks, into
+    errors.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    return {**clean, "PYTHONWARNINGS": "error", **changes}
+
+
+def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment(**changes), capture_output=True, text=True, timeout=TIMEOUT
+    )
+
+
+@contextlib.contextmanager
+def start_cli(*arguments: str, stderr: int = subprocess.PIPE, **changes: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, which is killed at the end of the block if it still runs."""
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], TIMEOUT)
+    assert ready, "no output"
+    return process.stdout.readline()
+
+
+def listening_address(server: subprocess.Popen[str]) -> str:
+    line = read_line(server)
+    assert line.startswith("listening at "), line
+    return line.split()[-1]

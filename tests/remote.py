@@ -1,4 +1,4 @@
-"""What the tests of remote memory and of atomics share."""
+"""Endpoints, owners and memory for the tests of remote memory, of atomics and of request chains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_to_peer
+from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_to_peer, until
+from outcome import Error, Value
 from peers import REMOTE
 
 from trio_ucx import ucp
@@ -51,7 +52,7 @@ async def open_way(way: str, worker: ucp.Worker, owner: ucp.Worker) -> AsyncIter
 
 
 @asynccontextmanager
-async def open_between(transports: str, way: str) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Context]]:
+async def open_endpoint_and_context(transports: str, way: str) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Context]]:
     """An endpoint, and the context of the worker that it leads to, in this process."""
     async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
         yield endpoint, owner.context
@@ -85,8 +86,52 @@ async def expect_broken(function: Any, *args: object) -> None:
     assert isinstance(caught.value.__cause__, ucp.UCXError)
 
 
+async def has_begun(worker: ucp.Worker, operations: int = 1) -> None:
+    """Waits until so many operations are in flight; the run of a chain is one."""
+    await until(lambda: worker.statistics().operations_in_flight >= operations)
+
+
 async def released(worker: ucp.Worker) -> None:
     """Waits until UCX has let go of every detached operation."""
-    with trio.fail_after(30):
-        while worker.statistics().left_over_operations:
-            await trio.sleep(0.002)
+    await until(lambda: not worker.statistics().left_over_operations)
+
+
+@attrs.frozen
+class Ground:
+    """A worker, an endpoint from it, and memory at the other end of that."""
+
+    worker: ucp.Worker
+    owner: ucp.Worker
+    endpoint: ucp.Endpoint
+    memory: ucp.Memory
+    remote: ucp.RemoteMemory
+
+    def read(self, offset: int = 0, length: int | None = None) -> bytes:
+        end = self.memory.nbytes if length is None else offset + length
+        return bytes(self.memory.memoryview[offset:end])
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        self.memory.memoryview[offset : offset + len(data)] = data
+
+    def u64(self, offset: int) -> int:
+        return int.from_bytes(self.read(offset, 8), "little")
+
+
+@asynccontextmanager
+async def open_ground(transports: str, way: str = "worker", nbytes: int = 4096) -> AsyncIterator[Ground]:
+    with trio.fail_after(60):
+        async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
+            with owner.context.allocate(nbytes) as memory, endpoint.attach(memory.descriptor) as remote:
+                memory.memoryview[:] = bytes(nbytes)
+                yield Ground(worker, owner, endpoint, memory, remote)
+
+
+def error_of(outcome: Any) -> Exception:
+    assert isinstance(outcome, Error), outcome
+    assert isinstance(outcome.error, Exception)
+    return outcome.error
+
+
+def value_of(outcome: Any) -> Any:
+    assert isinstance(outcome, Value), outcome
+    return outcome.value

@@ -1,4 +1,4 @@
-"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is the real thing.
+"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is real.
 
 Each end has a real :class:`Connection` over a real :class:`Link`; its messages reach the other end by way of the real
 ``ucp._engine.dispatch``, in the records that C code makes of them: small messages are packed with their neighbours, and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +47,7 @@ class InFlight:
     #: None: it stays in this buffer of the sender's.
     data: bytes | None
     pins: Pinned | None = None
-    #: The sender's operation, if UCX has not told the sender yet that it is done with the buffer.
+    #: The sender's operation, until UCX has completed it.
     operation: int = 0
     sender: SimulatedTransport | None = None
 
@@ -189,7 +189,7 @@ ABORT = "abort"
 
 
 class SimulatedTransport(Transport):
-    """UCX between two ends."""
+    """UCX between two ends: the four calls of ``_link.transport``."""
 
     __slots__ = ("busy", "dying", "peer", "threshold", "transfers", "wire")
     engine: Any
@@ -402,7 +402,7 @@ class Side:
         self.end: str | None = None
         # The end.
         self.closing = False
-        self.said_goodbye = False
+        self.close_sent = False
         self.waits_for_ack = False
         self.clean = False
 
@@ -582,10 +582,10 @@ class Side:
             self.cancel_write()
             self.closing = True
             closing.begin()
-        if not self.said_goodbye and closing.may_say_goodbye():
-            self.said_goodbye = True
+        if not self.close_sent and closing.may_say_goodbye():
+            self.close_sent = True
             self.waits_for_ack = closing.say_goodbye()
-        if self.said_goodbye:
+        if self.close_sent:
             answered = not self.waits_for_ack or handshake.acknowledged or self.link.core.handle is None
             if answered and closing.peer_is_done():
                 try:
@@ -594,6 +594,11 @@ class Side:
                 except trio.BrokenResourceError:
                     pass
                 self.write = None
+
+    def time_out(self) -> None:
+        """The graceful close ends, as it does after ``close_timeout``."""
+        with suppress(trio.BrokenResourceError):
+            self.link.closing.finish()
 
     def abort(self) -> None:
         self.link.abort()
@@ -624,6 +629,11 @@ class World:
 
     def other(self, side: Side) -> Side:
         return self.sides[side is self.sides[0]]
+
+    def holds_sends_of(self, side: Side) -> bool:
+        """Whether sends of one side wait for the other: for its credit, or in its UCX."""
+        held = self.other(side).engine.held.values()
+        return bool(side.link.sending.credit.waiting) or any(message.sender is side.transport for message in held)
 
     def notice(self) -> None:
         """An end that is gone is noticed by the other when all that it had sent has arrived."""
@@ -663,7 +673,7 @@ class World:
     def _state(self) -> list[object]:
         return [
             (
-                *(len(side.got), side.end, side.write, side.link.closed, side.said_goodbye, len(side.transport.wire)),
+                *(len(side.got), side.end, side.write, side.link.closed, side.close_sent, len(side.transport.wire)),
                 *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
                 *(sum(map(len, side.received.values())), side.link.core.handle is None),
             )

@@ -1,49 +1,48 @@
-"""Active messages: what arrives is what was sent, queues are bounded, and lent memory lives as long as it is used."""
+"""Active messages: data arrive unchanged, queues are bounded, and borrowed memory lives as long as it is used."""
 
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
 from helpers import (
-    PROMPT,
-    Stopwatch,
     assert_free,
-    assert_lanes,
     assert_pinned,
+    assert_transports,
     open_pair,
     open_peer,
     open_raw_pair,
     pattern,
+    resident,
     until,
 )
+from injected_faults import close_context, close_worker, forget_queues, record_kept_workers
+from timing import cancelled_after
 
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import engine as _engine
-from trio_ucx.ucp._engine import shutdown as _end
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull
 
 #: On both sides of what UCX sends at once, and of its rendezvous (RNDV_THRESH is 64 KiB).
 SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 65537, 2**20]
-#: Long enough for UCX to lend its memory, whatever the transport.
-LENT = 100_000
+#: Long enough for the data to be borrowed from UCX, whatever the transport.
+BORROWED = 100_000
 
 
 async def exchange(
     client: ucp.Endpoint, queue: ucp.ActiveMessages, data: Any = b"", *args: Any, **options: Any
 ) -> ucp.ActiveMessage:
-    """Sends, and returns what arrived, which the sender may be waiting for: only for what is eager."""
+    """Sends a message, and returns it as received. For eager messages only: a rendezvous send would wait."""
     with trio.fail_after(20):
         await client.am_send(queue._id, data, *args, **options)
         return await queue.receive()
@@ -97,7 +96,7 @@ async def test_sizes(worker: ucp.Worker, transports: str, protocol: ucp.SendProt
                             _ = message.data
             assert queue.statistics() == ucp.ActiveMessagesStatistics(0, 0, 0, 0)
         if transports == "tcp":
-            assert_lanes(client, transports)
+            assert_transports(client, transports)
 
 
 async def test_64_mib(worker: ucp.Worker) -> None:
@@ -285,9 +284,7 @@ async def test_iteration_ends_with_the_queue(worker: ucp.Worker) -> None:
                 nursery.start_soon(read)
                 for number in range(10):
                     await client.am_send(3, bytes([number]))
-                with trio.fail_after(20):
-                    while len(got) < 10:
-                        await trio.sleep(0.001)
+                await until(lambda: len(got) >= 10)
                 queue.__exit__()
         assert got == [bytes([number]) for number in range(10)]
         for function in (queue.receive_nowait, queue.receive):
@@ -470,10 +467,6 @@ async def test_no_queue_at_all(worker: ucp.Worker) -> None:
             assert client.alive
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 @pytest.mark.parametrize("size", [8, 200, 3000, 5000, 40_000])
 async def test_flood_to_a_queue_that_nobody_reads(transports: str, size: int) -> None:
     """Half as much again as fits. Over shared memory UCX has 8 KiB for each message, small ones too."""
@@ -519,7 +512,7 @@ async def test_queues_opened_and_closed_over_and_over(worker: ucp.Worker) -> Non
                     if rng.random() < 0.5:
                         with pytest.raises(trio.WouldBlock):
                             queue.receive_nowait()
-        _engine.lib.tu_worker_counts(worker._engine.handle, counts)
+        _engine.lib.tu_worker_counts(internals(worker).handle, counts)
         assert counts.ring_capacity == 512  # it never had to grow
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
             for number in range(3000):
@@ -528,7 +521,7 @@ async def test_queues_opened_and_closed_over_and_over(worker: ucp.Worker) -> Non
                 assert await (await queue.receive()).receive() == number.to_bytes(2, "big")
 
 
-# ---- lent memory ----
+# ---- borrowed memory ----
 
 
 async def test_data_lives_until_it_is_released(worker: ucp.Worker) -> None:
@@ -536,12 +529,12 @@ async def test_data_lives_until_it_is_released(worker: ucp.Worker) -> None:
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
             kept = []
             for number in range(200):
-                message = await exchange(client, queue, pattern(LENT, number), protocol=EAGER)
+                message = await exchange(client, queue, pattern(BORROWED, number), protocol=EAGER)
                 kept.append((number, message, message.data))
             random.Random(3).shuffle(kept)
             while kept:
                 number, message, view = kept.pop()
-                assert view == pattern(LENT, number)
+                assert view == pattern(BORROWED, number)
                 message.release()
                 with pytest.raises(ValueError, match="released"):
                     bytes(view)
@@ -576,7 +569,7 @@ MADE = [numpy_array, piece, array_of_piece, another_view, another_type]
 async def test_release_while_something_uses_the_data(worker: ucp.Worker, make: Callable[[memoryview], Any]) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             made = make(message.data)
             expected = bytes(made)
             for _ in range(2):
@@ -585,28 +578,28 @@ async def test_release_while_something_uses_the_data(worker: ucp.Worker, make: C
                 with pytest.raises(BufferError, match="still in use"):
                     await message.receive()
                 with pytest.raises(BufferError, match="still in use"):
-                    await message.receive_into(bytearray(LENT))
-                assert message.data == pattern(LENT)
+                    await message.receive_into(bytearray(BORROWED))
+                assert message.data == pattern(BORROWED)
                 assert bytes(made) == expected
             del made
-            assert await message.receive() == pattern(LENT)
+            assert await message.receive() == pattern(BORROWED)
             message.release()
 
 
 async def test_view_that_its_user_released(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             for _ in range(2):
                 with message.data as data:
-                    assert data == pattern(LENT)
-            assert await message.receive() == pattern(LENT)
+                    assert data == pattern(BORROWED)
+            assert await message.receive() == pattern(BORROWED)
 
 
 async def test_worker_closed_while_data_is_held(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
         queue = worker.open_active_messages(3)
-        messages = [await exchange(client, queue, bytes(LENT), protocol=EAGER) for _ in range(3)]
+        messages = [await exchange(client, queue, bytes(BORROWED), protocol=EAGER) for _ in range(3)]
         view = messages[0].data
         async with trio.open_nursery() as nursery:
 
@@ -617,7 +610,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
             nursery.start_soon(send)
             held = await queue.receive()
             with pytest.warns(ResourceWarning, match="RawListener"):  # the pair's
-                await worker._aclose()
+                await close_worker(worker)
         with pytest.raises(ValueError, match="released"):
             bytes(view)
         for message in messages:
@@ -634,34 +627,33 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 async def test_worker_closed_while_something_uses_the_data(
     transports: str, make: Callable[[memoryview], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather a leak than a crash."""
-    left_alone: list[Any] = []
-    monkeypatch.setattr(_end, "left_alone", left_alone)
+    """The memory is leaked, because freeing it would crash."""
+    kept = record_kept_workers(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:
-                message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+                message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
                 made = make(message.data)
-                expected = pattern(LENT)[LENT - len(made) :]
-    assert len(left_alone) == 1
+                expected = pattern(BORROWED)[BORROWED - len(made) :]
+    assert len(kept) == 1
     gc.collect()
     assert bytes(made) == expected
     with pytest.raises(BufferError):
         message.release()
     del made
     message.release()
-    worker.context._close()
+    close_context(worker.context)
 
 
 async def test_dropped_messages_are_released(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
-            children = len(worker._engine.children)
+            children = len(internals(worker).children)
             for number in range(300):
-                message = await exchange(client, queue, bytes(LENT if number % 2 else 10), protocol=EAGER)
+                message = await exchange(client, queue, bytes(BORROWED if number % 2 else 10), protocol=EAGER)
                 del message
             gc.collect()
-            await until(lambda: len(worker._engine.children) == children)
+            await until(lambda: len(internals(worker).children) == children)
 
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
@@ -669,14 +661,13 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
     """It warns; and once nobody uses it any more, the worker can end properly."""
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue:
-            message = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+            message = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             array = np.frombuffer(message.data, np.uint8)
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
-                await trio.sleep(0.01)
-                await until(lambda: worker._engine.overdue)
-            assert array.tobytes() == pattern(LENT)
+                await until(lambda: internals(worker).overdue)
+            assert array.tobytes() == pattern(BORROWED)
             del array
 
 
@@ -696,23 +687,23 @@ async def test_queue_closed_with_messages_in_it_and_out_of_it(worker: ucp.Worker
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 with worker.open_active_messages(3) as queue:
-                    outside = [await exchange(client, queue, pattern(LENT, n), protocol=EAGER) for n in range(3)]
+                    outside = [await exchange(client, queue, pattern(BORROWED, n), protocol=EAGER) for n in range(3)]
                     nursery.start_soon(client.am_send, 3, pattern(100_000, 7))
                     outside.append(await queue.receive())
-                    for size in (10, LENT):
+                    for size in (10, BORROWED):
                         await client.am_send(3, bytes(size), protocol=EAGER)
                     nursery.start_soon(client.am_send, 3, pattern(100_000))
                     await until(lambda: queue.statistics().waiting == 3)
                 assert queue.statistics().waiting == 3
                 for number, message in enumerate(outside[:3]):
-                    assert await message.receive() == pattern(LENT, number)
+                    assert await message.receive() == pattern(BORROWED, number)
                 assert await outside[3].receive() == pattern(100_000, 7)
 
 
 async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
     with worker.open_active_messages(3) as queue:
-        async with open_raw_pair(worker) as (client, _):
-            eager = await exchange(client, queue, pattern(LENT), protocol=EAGER)
+        async with open_raw_pair(worker) as (client, server):
+            eager = await exchange(client, queue, pattern(BORROWED), protocol=EAGER)
             async with trio.open_nursery() as nursery:
 
                 async def send() -> None:
@@ -722,8 +713,8 @@ async def test_messages_outlive_the_endpoint(worker: ucp.Worker) -> None:
                 nursery.start_soon(send)
                 held = await queue.receive()
                 client.abort()
-        await trio.sleep(0.05)
-        assert await eager.receive() == pattern(LENT)
+            await until(lambda: not server.alive)
+        assert await eager.receive() == pattern(BORROWED)
         with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
             await held.receive()
 
@@ -757,11 +748,10 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
             buffer = bytearray(2**24)
             try:
                 for function in (first.receive, lambda: second.receive_into(buffer)):
-                    with trio.move_on_after(0.05) as scope:
+                    with cancelled_after(0.05) as scope:
                         await function()
-                    late = trio.current_time() - scope.deadline
                     if transports == "tcp":
-                        assert scope.cancelled_caught and late < PROMPT
+                        assert scope.cancelled_caught
                 if scope.cancelled_caught:
                     assert_pinned(buffer)
                     with pytest.raises(ValueError, match="another buffer"):
@@ -811,9 +801,8 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
         try:
             buffers = [bytearray(size) for size in (10, 60_000, 2**20, 2**24)]
             for buffer in buffers:
-                with trio.move_on_after(0.05) as scope:
+                with cancelled_after(0.05):
                     await endpoint.am_send(1, buffer)
-                assert trio.current_time() - scope.deadline < PROMPT
             with pytest.raises(BufferError):
                 buffers[-1].append(0)
             assert worker.statistics().left_over_operations
@@ -861,8 +850,9 @@ async def test_killed_sender(transports: str, by: str) -> None:
                                 await endpoint.am_send(1, bytearray(2**20), protocol=RENDEZVOUS)
                     assert await messages[0].receive() == pattern(10, 0)
                     assert await messages[1].receive() == pattern(60_000, 1)
+                    assert failures or transports != "tcp"
                     if not failures:  # over shared memory the data may be read from a stopped process
-                        assert "cma" in transports or buffer == pattern(2**26, 2)
+                        assert buffer == pattern(2**26, 2)
                     with pytest.raises(trio.BrokenResourceError):
                         await messages[3].receive()
                     messages[4].release()
@@ -983,7 +973,7 @@ async def test_closed_worker(transports: str) -> None:
 
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
-            await worker._aclose()
+            await close_worker(worker)
     with pytest.raises(trio.ClosedResourceError, match="worker was closed"):
         worker.open_active_messages(4)
     with pytest.raises(trio.ClosedResourceError):
@@ -997,12 +987,10 @@ async def test_closed_worker(transports: str) -> None:
 async def test_dropped_queue_is_closed(worker: ucp.Worker) -> None:
     queue = worker.open_active_messages(3)
     with pytest.warns(ResourceWarning, match="unclosed"):
-        worker._engine.am_queues.clear()  # the engine itself has it, until the worker is closed
-        worker._engine.children.clear()
-        worker._engine.on_broken.clear()
+        forget_queues(worker)
         del queue
         gc.collect()
-    await until(lambda: 3 not in worker._engine.am_ids)
+    await until(lambda: 3 not in internals(worker).am_ids)
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:
@@ -1030,7 +1018,7 @@ async def test_request_groups(worker: ucp.Worker) -> None:
             assert sorted(n for n, _ in got) == list(range(len(sizes)))
             assert all(data == pattern(sizes[n], n) for n, data in got)
             buffer = bytearray(2**20)
-            with trio.move_on_after(0.02) as scope, Stopwatch(0.02 + PROMPT):
+            with cancelled_after(0.02) as scope:
                 async with worker.open_request_group() as group:
                     group.am_send(client, 3, buffer)
             assert scope.cancelled_caught
@@ -1041,16 +1029,16 @@ async def test_request_groups(worker: ucp.Worker) -> None:
 
 
 @asynccontextmanager
-async def watched(worker: ucp.Worker) -> AsyncIterator[None]:
-    """Asserts that the worker is alive and well afterwards."""
+async def assert_worker_survives(worker: ucp.Worker) -> AsyncIterator[None]:
+    """Asserts that the worker still works afterwards."""
     yield
-    assert worker._engine.broken is None
+    assert internals(worker).broken is None
 
 
-async def test_random_life(worker: ucp.Worker) -> None:
-    """Everything at once, at random moments; then nothing is left."""
+async def test_random_programs(worker: ucp.Worker) -> None:
+    """All operations at once, cancelled at random moments; then nothing is left."""
     rng = random.Random(4)
-    async with watched(worker), open_raw_pair(worker) as (client, server):
+    async with assert_worker_survives(worker), open_raw_pair(worker) as (client, server):
         with trio.move_on_after(1):
             async with trio.open_nursery() as nursery:
 

@@ -1,4 +1,4 @@
-"""Atomics: their arithmetic, that nothing is lost, and what becomes of them when the peer goes away."""
+"""Atomics: their arithmetic, that no update is lost, and how they end when the peer is lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import cancelled_promptly, open_peer, open_raw_pair
+from helpers import open_peer, open_raw_pair, until
 from peers import REMOTE
 from remote import (
     SOON,
     WAYS,
     expect_broken,
-    open_between,
+    open_endpoint_and_context,
     open_owner,
     open_to_peer,
     released,
 )
+from timing import cancelled_promptly
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
@@ -45,7 +46,7 @@ async def test_arithmetic(transports: str, way: str) -> None:
         "swap": lambda old, value: value,
     }
     with trio.fail_after(30):
-        async with open_between(transports, way) as (endpoint, context):
+        async with open_endpoint_and_context(transports, way) as (endpoint, context):
             for memory in (context.allocate(64), context.register(bytearray(64))):
                 with memory, endpoint.attach(memory.descriptor) as remote:
                     view = memory.memoryview
@@ -198,7 +199,7 @@ async def test_graceful_close_flushes(transports: str, way: str) -> None:
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str) -> None:
-    async with open_between(transports, way) as (endpoint, context):
+    async with open_endpoint_and_context(transports, way) as (endpoint, context):
         with context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.swap(5)
             open_now = live_handles()["endpoint"]
@@ -215,9 +216,7 @@ async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str
                     for _ in range(10):
                         await trio.sleep(0)
                     endpoint.abort()
-            with trio.fail_after(5):
-                while live_handles().get("endpoint", 0) > open_now - 2:
-                    await trio.sleep(0.001)
+            await until(lambda: live_handles().get("endpoint", 0) <= open_now - 2)
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
@@ -284,7 +283,7 @@ async def test_one_client_after_another(transports: str) -> None:
 @pytest.mark.parametrize("end", ["kill", "abort", "close"])
 @pytest.mark.parametrize("how", ["add", "fetch_add"])
 async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str) -> None:
-    """UCX would end the process for each atomic that it could not send: more wait for their turn than can be sent."""
+    """UCX would end the process for an atomic that it could not send. More are queued here than can be sent."""
     async with open_peer("owner", 8, "registered", transports=transports) as peer:
         said = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker:
@@ -321,7 +320,7 @@ async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str)
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self", "sm,self"])
 async def test_killed_client(transports: str) -> None:
-    """The owner does not mind, and says nothing about it."""
+    """The owner goes on, and logs nothing."""
     async with open_peer("owner", 8, transports=transports) as owner:
         said = await owner.hear()
         arguments = (said["worker"], said["descriptor"], 10**6, "fetch")

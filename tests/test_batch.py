@@ -1,4 +1,4 @@
-"""Small messages that follow each other closely are sent as one: in order, whole, and soon."""
+"""Small messages that follow each other closely are sent as one batch: in order, complete, and soon."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trio_ucx import ucp
 from trio_ucx._batch import Batch
 from trio_ucx._credit import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
+from trio_ucx.testing import internals
 
 Messages = list[tuple[int, bytes]]
 
@@ -117,8 +118,8 @@ async def test_each_queue_keeps_its_order(worker: ucp.Worker, seed: int) -> None
         assert worker.statistics().missed_events == 0
 
 
-async def test_one_message_goes_at_once(worker: ucp.Worker) -> None:
-    """Nobody waits for a second one; nor for an answer's answer."""
+async def test_a_single_message_is_sent_at_once(worker: ucp.Worker) -> None:
+    """It does not wait for a second message; nor does an answer."""
     async with open_pair(worker) as (client, server):
         for _ in range(20):
             client.send_nowait(b"to")
@@ -136,7 +137,7 @@ def some(connection: trio_ucx.Connection, count: int = 10) -> list[bytes]:
 
 
 @pytest.mark.parametrize("then", ["sleeps", "works", "computes and sleeps"])
-async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str) -> None:
+async def test_a_batch_is_sent_soon_whatever_the_sender_does(transports: str, then: str) -> None:
     """It does nothing more with the connection; and in another process, nobody makes its worker progress."""
     async with open_peer("echo", [0], transports=transports) as peer:
         address, _ = await peer.hear()
@@ -156,17 +157,17 @@ async def test_they_go_soon_whatever_the_sender_does(transports: str, then: str)
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not worker._engine.batches.batches
+                    assert not internals(worker).batches.batches
                     # The answers have come, and with them the proof that all was sent by then.
-                    worker._engine.progress()
+                    internals(worker).progress()
                     assert [connection.receive_nowait() for _ in sent] == sent
                 assert batches(worker) > 0
                 assert worker.statistics().missed_events == 0
 
 
-async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> None:
+async def test_the_instrument_is_removed_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
-        instrument = worker._engine.arming._loop._before_wait  # type: ignore[attr-defined]
+        instrument = internals(worker).arming._loop._before_wait  # type: ignore[attr-defined]
         try:
             trio.lowlevel.remove_instrument(instrument)
         except KeyError:
@@ -192,7 +193,7 @@ async def test_the_instrument_goes_when_it_is_not_needed(worker: ucp.Worker) -> 
 
 
 @pytest.mark.parametrize("how", ["aclose", "abort", "flush", "worker flush", "cancelled aclose"])
-async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
+async def test_a_batch_is_sent_before_the_end(worker: ucp.Worker, how: str) -> None:
     async with open_pair(worker) as (client, server):
         sent = some(client)
         if how == "abort":
@@ -207,12 +208,12 @@ async def test_they_go_before_the_end(worker: ucp.Worker, how: str) -> None:
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not worker._engine.batches.batches
+        assert not internals(worker).batches.batches
         with trio.fail_after(5):
             assert [await server.receive() for _ in sent] == sent
 
 
-async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
+async def test_undelivered_batches_are_an_error_when_the_peer_dies(transports: str) -> None:
     async with open_peer("echo", [0], transports=transports) as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
@@ -228,10 +229,10 @@ async def test_they_are_missed_when_the_peer_dies(transports: str) -> None:
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not worker._engine.batches.batches
+            assert not internals(worker).batches.batches
 
 
-async def test_not_where_ucx_would_keep_them(transports: str) -> None:
+async def test_no_batch_above_the_rendezvous_threshold(transports: str) -> None:
     """With a rendezvous threshold this low, a batch would stay with the sender until somebody receives it."""
     async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": 500}) as worker:
         async with open_pair(worker) as (client, server):

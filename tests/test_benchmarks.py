@@ -1,4 +1,4 @@
-"""The benchmarks: what they compute, and that they run."""
+"""The benchmarks: their calculations, and that they run."""
 
 from __future__ import annotations
 

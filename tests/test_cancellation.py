@@ -9,24 +9,25 @@ import pytest
 import trio
 import trio.testing
 from helpers import (
-    PROMPT,
     Rounds,
-    Stopwatch,
     assert_free,
-    assert_lanes,
     assert_pinned,
-    cancelled_promptly,
+    assert_transports,
     open_pair,
     open_peer,
     open_raw_pair,
     pattern,
     until,
 )
+from timing import PROMPT, Stopwatch, cancelled_after, cancelled_promptly
 
 import trio_ucx
 from trio_ucx import testing, ucp
 
 BIG = 2**26
+#: Seconds that UCX may take to receive as much in one call: over shared memory it copies all of it; over TCP it reads
+#: as long as data keep coming.
+TRANSFER = 0.4
 
 
 # ---- raw tag messages ----
@@ -54,10 +55,9 @@ async def test_raw_send_that_nobody_receives(worker: ucp.Worker, transports: str
             with trio.fail_after(10):
                 assert await worker.tag_receive(target, 2) == (BIG, 2)
                 assert target == buffer
-                while worker.statistics().left_over_operations:
-                    await trio.sleep(0.001)
+                await until(lambda: not worker.statistics().left_over_operations)
             assert_free(buffer)
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
 
 
 async def test_raw_receive_cancelled_in_the_middle_keeps_its_buffer(worker: ucp.Worker, transports: str) -> None:
@@ -120,9 +120,7 @@ async def test_flush_and_close_of_raw_endpoint_against_a_stopped_peer(worker: uc
                 nursery.cancel_scope.cancel()
         finally:
             peer.resume()
-        with trio.fail_after(15):
-            while worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not worker.statistics().background_closes)
         assert not endpoint.alive
 
 
@@ -171,7 +169,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                     into = {"receive": False, "mixed": chance.random() < 0.5}.get(way, True)
                     buffer = same if way == "same_buffer" else bytearray(BIG) if into else None
                     delay = chance.choice([0, 0.001, 0.003, 0.008, 0.02, 0.05])
-                    with trio.move_on_after(0.05 if stopped else delay) as scope:
+                    with cancelled_after(0.05 if stopped else delay, limit=PROMPT + TRANSFER) as scope:
                         if stopped and transports != "tcp":
                             scope.cancel()
                         if buffer is None:
@@ -184,8 +182,6 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                         assert connection.statistics().left_over_operations == (transports == "tcp" and into)
                         peer.resume()
                         stopped = False
-                    elif got is None:
-                        assert trio.current_time() - scope.deadline < PROMPT + 0.2
                     if got is None and buffer is not None and way != "same_buffer":
                         with trio.fail_after(10):
                             await connection.wait_buffers_released()
@@ -238,7 +234,7 @@ async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) ->
             await client.wait_buffers_released()
         assert_free(buffer)
         assert client.statistics().left_over_operations == 0
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
 
 
 async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker) -> None:
@@ -297,7 +293,7 @@ async def test_connect_to_a_stopped_peer(worker: ucp.Worker, transports: str) ->
 
 
 async def test_connect_to_a_peer_that_says_no_hello(worker: ucp.Worker, transports: str) -> None:
-    async with open_peer("deaf", transports=transports) as peer:
+    async with open_peer("unresponsive_listener", transports=transports) as peer:
         address, _ = await peer.hear()
         with Stopwatch(0.3 + PROMPT), pytest.raises(TimeoutError, match="trio_ucx listener"):
             await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=0.3)
@@ -347,9 +343,7 @@ async def test_close_against_a_stopped_peer(worker: ucp.Worker, transports: str)
                 connections[2].abort()
         finally:
             peer.resume()
-        with trio.fail_after(5):
-            while worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not worker.statistics().background_closes)
 
 
 async def test_cancelled_send_all_leaves_a_prefix(worker: ucp.Worker) -> None:
@@ -373,11 +367,14 @@ async def test_cancelled_send_all_leaves_a_prefix(worker: ucp.Worker) -> None:
 
 
 async def test_request_in_a_group(worker: ucp.Worker) -> None:
+    async def wait(request: ucp.Request) -> None:
+        await request
+
     async with open_raw_pair(worker) as (client, _):
         buffers = [bytearray(10), bytearray(10)]
         async with worker.open_request_group() as group:
             requests = [group.tag_receive(buffer, tag) for tag, buffer in enumerate(buffers)]
-            await cancelled_promptly(lambda: requests[0]._wait())
+            await cancelled_promptly(wait, requests[0])
             assert not requests[0].done
             requests[1].cancel()
             assert requests[1].done

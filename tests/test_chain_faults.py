@@ -1,31 +1,24 @@
-"""Request chains: what becomes of them when they are cancelled, closed, or lose their peer; and three worked cases."""
+"""Request chains that are cancelled, closed, or lose their peer; and three worked examples."""
 
 from __future__ import annotations
 
 import signal
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from helpers import open_peer
+from helpers import nothing_happens, open_peer, tasks_begin, until
+from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
-from remote import SOON, open_owner, open_two, open_way, released
-from test_chains import Ground, error_of, open_ground, value_of
+from remote import SOON, Ground, error_of, has_begun, open_ground, open_owner, open_two, open_way, released, value_of
 
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
-from trio_ucx.ucp._engine.lifetime import close_now
-
-
-@pytest.fixture(params=["tcp", "tcp,sm,self"])
-async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
-    async with open_ground(request.param) as ground:
-        yield ground
+from trio_ucx.testing import internals, live_handles
 
 
 def spinning(ground: Ground, chain: ucp.RequestChain, **options: Any) -> ucp.ChainRequest:
@@ -119,7 +112,7 @@ async def test_cancelled(ground: Ground, delay: float) -> None:
     for request in (gate, never):
         assert isinstance(error_of(outcomes[request]), ucp.RequestCancelled)
     requests = ground.worker.statistics()
-    await trio.sleep(0.01)
+    await nothing_happens(0.01)
     assert ground.read(200, 5) == bytes(5)
     assert ground.worker.statistics().completed_operations == requests.completed_operations
     ground.write(b"\1")
@@ -164,7 +157,7 @@ async def test_busy(ground: Ground) -> None:
     refused: list[Callable[[], Any]] = [lambda: chain.get(ground.remote), chain.clear]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(chain.run)
-        await trio.sleep(0.01)
+        await has_begun(ground.worker)
         for function in refused:
             with pytest.raises(trio.BusyResourceError):
                 function()
@@ -263,12 +256,11 @@ async def test_wait_idle_during_a_run(ground: Ground) -> None:
     with trio.fail_after(SOON):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            while not chain._busy:
-                await trio.lowlevel.checkpoint()
+            await tasks_begin()
             nursery.start_soon(wait)
-            await trio.sleep(0.05)
+            await has_begun(ground.worker)
             nursery.start_soon(wait)
-            await trio.sleep(0.01)
+            await nothing_happens()
             assert ended == []
             ground.write(b"\1")
     assert sorted(ended) == ["idle", "idle", "run"]
@@ -294,11 +286,12 @@ async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool
         async with trio.open_nursery() as nursery:
             if running:
                 nursery.start_soon(run)
-                while not chain._busy:
-                    await trio.lowlevel.checkpoint()
+                await tasks_begin()
             nursery.start_soon(wait)
             nursery.start_soon(wait)
-            await trio.sleep(0.05)
+            await tasks_begin()
+            if running:
+                await has_begun(ground.worker)
             chain.close()
         if not running:
             await answer(ground)
@@ -316,8 +309,8 @@ async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
                     await chain.wait_idle()
 
             nursery.start_soon(wait)
-            await trio.sleep(0.01)
-            close_now(ground.worker._engine)  # nothing of it is closed before
+            await tasks_begin()
+            close_worker_at_once(ground.worker)
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
 
@@ -338,7 +331,7 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     with trio.fail_after(SOON):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            await trio.sleep(0.05)
+            await has_begun(ground.worker)
             chain.close()
         await released(ground.worker)
     buffer.append(1)
@@ -385,17 +378,15 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run)
-                    with trio.fail_after(SOON):
-                        while chain.outcomes[atomic] is None:
-                            await trio.sleep(0.001)
-                    await trio.sleep(0.005)
+                    await until(lambda: chain.outcomes[atomic] is not None, within=SOON)
+                    await trio.sleep(0.005)  # some tries later
                     if what == "worker":
-                        close_now(worker._engine)
+                        close_worker_at_once(worker)
                     elif what == "endpoint":
                         endpoint.abort()
                     else:
                         remote.close()  # waits for the run
-                        await trio.sleep(0.02)
+                        await nothing_happens(0.02)
                         assert not ended
                         memory.memoryview[0] = 1
                 if what == "worker":
@@ -432,8 +423,11 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
 
         def begun() -> bool:
             if since == "connecting":
-                return endpoint._core.atomics_endpoint is not None or endpoint._core.chain_atomics_endpoint is not None
-            return any(one.doing == doing for one in endpoint.worker._engine.in_flight.values())
+                return (
+                    internals(endpoint).atomics_endpoint is not None
+                    or internals(endpoint).chain_atomics_endpoint is not None
+                )
+            return any(one.doing == doing for one in internals(endpoint.worker).in_flight.values())
 
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
@@ -445,7 +439,7 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
                 if end == "the peer is killed":
                     peer.signal(signal.SIGKILL)
                 else:
-                    close_now(endpoint.worker._engine)
+                    close_worker_at_once(endpoint.worker)
         failure = trio.BrokenResourceError if end == "the peer is killed" else trio.ClosedResourceError
         assert isinstance(ended[0], Value) or isinstance(ended[0].error, failure)
 
@@ -470,7 +464,8 @@ async def test_killed_peer(transports: str, doing: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await trio.sleep(0.05)
+                await has_begun(endpoint.worker)
+                await trio.sleep(0.05)  # they are tried again and again
                 peer.signal(signal.SIGKILL)
         for request in last:
             error = error_of(outcomes[0][request])
@@ -518,7 +513,8 @@ async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
         with trio.fail_after(SOON + 5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run)
-                await trio.sleep(0.03)
+                await has_begun(worker)
+                await trio.sleep(0.03)  # both are tried again and again
                 peers[0].signal(signal.SIGKILL)
         assert isinstance(outcomes[0][gate], Error)
         assert value_of(outcomes[0][fine]) == 20

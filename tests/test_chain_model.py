@@ -13,7 +13,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from outcome import Error, Value
-from test_chains import Ground, open_ground
+from remote import Ground, open_ground
 
 from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
@@ -337,7 +337,7 @@ class Model:
                 break
 
     def outcome(self, number: int, step: Step, program: list[Step]) -> Any:
-        """Tries until it is settled."""
+        """Tries the request until it succeeds, fails, or runs out of attempts."""
         tries = 0
         while True:
             self.results.pop(number, None)

@@ -1,70 +1,20 @@
-"""Request chains: what each kind of request, condition, argument and policy does."""
+"""Request chains: the effect of each kind of request, condition, argument and policy."""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import google_crc32c
 import pytest
 import trio
 from outcome import Error, Value
 from peers import REMOTE
-from remote import open_two, open_way
+from remote import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
-
-
-@attrs.frozen
-class Ground:
-    """A worker, an endpoint from it, and memory at the other end of that."""
-
-    worker: ucp.Worker
-    owner: ucp.Worker
-    endpoint: ucp.Endpoint
-    memory: ucp.Memory
-    remote: ucp.RemoteMemory
-
-    def read(self, offset: int = 0, length: int | None = None) -> bytes:
-        end = self.memory.nbytes if length is None else offset + length
-        return bytes(self.memory.memoryview[offset:end])
-
-    def write(self, data: bytes, offset: int = 0) -> None:
-        self.memory.memoryview[offset : offset + len(data)] = data
-
-    def u64(self, offset: int) -> int:
-        return int.from_bytes(self.read(offset, 8), "little")
-
-
-@asynccontextmanager
-async def open_ground(transports: str, way: str = "worker", nbytes: int = 4096) -> AsyncIterator[Ground]:
-    with trio.fail_after(60):
-        async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
-            with owner.context.allocate(nbytes) as memory, endpoint.attach(memory.descriptor) as remote:
-                memory.memoryview[:] = bytes(nbytes)
-                yield Ground(worker, owner, endpoint, memory, remote)
-
-
-@pytest.fixture(params=["tcp", "tcp,sm,self"])
-async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
-    async with open_ground(request.param) as ground:
-        yield ground
-
-
-def error_of(outcome: Any) -> Exception:
-    assert isinstance(outcome, Error), outcome
-    assert isinstance(outcome.error, Exception)
-    return outcome.error
-
-
-def value_of(outcome: Any) -> Any:
-    assert isinstance(outcome, Value), outcome
-    return outcome.value
-
 
 # ---- the issue's example, and what each request does ----
 

@@ -17,7 +17,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_raw_pair
+from helpers import open_raw_pair, until
 
 import trio_ucx
 import trio_ucx.anyio
@@ -117,9 +117,7 @@ def calls(*names: str) -> Callable[[Call], Call]:
 
 
 async def arrived(stage: Stage, count: int) -> None:
-    with trio.fail_after(5):
-        while stage.server.statistics().messages_received < count:
-            await trio.sleep(0.001)
+    await until(lambda: stage.server.statistics().messages_received >= count)
 
 
 async def together(first: Callable[[], Awaitable[Any]], second: Callable[[], Awaitable[Any]]) -> None:
@@ -239,9 +237,7 @@ async def use_listener_accept(stage: Stage) -> None:
 
     await together(accept, open_one)
     await open_one()
-    with trio.fail_after(5):
-        while not stage.listener.statistics().waiting:
-            await trio.sleep(0.001)
+    await until(lambda: stage.listener.statistics().waiting)
     with assert_checkpoints():
         await accept()
     for connection in accepted + opened:
@@ -368,7 +364,7 @@ async def use_connection_receive_some(stage: Stage) -> None:
     for way in (server.receive_some, partial(server.receive_some, 2), server.__anext__):
         await together(way, partial(client.send_all, b"abc"))
         await client.send_all(b"abc")
-        await trio.sleep(0.01)
+        await until(lambda: client.statistics().messages_sent == server.statistics().messages_received)
         with assert_checkpoints():
             await way()
     for _ in range(2):
@@ -427,7 +423,7 @@ async def use_endpoint_aclose(stage: Stage) -> None:
 async def use_endpoint_tag_send(stage: Stage) -> None:
     with assert_checkpoints():
         await stage.raw_client.tag_send(b"x", 1)
-    await trio.sleep(0.01)
+    await until(lambda: stage.worker.tag_probe(1))
     with assert_checkpoints():
         await stage.worker.tag_receive(bytearray(1), 1)
     receive = partial(stage.worker.tag_receive, bytearray(2**20), 1)
@@ -447,9 +443,9 @@ async def use_worker_tag_receive_message(stage: Stage) -> None:
     for size in (3, 2**20):
 
         async def receive() -> None:
-            with trio.fail_after(5):
-                while (message := stage.worker.tag_probe(7, remove=True)) is None:
-                    await trio.sleep(0.001)
+            await until(lambda: stage.worker.tag_probe(7))
+            message = stage.worker.tag_probe(7, remove=True)
+            assert message is not None
             with assert_checkpoints():
                 await stage.worker.tag_receive_message(message, bytearray(2**20))
 
@@ -509,9 +505,7 @@ async def use_active_messages(stage: Stage) -> None:
         with assert_checkpoints():
             (await receive_later(stage, receive)).release()
         await stage.raw_client.am_send(3, b"x")
-        with trio.fail_after(5):
-            while messages.statistics().waiting == 0:
-                await trio.sleep(0.001)
+        await until(lambda: messages.statistics().waiting != 0)
         with assert_checkpoints():
             (await receive()).release()
     with assert_checkpoints():

@@ -8,68 +8,21 @@ import os
 import platform
 import pty
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from programs import QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 import trio_ucx
 from trio_ucx._cli import exchange, info, main, perf
 from trio_ucx._cli.errors import PerfError, describe
-
-COMMAND = [sys.executable, "-m", "trio_ucx"]
-TIMEOUT = 60
-
-
-def environment(**changes: str) -> dict[str, str]:
-    """Ours without UCX's options; our children turn warnings, such as those for leaks, into errors on stderr."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    return {**clean, "PYTHONWARNINGS": "error", **changes}
-
-
-def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment(**changes), capture_output=True, text=True, timeout=TIMEOUT
-    )
-
-
-@contextlib.contextmanager
-def start_cli(*arguments: str, stderr: int = subprocess.PIPE, **changes: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, which is killed at the end of the block if it still runs."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        env=environment(**changes),
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def read_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], TIMEOUT)
-    assert ready, "no output"
-    return process.stdout.readline()
-
-
-def listening_address(server: subprocess.Popen[str]) -> str:
-    line = read_line(server)
-    assert line.startswith("listening at "), line
-    return line.split()[-1]
 
 
 def is_running(pid: int) -> bool:
@@ -167,8 +120,6 @@ def test_resources_of_other_machines() -> None:
 
 
 # ---- perf ----
-
-QUICK = ["--sizes", "8,1k,64k", "--iterations", "20"]
 
 
 def check_results(results: list[dict[str, float]], sizes: list[int]) -> None:
@@ -346,7 +297,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             nursery.cancel_scope.cancel()
 
 
-def test_nobody_there() -> None:
+def test_no_server_at_the_address() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         done = run_cli("perf", f"127.0.0.1:{unheard.getsockname()[1]}")

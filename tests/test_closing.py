@@ -1,4 +1,4 @@
-"""FLUSH delivers, FORCE does not wait, a cancelled close goes on, and what is dropped leaves nothing but a warning."""
+"""Closing: FLUSH delivers, FORCE does not wait, a cancelled close goes on, dropped objects leave only a warning."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import gc
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Rounds, Stopwatch, assert_free, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, open_raw_pair, pattern, until
+from injected_faults import break_connection, close_worker
+from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ucx
+from trio_ucx.testing import internals
 
 PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
 
@@ -37,7 +40,8 @@ async def test_flush_waits_for_a_receiver_that_comes_late(worker: ucp.Worker) ->
         async with trio.open_nursery() as nursery:
             client.send_nowait(pattern(2**20), 1)
             nursery.start_soon(client.aclose)
-            await trio.sleep(0.2)
+            await nothing_happens(0.2)
+            assert nursery.child_tasks, "the close did not wait"
             assert await server.receive(1) == pattern(2**20)
         with pytest.raises(trio.EndOfChannel):
             await server.receive(1)
@@ -70,15 +74,15 @@ async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) 
 
 @pytest.mark.parametrize("how", ["aclose", "cancelled aclose", "abort", "peer closes", "peer aborts", "peer is lost"])
 async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
-    """However it ends, everybody who waits is told, and what had arrived can be received."""
+    """However the connection ends, every waiting task returns, and messages that had arrived can be received."""
     async with open_pair(worker) as (client, server):
-        told = 0
+        returned = 0
 
         async def wait() -> None:
-            nonlocal told
+            nonlocal returned
             await client.wait_closed()
             assert client.closed
-            told += 1
+            returned += 1
 
         await server.send(b"before", 3)
         assert await client.wait_message(3) == 6
@@ -88,7 +92,7 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
             await trio.testing.wait_all_tasks_blocked()
             with trio.move_on_after(0.01) as scope:
                 await client.wait_closed()
-            assert scope.cancelled_caught and not client.closed and told == 0
+            assert scope.cancelled_caught and not client.closed and returned == 0
             with trio.fail_after(10):
                 if how == "aclose":
                     await client.aclose()
@@ -103,9 +107,9 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
                 elif how == "peer aborts":
                     server.abort()
                 else:
-                    client._link.core.fail(ucp.UCXError(-25, "pretended"))
+                    break_connection(client)
                 await client.wait_closed()
-        assert told == 3
+        assert returned == 3
         await client.wait_closed()
         if "peer" in how:
             assert await client.receive(3) == b"before"
@@ -120,7 +124,7 @@ async def test_wait_closed_when_the_worker_closes() -> None:
                 nursery.start_soon(client.wait_closed)
                 await trio.testing.wait_all_tasks_blocked()
                 with pytest.warns(ResourceWarning, match="unclosed"):
-                    await worker._aclose()
+                    await close_worker(worker)
                 await client.wait_closed()
         nursery.cancel_scope.deadline = trio.current_time() + 5
     assert client.closed and not nursery.cancel_scope.cancelled_caught
@@ -191,21 +195,18 @@ async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, tran
 
 
 async def test_leaving_connect_by_an_exception_forces(worker: ucp.Worker, transports: str) -> None:
-    class Mine(Exception):
-        pass
-
     async with open_peer("silent", transports=transports) as peer:
         address, _ = await peer.hear()
-        with Stopwatch(), pytest.raises(Mine):
+        opened = trio_ucx.connect(tuple(address), worker=worker)
+        connection = await opened.__aenter__()
+        connection.send_nowait(bytes(2**24))
+        with Stopwatch():
+            assert not await opened.__aexit__(ValueError, ValueError(), None)
+        with cancelled_after(0.1) as scope:
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                 connection.send_nowait(bytes(2**24))
-                raise Mine
-        with Stopwatch(0.1 + PROMPT):
-            with trio.move_on_after(0.1) as scope:
-                async with trio_ucx.connect(tuple(address), worker=worker) as connection:
-                    connection.send_nowait(bytes(2**24))
-                    await trio.sleep_forever()
-            assert scope.cancelled_caught
+                await trio.sleep_forever()
+        assert scope.cancelled_caught
         assert worker.statistics().background_closes == 0
 
 
@@ -421,16 +422,14 @@ async def test_aborting_the_endpoint_ends_its_connection(worker: ucp.Worker) -> 
                 await server.receive(5)
 
 
-async def test_given_up_connect_leaves_no_connection(worker: ucp.Worker) -> None:
+async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     async with listener:
         for moment in range(20):
             with trio.move_on_after(moment * 0.0001):
                 connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
                 connection.abort()
-        with trio.fail_after(5):
-            while listener.statistics().handshaking or worker.statistics().background_closes:
-                await trio.sleep(0.01)
+        await until(lambda: not (listener.statistics().handshaking or worker.statistics().background_closes))
         while listener.statistics().waiting:
             server = await listener.accept()
             with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
@@ -443,18 +442,18 @@ async def test_given_up_connect_leaves_no_connection(worker: ucp.Worker) -> None
 
 async def test_abort_with_much_under_way_ends_soon(worker: ucp.Worker, transports: str) -> None:
     """UCX's endpoint is closed by force when everything has been transferred, or a second later."""
-    engine = worker._engine
+    engine = internals(worker)
     for reads in (True, False):
         async with open_pair(worker, by="tcp") as (client, server):
-            for lane in range(4):
-                client.send_nowait(bytes(2**24), lane)
+            for tag in range(4):
+                client.send_nowait(bytes(2**24), tag)
             with Stopwatch():
                 client.abort()
             assert bool(engine.lingering) == (transports == "tcp")
             if reads:
-                for lane in range(4):
+                for tag in range(4):
                     with contextlib.suppress(trio.BrokenResourceError):
-                        await server.receive(lane)
+                        await server.receive(tag)
             with Stopwatch(1 + PROMPT):
                 await client.wait_buffers_released()
     with Stopwatch(2 + PROMPT):  # the server's have waited longer

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer, pattern, until
+from helpers import nothing_happens, open_pair, open_peer, pattern, until
 
 from trio_ucx import ucp
 from trio_ucx._credit import (
@@ -181,7 +181,9 @@ async def test_silent_receivers_hold_their_windows(transports: str) -> None:
     async def check(size: int, count: int) -> None:
         async with open_peer("flood", count, size, transports=transports) as sender:
             address, _ = await sender.hear(60)
-            async with open_peer("hoard", address, 3, window, count, size, transports=transports) as receiver:
+            async with open_peer(
+                "flooded_receiver", address, 3, window, count, size, transports=transports
+            ) as receiver:
                 grown, held, received = await receiver.hear(120)
                 assert held <= window, (size, held)
                 assert grown < window + FIXED, (size, grown)
@@ -259,7 +261,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
             done.set()
 
         nursery.start_soon(wait)
-        await trio.sleep(0.05)
+        await nothing_happens()
         assert not done.is_set()
         with trio.fail_after(10):
             while not done.is_set():
@@ -268,7 +270,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
 
 
 async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Worker) -> None:
-    """Credit that comes while the queue is being posted: large messages settle the worker in between."""
+    """Credit that comes while the queue is being posted: posting large messages progresses the worker."""
     async with open_pair(worker, window=20_000) as (client, server), trio.open_nursery() as nursery:
         await client.send(bytes(15_000), 9)
         scope = trio.CancelScope()

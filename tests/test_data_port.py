@@ -1,6 +1,6 @@
-"""UCX's data ports: strangers elsewhere cannot connect, and what does not speak UCX's protocol does no harm.
+"""UCX's data ports: other machines cannot connect, and connections that do not speak UCX's protocol do no harm.
 
-What speaks it is believed by UCX, and can do anything (docs/guide.md, Trust): that is not tested here.
+UCX trusts peers that speak its protocol (docs/guide.md, Trust); these are not tested here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from attacked_server import AttackedServer, open_attacked_server
 from helpers import open_pair, open_peer, until
+from injected_faults import have_no_socket_filters
 from networks import Host, open_network
-from test_door import Door, open_door
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi
-from trio_ucx.ucp._engine import data_ports as _data_ports
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
@@ -49,10 +50,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 def begin(address: tuple[str, int], data: bytes = b"") -> socket.socket:
-    stranger = socket.create_connection(address, timeout=5)
+    connection = socket.create_connection(address, timeout=5)
     if data:
-        stranger.sendall(data)
-    return stranger
+        connection.sendall(data)
+    return connection
 
 
 def half_open(address: tuple[str, int]) -> Iterator[socket.socket]:
@@ -74,11 +75,11 @@ def come_and_go(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 
 def slow(address: tuple[str, int]) -> Iterator[socket.socket]:
-    strangers = [begin(address) for _ in range(50)]
+    connections = [begin(address) for _ in range(50)]
     for byte in UCX_MAGIC[:7]:
-        for stranger in strangers:
-            stranger.sendall(bytes([byte]))
-    yield from strangers
+        for connection in connections:
+            connection.sendall(bytes([byte]))
+    yield from connections
 
 
 @pytest.fixture
@@ -92,53 +93,53 @@ def many_descriptors() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("attack", [half_open, noise, come_and_go, slow])
-async def test_strangers_on_this_machine(
+async def test_local_connections_that_do_not_speak_ucx(
     tmp_path: Path, many_descriptors: int, attack: Callable[[tuple[str, int]], Iterator[socket.socket]]
 ) -> None:
-    async with open_door(tmp_path, "tcp") as door:
-        control = door.address
-        [port] = [one for one in listening(door.server.process.pid) - {control} if one[0] == "127.0.0.1"]
-        await door.is_well()
-        before = door.descriptors
-        strangers: list[socket.socket] = []
+    async with open_attacked_server(tmp_path, "tcp") as server:
+        control = server.address
+        [port] = [one for one in listening(server.pid) - {control} if one[0] == "127.0.0.1"]
+        await server.assert_well()
+        before = server.descriptors
+        connections: list[socket.socket] = []
 
         def come() -> None:
-            for stranger in attack(port):
-                strangers.append(stranger)
+            for connection in attack(port):
+                connections.append(connection)
 
         try:
             await trio.to_thread.run_sync(come)
-            await door.is_well()
+            await server.assert_well()
         finally:
-            for stranger in strangers:
-                stranger.close()
-        await settled(door, before)
+            for connection in connections:
+                connection.close()
+        await wait_descriptors_closed(server, before)
 
 
-async def settled(door: Door, descriptors: int) -> None:
-    """Waits until hardly more descriptors are open than before: endpoints are kept for two seconds for reuse."""
-    await until(lambda: door.descriptors <= descriptors)
-    await door.is_well()
+async def wait_descriptors_closed(server: AttackedServer, descriptors: int) -> None:
+    """Waits until no more descriptors are open than before. Endpoints are kept for two seconds for reuse."""
+    await until(lambda: server.descriptors <= descriptors)
+    await server.assert_well()
 
 
 async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
     """UCX stops listening when it cannot accept for lack of descriptors. The listener goes on with another worker."""
-    async with open_door(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as door:
-        pid = door.server.process.pid
-        await door.is_well()
-        [port] = [one for one in listening(pid) - {door.address} if one[0] == "127.0.0.1"]
+    async with open_attacked_server(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as server:
+        pid = server.pid
+        await server.assert_well()
+        [port] = [one for one in listening(pid) - {server.address} if one[0] == "127.0.0.1"]
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (door.descriptors + 10, limits[1]))
-        strangers = []
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (server.descriptors + 10, limits[1]))
+        connections = []
         with trio.fail_after(20):
             while port in listening(pid):
                 with contextlib.suppress(OSError):
-                    strangers.append(begin(port))
+                    connections.append(begin(port))
                 await trio.sleep(0.01)
-        for stranger in strangers:
-            stranger.close()
+        for connection in connections:
+            connection.close()
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-        await door.is_well()
+        await server.assert_well()
 
 
 # ---- who may connect ----
@@ -159,11 +160,11 @@ async def knock(host: Host, address: tuple[str, int]) -> str:
     return done.stdout.decode().strip()
 
 
-async def test_only_peers_reach_the_data_ports_from_elsewhere() -> None:
+async def test_only_peers_reach_the_data_ports_from_other_machines() -> None:
     with open_network() as network:
-        serving, friend, stranger = network.host(), network.host(), network.host()
+        serving, friend, connection = network.host(), network.host(), network.host()
         network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
-        network.cable((serving, "two", "10.213.2.1/24"), (stranger, "eth", "10.213.2.2/24"))
+        network.cable((serving, "two", "10.213.2.1/24"), (connection, "eth", "10.213.2.2/24"))
         await network.ready()
         async with (
             open_peer("host", ["0.0.0.0"], {}, under=serving.under) as server,
@@ -172,48 +173,48 @@ async def test_only_peers_reach_the_data_ports_from_elsewhere() -> None:
             [control] = await server.hear()
             ports = {host: (host, port) for host, port in listening(server.process.pid) if port != control[1]}
             near, far = ports["10.213.1.1"], ports["10.213.2.1"]
-            assert await knock(stranger, ("10.213.2.1", control[1])) == "connected"
-            assert await knock(stranger, far) == "dropped"
+            assert await knock(connection, ("10.213.2.1", control[1])) == "connected"
+            assert await knock(connection, far) == "dropped"
             assert await knock(friend, near) == "dropped"
             assert await knock(serving, near) == await knock(serving, far) == "connected"
             await client.tell(["10.213.1.1", control[1]])
             kind, transports, *_ = await client.hear(40)
             assert (kind, transports) == ("connected", ["tcp"])
             assert await knock(friend, near) == "connected"
-            assert await knock(stranger, far) == "dropped"
+            assert await knock(connection, far) == "dropped"
             await server.tell()
             await server.hear()
 
 
-async def test_a_connection_leaves_them_closed() -> None:
+async def test_a_connection_leaves_data_ports_closed() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
         async with open_pair(worker) as (client, server):
             await client.send(b"hello")
             assert await server.receive() == b"hello"
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
 
 
-async def test_raw_use_opens_them() -> None:
+async def test_raw_use_opens_data_ports() -> None:
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
     async with ucp.open_worker(config={"TLS": "tcp"}) as listening, ucp.open_worker(config={"TLS": "tcp"}) as calling:
         async with await listening.open_listener("127.0.0.1", 0) as listener:
-            assert not listening._engine.data_ports.restricted
-            assert calling._engine.data_ports.restricted
+            assert not internals(listening).data_ports.restricted
+            assert internals(calling).data_ports.restricted
             endpoint = await calling.open_endpoint(listener.address)
-            assert not calling._engine.data_ports.restricted
+            assert not internals(calling).data_ports.restricted
             endpoint.abort()
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         assert worker.address
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
     async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as worker:
         with worker.context.allocate(8) as memory:
-            assert worker._engine.data_ports.restricted
+            assert internals(worker).data_ports.restricted
             assert memory.descriptor
-            assert not worker._engine.data_ports.restricted
+            assert not internals(worker).data_ports.restricted
 
 
-async def test_a_wrong_argument_leaves_them_closed() -> None:
+async def test_a_wrong_argument_leaves_data_ports_closed() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         for wrong in (("127.0.0.1", 70000), "no port", 5):
             with pytest.raises((TypeError, ValueError)):
@@ -224,19 +225,19 @@ async def test_a_wrong_argument_leaves_them_closed() -> None:
             await worker.open_listener(5, 0)  # type: ignore[arg-type]
         with pytest.raises(OSError, match=r"."):
             await worker.open_endpoint(("::1", 1))
-        assert worker._engine.data_ports.restricted
+        assert internals(worker).data_ports.restricted
 
 
-async def test_a_worker_without_tcp_has_none() -> None:
+async def test_a_worker_without_tcp_has_no_data_port() -> None:
     async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
         assert worker.address
 
 
 async def test_a_worker_where_filters_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_data_ports, "_SO_ATTACH_FILTER", 9999)  # a kernel that does not know it
+    have_no_socket_filters(monkeypatch)
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert not worker._engine.data_ports.restricted
+        assert not internals(worker).data_ports.restricted
         async with open_pair(worker) as (client, server):
             await client.send(b"hello")
             assert await server.receive() == b"hello"
@@ -253,7 +254,7 @@ def some_ports() -> Iterator[tuple[DataPorts, list[tuple[str, ...]]]]:
     yield ports, changes
 
 
-def test_what_is_admitted() -> None:
+def test_admitted_addresses() -> None:
     with some_ports() as (ports, changes):
         ports.admit(["127.0.0.1", "10.0.0.1"], "10.0.0.1", (1, 22))
         ports.admit(["10.0.0.1"], "10.0.0.1", (1, 22))  # known already
@@ -265,7 +266,7 @@ def test_what_is_admitted() -> None:
         assert not ports.restricted
 
 
-def test_how_many_are_admitted() -> None:
+def test_number_of_admitted_addresses() -> None:
     with some_ports() as (ports, changes):
         ports.admit([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None, (1, 22))
         assert len(changes[-1]) == MAX_EACH

@@ -1,4 +1,4 @@
-"""Strided arrays: what numpy would copy is what arrives; nothing else is read or written; nothing stays pinned."""
+"""Strided arrays: the bytes that numpy would copy arrive, no others are read or written, and nothing stays pinned."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import Stopwatch, assert_lanes, open_pair, open_peer, open_raw_pair, pattern
+from helpers import assert_transports, is_free, open_pair, open_peer, open_raw_pair, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
@@ -165,7 +166,7 @@ def test_what_can_be_sent(array: Any) -> None:
         (np.lib.stride_tricks.as_strided(np.zeros(10), (5,), (4,)), True, ValueError, "share memory"),
     ],
 )
-def test_what_cannot(array: Any, writable: bool, kind: type[Exception], match: str) -> None:
+def test_what_cannot_be_sent(array: Any, writable: bool, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         Pinned(Strided(array), writable=writable)
 
@@ -207,7 +208,7 @@ async def test_sizes(worker: ucp.Worker, transports: str, size: int) -> None:
             assert elements(target) == want, name
             assert elements(memory_of(source)) == before
         if size and ucx.version >= (1, 14):
-            assert_lanes(client, transports)
+            assert_transports(client, transports)
     assert worker.statistics().operations_in_flight == 0
 
 
@@ -242,7 +243,7 @@ async def test_truncation(worker: ucp.Worker, size: int, early: bool) -> None:
             assert await transfer(client, worker, b"next", bytearray(4), early=True) == 4
 
 
-async def test_large_ones_stay_with_their_sender(worker: ucp.Worker) -> None:
+async def test_large_messages_stay_with_their_sender(worker: ucp.Worker) -> None:
     """From the same size on as others: Connections count on it for their credits."""
     edge = worker.context.rendezvous_threshold
     assert edge is not None
@@ -270,8 +271,9 @@ async def test_probed_and_synchronous(worker: ucp.Worker) -> None:
             with trio.fail_after(5):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.tag_send_sync, Strided(source), 3)
-                    while (message := worker.tag_probe(3, remove=True)) is None:
-                        await trio.sleep(0.001)
+                    await until(lambda: worker.tag_probe(3))
+                    message = worker.tag_probe(3, remove=True)
+                    assert message is not None
                     assert message.length == size
                     assert await worker.tag_receive_message(message, Strided(target)) == (size, 3)
             assert elements(target) == elements(source)
@@ -372,8 +374,9 @@ async def test_cancelled_send(worker: ucp.Worker) -> None:
     view = memoryview(memory)[::3]
     want = view.tobytes()
     async with open_pair(worker) as (client, server):
-        with Stopwatch(), trio.move_on_after(0.05):
+        with cancelled_after(0.05) as scope:
             await client.send(Strided(view), 1)
+        assert scope.cancelled_caught
         with pytest.raises(BufferError):
             view.release()
         del view
@@ -390,8 +393,9 @@ async def test_cancelled_receive(worker: ucp.Worker) -> None:
     memory = bytearray(100)
     async with open_pair(worker) as (client, server):
         view = memoryview(memory)[::-3]
-        with Stopwatch(), trio.move_on_after(0.02):
+        with cancelled_after(0.02) as scope:
             await server.receive_into(Strided(view), 1)
+        assert scope.cancelled_caught
         view.release()
         await client.send(b"abc", 1)
         assert await server.receive(1) == b"abc"
@@ -408,7 +412,7 @@ async def test_receive_cancelled_in_the_middle(worker: ucp.Worker, transports: s
             await peer.stop()
             try:
                 view = memoryview(memory)[::-3]
-                with trio.move_on_after(0.05) as scope, Stopwatch():
+                with cancelled_after(0.05) as scope:
                     await connection.receive_into(Strided(view), 1)
                 assert scope.cancelled_caught
                 with pytest.raises(BufferError):
@@ -439,10 +443,4 @@ async def test_aborted_under_way(worker: ucp.Worker) -> None:
             nursery.start_soon(send)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-        with trio.fail_after(5):
-            while True:
-                try:
-                    memory.append(1)
-                    break
-                except BufferError:
-                    await trio.sleep(0.01)
+        await until(lambda: is_free(memory))

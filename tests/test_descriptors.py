@@ -40,7 +40,7 @@ def spare(count):
         for filler in fillers[count:]:
             os.close(filler)
 
-async def settled():
+async def descriptors_after_release():
     # The other ends of what was closed go a moment later.
     last, since = None, trio.current_time()
     while trio.current_time() < since + 0.03:
@@ -98,7 +98,7 @@ async def main():
                 await attempt(KIND, stack)
         opened = 0
         for count in SPARES:
-            before = await settled()
+            before = await descriptors_after_release()
             error = None
             async with contextlib.AsyncExitStack() as stack:
                 with spare(count):
@@ -111,7 +111,7 @@ async def main():
                 if error is None:
                     opened += 1
             if error is not None or KIND != "shared worker":  # that one stays
-                after = await settled()
+                after = await descriptors_after_release()
                 assert after == before, (count, error, before, after)
             print(json.dumps([count, error]), flush=True)
             async with contextlib.AsyncExitStack() as stack:

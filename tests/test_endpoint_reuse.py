@@ -1,4 +1,4 @@
-"""Endpoints of connections that were closed gracefully serve the next ones; other workers do when numbers run out."""
+"""Endpoints of gracefully closed connections are reused; when endpoint numbers run out, another worker takes over."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 import trio
-from helpers import assert_lanes, open_peer, pattern, until
+from helpers import assert_transports, open_peer, pattern, until
+from injected_faults import fill_worker, limit_endpoint_numbers
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
-from trio_ucx.ucp._engine import numbering as _numbering
+from trio_ucx.testing import internals, live_handles
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def works(connection: trio_ucx.Connection, seed: int) -> None:
 
 
 def endpoints_made(worker: ucp.Worker, other: ucp.Worker) -> int:
-    return worker._engine.numbering.of(other.address.uid).numbers().next
+    return internals(worker).numbering.of(other.address.uid).numbers().next
 
 
 async def test_connections_in_turn_share_endpoints(worker: ucp.Worker, transports: str) -> None:
@@ -53,8 +53,7 @@ async def test_connections_in_turn_share_endpoints(worker: ucp.Worker, transport
         assert endpoints_made(worker, server) < 15
         assert worker.statistics().endpoints == 0
         with trio.fail_after(10):  # nobody comes: they are closed
-            while live_handles().get("endpoint", 0):
-                await trio.sleep(0.05)
+            await until(lambda: not live_handles().get("endpoint", 0))
 
 
 async def test_what_one_connection_left_does_not_reach_the_next(worker: ucp.Worker, transports: str) -> None:
@@ -81,7 +80,7 @@ async def test_endpoints_that_are_not_used_again(worker: ucp.Worker, transports:
             connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
             await works(connection, number)
             if how == "in hand":
-                assert_lanes(connection, transports)
+                assert_transports(connection, transports)
                 await connection.aclose()
             else:
                 if how == "large send under way":
@@ -104,7 +103,7 @@ async def test_ways_are_not_mixed_up(worker: ucp.Worker, transports: str) -> Non
                 shared_memory=wish,  # type: ignore[arg-type]
             ).__aenter__()
             await works(connection, number)
-            assert connection._link.core.peer_address is not None
+            assert internals(connection).core.peer_address is not None
             if number == 5:
                 assert {one.name for one in connection.endpoint.transports} == {"tcp"}
             await connection.aclose()
@@ -119,15 +118,12 @@ async def test_idle_endpoint_to_a_process_that_ends(worker: ucp.Worker, transpor
         await peer.process.wait()
         with pytest.raises(OSError):
             await trio_ucx.open_ucx_stream(*address, worker=worker)
-    with trio.fail_after(10):
-        while live_handles().get("endpoint", 0):
-            await trio.sleep(0.05)
+    await until(lambda: not live_handles().get("endpoint", 0))
 
 
 async def test_used_up_numbers(worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX has 65,535 for two workers. The server then goes on with others, and closes those that nobody uses."""
-    monkeypatch.setattr(_numbering, "LIMIT", 12)
-    monkeypatch.setattr(_numbering, "OFFER_TIME", 0)
+    limit_endpoint_numbers(monkeypatch, 12)
     async with open_echo(transports) as (server, listener):
         async with trio_ucx.connect(listener.address, worker=worker) as first:
             for number in range(60):
@@ -142,7 +138,7 @@ async def test_worker_that_is_full(worker: ucp.Worker, transports: str) -> None:
     """UCX has room for 255 kinds of endpoints in a worker. A client that names ever other devices could use it up."""
     async with open_echo(transports) as (server, listener):
         async with trio_ucx.connect(listener.address, worker=worker) as before:
-            server._engine.is_full = True  # as EXCEEDS_LIMIT has it
+            fill_worker(server)
             async with trio_ucx.connect(listener.address, worker=worker) as connection:
                 await works(connection, 1)
             await works(before, 2)
@@ -152,7 +148,7 @@ async def test_worker_that_is_full(worker: ucp.Worker, transports: str) -> None:
 async def test_raw_endpoints_use_numbers_up_too(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_numbering, "LIMIT", 5)
+    limit_endpoint_numbers(monkeypatch, 5)
     async with open_echo(transports) as (server, listener):
         for _ in range(8):
             (await worker.open_endpoint(server.address)).abort()

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import trio
 from helpers import open_pair
+from injected_faults import break_deliveries
 
 from trio_ucx import ucp
 from trio_ucx.ucp import _status
@@ -46,7 +47,7 @@ def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
     assert "-99" in str(ucp.UCXError(-99, "x"))
 
 
-def test_new_bytes_are_nobody_else_s() -> None:
+def test_new_bytes_are_not_shared() -> None:
     for size in (1, 2, 4095, 4096, 10_000):
         one, two = new_bytes(size), new_bytes(size)
         assert len(one) == size and one is not two
@@ -70,7 +71,7 @@ async def test_an_internal_error_in_a_delivery_breaks_its_connection_and_no_othe
             nursery.start_soon(expect_broken)
             await trio.testing.wait_all_tasks_blocked()
             caplog.set_level(logging.CRITICAL, "trio_ucx")
-            monkeypatch.setattr(server._link.receiving.credit, "packed_arrived", lambda *_: 1 / 0)
+            break_deliveries(server, monkeypatch)
             await client.send(b"x")
         with pytest.raises(trio.BrokenResourceError, match="aborted"):
             await client.receive()

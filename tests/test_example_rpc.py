@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import trio
-from helpers import assert_lanes, pattern
+from helpers import assert_transports, pattern, until
 from programs import DEADLINE, EXAMPLES, load, program, run_here
 
 import trio_ucx
@@ -28,13 +28,6 @@ def transports(request: pytest.FixtureRequest) -> str:
     """One kind will do: the transports have tests of their own, and processes take their time to start."""
     value: str = request.param
     return value
-
-
-@pytest.fixture
-def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transports of this process, too."""
-    monkeypatch.setenv("UCX_TLS", transports)
-    return transports
 
 
 @asynccontextmanager
@@ -85,7 +78,7 @@ def request(number: Any = 1, method: Any = "echo", **parts: Any) -> bytes:
 
 async def test_rpc_values(over: str) -> None:
     async with client_of(rpc.METHODS) as client:
-        assert_lanes(client._connection, over)
+        assert_transports(client._connection, over)
         assert await client.call("add", a=1, b=2) == 3
         for value in [None, True, -1, 1.5, "ünï\n\0", [], [1, [2]], {"a": {"$": None}}, 2**80, "x" * 60_000]:
             assert await client.call("echo", data=value) == value
@@ -116,7 +109,7 @@ async def test_rpc_arrays_and_values_mixed(over: str) -> None:
 
 
 async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
-    turns = [trio.Event() for _ in range(100)]
+    may_answer = [trio.Event() for _ in range(100)]
     all_others = trio.Event()
     waiting = 0
     finished: list[int] = []
@@ -127,8 +120,8 @@ async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
             waiting += 1
             if waiting == 99:
                 all_others.set()
-            await turns[number + 1].wait()
-            turns[number].set()
+            await may_answer[number + 1].wait()
+            may_answer[number].set()
         return data
 
     async def check(client: Any, number: int) -> None:
@@ -142,7 +135,7 @@ async def test_rpc_matches_replies_that_come_out_of_order(over: str) -> None:
         await all_others.wait()
         await check(client, 99)
         assert finished == [99], "asked last, answered first"
-        turns[99].set()
+        may_answer[99].set()
     assert sorted(finished) == list(range(100))
 
 
@@ -298,7 +291,9 @@ async def test_rpc_without_a_deadline() -> None:
 
 
 async def test_rpc_cancellations_leave_nothing(over: str) -> None:
-    """Calls with buffers both ways are cancelled at any time; the others' results are right, and lanes are empty."""
+    """Calls with buffers both ways are cancelled at any time; the others' results are right, and the tag queues are
+    empty.
+    """
     connections: list[trio_ucx.Connection] = []
     cancelled = 0
 
@@ -335,8 +330,8 @@ async def test_rpc_cancellations_leave_nothing(over: str) -> None:
                     await client._slots.acquire()
                 assert 16 * 5 <= cancelled <= 16 * 20
                 [server] = connections
-                while server.statistics().left_over_operations or client._connection.statistics().left_over_operations:
-                    await trio.sleep(0.01)
+                for connection in (server, client._connection):
+                    await until(lambda: not connection.statistics().left_over_operations)  # noqa: B023
                 assert server.statistics().held == 0
                 assert client._connection.statistics().held == 0
             nursery.cancel_scope.cancel()
@@ -403,8 +398,7 @@ async def test_rpc_bounds_the_calls_of_a_client(over: str, monkeypatch: pytest.M
         async with trio_ucx.connect(other._connection.remote_address) as connection:
             for number in range(1, 11):
                 await connection.send(request(number, "wait"), rpc.REQUESTS)
-            while watched.running < 3:
-                await trio.sleep(0.01)
+            await until(lambda: watched.running >= 3)
             for _ in range(20):
                 assert await other.call("add", a=1, b=2) == 3  # of another client
             assert watched.running == 3
@@ -419,8 +413,7 @@ async def test_rpc_client_waits_for_a_slot(over: str, monkeypatch: pytest.Monkey
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(client.call, "wait")
-            while watched.running < 3:
-                await trio.sleep(0.01)
+            await until(lambda: watched.running >= 3)
             with trio.move_on_after(0.2) as scope:
                 await client.call("add", a=1, b=2)
             assert scope.cancelled_caught

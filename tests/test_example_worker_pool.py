@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import assert_lanes, pattern
+from helpers import assert_transports, nothing_happens, pattern, until
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
@@ -84,13 +84,6 @@ def transports(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def over(transports: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transports of this process, too."""
-    monkeypatch.setenv("UCX_TLS", transports)
-    return transports
-
-
-@pytest.fixture
 def hire(tmp_path: Path) -> Iterator[Callable[[Any, int], list[Program]]]:
     """Starts workers; ends those that are left by force."""
     script = tmp_path / "worker.py"
@@ -110,12 +103,6 @@ async def open_pool(**options: Any) -> AsyncIterator[Any]:
     with trio.fail_after(DEADLINE):
         async with worker_pool.open_pool(**options) as pool:
             yield pool
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(DEADLINE):
-        while not condition():
-            await trio.sleep(0.01)
 
 
 def traces(directory: Path, what: str) -> list[int]:
@@ -144,7 +131,7 @@ async def test_pool_runs_a_task(over: str, hire: Any) -> None:
             assert await pool.run(Task("echo", payload)) == payload
             assert await pool.run(Task("echo", memoryview(payload))) == payload
         [post] = pool._posts
-        assert_lanes(post.connection, over)
+        assert_transports(post.connection, over)
         assert (pool.workers, pool.lost, pool.repeated) == (1, 0, 0)
     await wait_ended(workers)
 
@@ -358,7 +345,7 @@ async def test_pool_takes_late_workers(over: str, hire: Any, tmp_path: Path) -> 
         nursery.start_soon(expect, ended, Task("wait", os.fsencode(tmp_path)), pool)
         await until(lambda: traces(tmp_path, "started"))
         nursery.start_soon(expect, ended, Task("pid", b"0"), pool)
-        await trio.sleep(0.1)
+        await nothing_happens(0.1)
         assert ended == []
         [late] = hire(pool)
         await until(lambda: ended == [b"%d" % late.process.pid])
@@ -434,7 +421,7 @@ async def test_pool_cancelled_task_that_does_not_look(over: str, hire: Any, tmp_
             nursery.cancel_scope.cancel()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(expect, ended, Task("echo", b"next"), pool)
-            await trio.sleep(0.1)
+            await nothing_happens(0.1)
             assert ended == []
             (tmp_path / "go").touch()
         assert ended == [b"next"]

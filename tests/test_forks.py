@@ -1,4 +1,4 @@
-"""Forked children are refused at once, with a helpful error, and the parent goes on undisturbed."""
+"""A forked child's calls are refused at once, with a helpful error; the parent is not affected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import trio
 from helpers import open_pair, open_peer, open_raw_pair
+from injected_faults import close_context, close_worker
 from outcome import Value
 from peers import REMOTE
 
@@ -198,7 +200,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                     other_end.aclose,
                     listener.aclose,
                     raw_listener.aclose,
-                    worker._aclose,
+                    partial(close_worker, worker),
                 ):
                     coroutine = close()
                     coroutine.send(None)  # all that it does but a checkpoint
@@ -209,7 +211,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                 queue.__exit__(None, None, None)
                 for thing in client, server, endpoint, other_end, listener, message:
                     thing.__del__()
-                worker.context._close()
+                close_context(worker.context)
                 gc.collect()
             return answers
 

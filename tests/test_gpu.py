@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
+from foreign_arrays import CUDA, MANAGED, described
 from helpers import open_pair, open_raw_pair, pattern
-from test_memory_kinds import CUDA, MANAGED, described
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
+from trio_ucx.testing import internals
 from trio_ucx.ucp import DeviceBuffer, MemoryType, Status, Strided
 from trio_ucx.ucp._memory import cuda as _cuda
 
@@ -105,7 +106,7 @@ def device() -> Iterator[Device]:
 @pytest.fixture(params=["tcp,cuda", "tcp,sm,self,cuda"])
 async def worker(request: pytest.FixtureRequest, device: Device) -> AsyncIterator[ucp.Worker]:
     async with ucp.open_worker(config={"TLS": request.param}) as worker:
-        if not lib.tu_worker_memory_types(worker._engine.handle) >> MemoryType.CUDA & 1:
+        if not lib.tu_worker_memory_types(internals(worker).handle) >> MemoryType.CUDA & 1:
             pytest.skip("this UCX has no module for CUDA, or it does not work here")
         yield worker
 

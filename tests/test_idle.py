@@ -1,4 +1,4 @@
-"""An idle worker costs nothing, and no event is missed."""
+"""An idle worker uses no CPU, and no event is missed."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ async def test_wait_all_tasks_blocked_returns(worker: ucp.Worker) -> None:
 
 
 async def test_no_keepalive_no_missed_event(transports: str) -> None:
-    """Posting to an armed worker, again and again, with nothing else that could wake it: but the safety nets, which
-    count what they find."""
+    """Posts to an armed worker many times. Nothing but the safety nets could wake it then, and they count what they
+    find.
+    """
     config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
     async with open_peer("echo", [1], True, transports=transports, UCX_KEEPALIVE_INTERVAL="inf") as peer:
         address, _ = await peer.hear()
@@ -87,7 +88,7 @@ async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.
 
 
 async def test_busy_peer_is_backed_off_from(worker: ucp.Worker, transports: str) -> None:
-    """A stopped peer's queue over shared memory keeps the worker BUSY: no spinning."""
+    """A stopped peer's full shared-memory queue keeps UCX from being armed: the worker backs off rather than spin."""
     async with open_peer("silent", 2**30, transports=transports) as peer:
         address, _ = await peer.hear()
         connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
@@ -107,7 +108,7 @@ async def test_busy_peer_is_backed_off_from(worker: ucp.Worker, transports: str)
 
 
 async def test_client_without_error_handling_leaves_the_server_reachable(worker: ucp.Worker, transports: str) -> None:
-    """UCX would miss the next client's coming: its "adaptive progress" loses events then."""
+    """With UCX's adaptive progress, the event of the next client would be lost."""
     with worker.open_active_messages(3) as messages:
         for _ in range(3):
             async with ucp.open_worker(config={"TLS": transports}) as other:

@@ -1,4 +1,4 @@
-"""Internal errors during deliveries, lack of memory first: they end what they concern, and never the Trio run."""
+"""Internal errors during deliveries, such as a lack of memory: they end the object concerned, never the Trio run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from helpers import open_pair, open_peer, open_raw_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import receiving
+from trio_ucx.testing import internals
 from trio_ucx.ucp._live_handles import live_handles
 
 # ---- no memory for a message ----
@@ -405,16 +406,17 @@ async def scenario(transports: str, arm: Callable[[bool], None], raised: Callabl
                         await act()
                     except* EXPECTED:
                         assert raised()
-                assert not hung.cancelled_caught or raised(), "nobody should wait for ever"
+                if hung.cancelled_caught:
+                    assert raised(), "a task waits for ever without a fault"
         arm(False)
         with trio.fail_after(5):
             assert await _sent_and_received(far, far_server, 1, b"far") == b"far"
-            if worker._engine.broken is None:
+            if internals(worker).broken is None:
                 assert await _sent_and_received(near, near_server, 1, b"near") == b"near"
                 await _is_served(listener, worker)
                 await listener.aclose()
             else:
-                assert worker._engine.broken.args == ("injected",)
+                assert internals(worker).broken.args == ("injected",)
                 for connection in (near, near_server):
                     with pytest.raises(trio.BrokenResourceError) as broken:
                         await connection.receive()
@@ -487,7 +489,7 @@ FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 @pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
 @pytest.mark.parametrize("name", MODULES)
 def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:
-    """Each function raises in turn: the Trio run goes on, and other connections work."""
+    """Each function raises once: the Trio run goes on, and other connections work."""
     raised = False
     for where, attribute, function in functions(importlib.import_module(f"trio_ucx.{name}")):
         if called(transports)[name, function.__qualname__] < call:
@@ -500,4 +502,5 @@ def test_exception_anywhere(name: str, transports: str, call: int, error: type[E
                 failure.add_note(f"{function.__qualname__}, call {call}")
                 raise
         raised = raised or fault.raised
-    assert raised or call > 1, "none of these functions was called"
+    if call == 1:
+        assert raised, "none of these functions was called"

@@ -1,4 +1,4 @@
-"""Ctrl-C, a real SIGINT, at random moments of a busy program."""
+"""KeyboardInterrupt: a real SIGINT at random moments of a busy program."""
 
 from __future__ import annotations
 

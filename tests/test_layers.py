@@ -1,4 +1,4 @@
-"""The layers: imports point down only, one module imports the compiled one, no cffi object is in a public signature."""
+"""The layers: imports point down only, one module imports the compiled one, no public signature has a cffi object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening, listening and serving, to the letter of Trio's: what a program gets that was written for TCP."""
+"""Opening, listening and serving behave as Trio's functions for TCP do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, free_port, open_peer, pattern, until
+from helpers import free_port, open_peer, pattern, until
+from injected_faults import fail_accepts
+from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
@@ -72,7 +74,7 @@ def test_functions_take_what_trio_s_take() -> None:
 
 
 @contextlib.contextmanager
-def listens_but_takes_nobody(host: str, port: int) -> Iterator[None]:
+def listens_with_a_full_queue(host: str, port: int) -> Iterator[None]:
     """Connecting to this address takes for ever: its queue of one connection is full."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -106,7 +108,7 @@ async def test_address_that_does_not_answer_does_not_hold_up_the_next(
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     port = listener.address[1]
     async with listener:
-        with listens_but_takes_nobody("127.0.0.2", port):
+        with listens_with_a_full_queue("127.0.0.2", port):
             with Stopwatch(0.1 + PROMPT):
                 client = await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.1)
             async with client, await listener.accept():
@@ -132,10 +134,10 @@ async def test_all_addresses_fail(worker: ucp.Worker, names: dict[str, list[str]
 async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     names["host"] = ["127.0.0.1", "127.0.0.2"]
     port = free_port()
-    with listens_but_takes_nobody("127.0.0.1", port), listens_but_takes_nobody("127.0.0.2", port):
+    with listens_with_a_full_queue("127.0.0.1", port), listens_with_a_full_queue("127.0.0.2", port):
         used = []
         for _ in range(3):  # the first one opens what the worker needs for any
-            with trio.move_on_after(0.2) as scope, Stopwatch(0.2 + PROMPT):
+            with cancelled_after(0.2) as scope:
                 await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
             assert scope.cancelled_caught
             used.append(len(os.listdir("/proc/self/fd")))
@@ -295,7 +297,7 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
         )
 
         async def killed(delay: float) -> None:
-            async with open_peer("knock", list(listener.address), transports=transports) as peer:
+            async with open_peer("reconnecting_client", list(listener.address), transports=transports) as peer:
                 await peer.hear()
                 await trio.sleep(delay)
                 peer.process.kill()
@@ -319,15 +321,15 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
 
 async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Worker, transports: str) -> None:
     """...and takes others as soon as it has some again: of clients that aborted it keeps none."""
-    async with open_peer("tight", 50, transports=transports) as peer:
+    async with open_peer("echo_with_few_descriptors", 50, transports=transports) as peer:
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
 
         def used() -> int:
             return len(list(descriptors.iterdir()))
 
-        async def settled() -> int:
-            """How many it uses when those of clients that have gone are closed, the last a second after the others."""
+        async def descriptors_after_release() -> int:
+            """How many it uses once those of lost clients are closed, the last a second after the others."""
             last, since = used(), trio.current_time()
             while trio.current_time() < since + 1.3:
                 await trio.sleep(0.02)
@@ -340,7 +342,7 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
         assert await client.receive() == b"x"
         client.abort()
         for _ in range(3):
-            idle = await settled()
+            idle = await descriptors_after_release()
             opened = []
             with pytest.raises(ConnectionRefusedError, match="file descriptors") as caught:
                 while len(opened) < 50:
@@ -362,7 +364,7 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
 
 async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worker, transports: str) -> None:
     """Sockets that say nothing take all that there are."""
-    async with open_peer("tight", 20, transports=transports) as peer:
+    async with open_peer("echo_with_few_descriptors", 20, transports=transports) as peer:
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
         limit = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)[0]
@@ -380,24 +382,14 @@ async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worke
                     await client.send(b"well?")
                     assert await client.receive() == b"well?"
                 resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, 20_000))
-            await trio.sleep(0.1)
             await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
 
 
 async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of a moment are logged and got over; any other closes the listener, and who accepts is told."""
+    """Transient errors are logged, and accepting goes on; any other closes the listener, and ``accept`` raises."""
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    accept = listener._acceptor._listener.accept
     errors = [OSError(errno.EMFILE, "files"), OSError(errno.ENFILE, "files"), OSError(errno.ENOBUFS, "memory")]
-
-    async def failing() -> trio.SocketStream:
-        stream = await accept()
-        if errors:
-            stream.socket.close()
-            raise errors.pop(0)
-        return stream
-
-    listener._acceptor._listener.accept = failing  # type: ignore[method-assign]
+    fail_accepts(listener, errors)
     async with listener:
         while errors:
             with pytest.raises(OSError):

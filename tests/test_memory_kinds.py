@@ -1,4 +1,4 @@
-"""DLPack, ``__cuda_array_interface__``, raw addresses: read as they are meant, checked, and given back once."""
+"""DLPack, ``__cuda_array_interface__``, raw addresses: interpreted correctly, checked, and released exactly once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from helpers import open_pair, open_raw_pair, pattern
+from foreign_arrays import CPU, CUDA, CUDA_HOST, MANAGED, OPENCL, ROCM, described
+from helpers import open_pair, open_raw_pair, pattern, until
+from injected_faults import ignore_unreachable_memory
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
+from trio_ucx.testing import internals
 from trio_ucx.ucp import DeviceBuffer, MemoryType, Strided
 from trio_ucx.ucp._memory import cuda as _cuda
 from trio_ucx.ucp._memory.buffers import Pinned
-from trio_ucx.ucp._memory.foreign import _Tensor, _Versioned, array_of
-
-CPU, CUDA, CUDA_HOST, OPENCL, ROCM, MANAGED = 1, 2, 3, 4, 10, 13
+from trio_ucx.ucp._memory.foreign import array_of
 
 
 class Tensor:
@@ -41,38 +42,6 @@ class OldTensor(Tensor):
 
     def __dlpack__(self, stream: None = None) -> Any:
         return self.array.__dlpack__()
-
-
-def described(memory: Any, *, version: tuple[int, int] | None = (1, 0), device: int = CPU, **fields: Any) -> Any:
-    """An object whose capsule says what we like about the memory of a ctypes array."""
-    shape = fields.pop("shape", (ctypes.sizeof(memory),))
-    strides = fields.pop("strides", None)
-    flags = fields.pop("flags", 0)
-    numbers = ctypes.c_int64 * max(1, len(shape))
-    tensor = _Tensor(
-        device_type=device,
-        ndim=len(shape),
-        shape=numbers(*shape),
-        strides=numbers(*strides) if strides is not None else None,
-        **{"data": ctypes.addressof(memory), "code": 1, "bits": 8, "lanes": 1, **fields},
-    )
-    managed = tensor if version is None else _Versioned(major=version[0], minor=version[1], flags=flags, tensor=tensor)
-    name = b"dltensor" if version is None else b"dltensor_versioned"
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-
-    class Described:
-        keep = memory, managed, tensor, name
-        asked: dict[str, Any]
-
-        def __dlpack__(self, **options: Any) -> Any:
-            self.asked = options
-            return new(ctypes.addressof(managed), name, None)
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return device, 0
-
-    return Described()
 
 
 class Interface:
@@ -520,14 +489,15 @@ async def test_memory_that_the_transports_do_not_reach(
                 await server.receive_into(thing if thing is cuda else rocm, 1)
         await raw.tag_send(b"probed", 2)
         with trio.fail_after(5):
-            while (message := worker.tag_probe(2, remove=True)) is None:
-                await trio.sleep(0.001)
+            await until(lambda: worker.tag_probe(2))
+            message = worker.tag_probe(2, remove=True)
+            assert message is not None
             with pytest.raises(ValueError, match="reach CUDA"):
                 await worker.tag_receive_message(message, cuda)
             buffer = bytearray(10)
             assert await worker.tag_receive_message(message, buffer) == (6, 2)
         # What does without the check is stopped in C.
-        verdict = lib.tu_tag_send_one(raw._core.handle, ffi.NULL, 4, MemoryType.CUDA + 1, 1)
+        verdict = lib.tu_tag_send_one(internals(raw).handle, ffi.NULL, 4, MemoryType.CUDA + 1, 1)
         assert verdict == ucp.Status.UNSUPPORTED
         assert client.statistics().credit == credit
     assert not any(memory)
@@ -539,9 +509,9 @@ async def test_small_messages_are_copied_to_the_device(
     driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And when the device fails, the receive is told, and nothing else happens."""
+    """When the device fails, the receive raises, and nothing else is affected."""
     memory, cuda, rocm = devices
-    monkeypatch.setattr("trio_ucx.ucp._engine.posting.check_reaches", lambda engine, pins: None)
+    ignore_unreachable_memory(monkeypatch)
     async with open_pair(worker) as (client, server):
         with trio.fail_after(10):
             await client.send(b"message", 1)

@@ -1,4 +1,4 @@
-"""Messages between two processes: every size and kind of buffer, many lanes, both directions, many connections."""
+"""Messages between two processes: every size and kind of buffer, many tags, both directions, many connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import Peer, assert_lanes, open_pair, open_peer, pattern
+from helpers import Peer, assert_transports, open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
@@ -27,7 +27,7 @@ async def listening(peer: Peer) -> tuple[str, int]:
 async def test_sizes(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("echo", [5], transports=transports) as peer:
         async with trio_ucx.connect(await listening(peer), worker=worker) as connection:
-            assert_lanes(connection, transports)
+            assert_transports(connection, transports)
             for size in SIZES:
                 data = pattern(size, size)
                 with trio.fail_after(20):
@@ -49,7 +49,7 @@ async def test_sizes_by_unix_socket(worker: ucp.Worker, transports: str) -> None
                         nursery.start_soon(connection.send, data, 5)
                         assert await connection.receive_into(buffer, 5) == size
                     assert buffer == data
-            assert_lanes(connection, transports)
+            assert_transports(connection, transports)
 
 
 @pytest.mark.parametrize("size", [1000, 3 * 2**20])
@@ -115,10 +115,10 @@ async def test_gather_of_many_parts(worker: ucp.Worker, transports: str) -> None
         assert b"".join(targets)[:length] == b"".join(parts)
 
 
-async def test_hundred_lanes_interleaved_both_ways(worker: ucp.Worker, transports: str) -> None:
-    lanes = list(range(0, 2**31 - 1, 2**31 // 100))[:99] + [2**31 - 1]
+async def test_hundred_tags_interleaved_both_ways(worker: ucp.Worker, transports: str) -> None:
+    tags = list(range(0, 2**31 - 1, 2**31 // 100))[:99] + [2**31 - 1]
     sizes = [0, 7, 3000, 70_000]
-    async with open_peer("echo", lanes, transports=transports) as peer:
+    async with open_peer("echo", tags, transports=transports) as peer:
         async with trio_ucx.connect(await listening(peer), worker=worker) as connection:
 
             async def send(tag: int) -> None:
@@ -131,7 +131,7 @@ async def test_hundred_lanes_interleaved_both_ways(worker: ucp.Worker, transport
 
             with trio.fail_after(60):
                 async with trio.open_nursery() as nursery:
-                    for tag in lanes:
+                    for tag in tags:
                         nursery.start_soon(send, tag)
                         nursery.start_soon(check, tag)
 

@@ -14,70 +14,19 @@ import attrs
 import pytest
 import trio
 from helpers import Peer, open_peer
-from networks import Host, Network, need, open_network, unshare
-
-SIZES = [1, 5000, 2**20]
-SHARED_MEMORY = {"sysv", "posix"}
-LOOPBACK = "127.0.0.1"
-#: UCX logs what we expect to standard output, where peers speak.
-QUIET = {"UCX_LOG_LEVEL": "fatal"}
-
-
-@attrs.frozen
-class Side:
-    """How one of the two is run."""
-
-    under: Sequence[str] = ()
-    options: dict[str, Any] = attrs.field(factory=dict)
-    environment: dict[str, str] = attrs.field(factory=dict)
-
-
-@attrs.frozen
-class Meeting:
-    """What became of it: what the client said, the transports of the server's connections, and the server's log."""
-
-    client: list[Any]
-    server: list[list[str]]
-    log: str
-
-    def assert_tcp(self) -> None:
-        assert self.client[0] == "connected", (self.client, self.log)
-        assert self.client[1] == ["tcp"] and self.server == [["tcp"]]
-
-    def assert_shared_memory(self) -> None:
-        assert self.client[0] == "connected", (self.client, self.log)
-        assert set(self.client[1]) & SHARED_MEMORY
-        [transports] = self.server
-        assert set(transports) & SHARED_MEMORY
-
-    def assert_refused(self, *words: str) -> None:
-        """Both sides were told why."""
-        kind, number, text, seconds = self.client
-        assert kind == "ConnectionRefusedError" and number == errno.ECONNREFUSED, self.client
-        assert seconds < 5
-        for word in words:
-            assert word in text, text
-            assert word in self.log, self.log
-        assert self.server == []
-
-
-async def meet(client: Side, server: Side, host: str = LOOPBACK, target: Any = None) -> Meeting:
-    """A server, and a client that connects to it: messages come back.
-
-    Args:
-        host: where the server listens.
-        target: where the client connects to, if it is not that.
-    """
-    async with (
-        open_peer("host", [host], server.options, under=server.under, **server.environment) as listening,
-        open_peer("visitor", client.options, SIZES, under=client.under, **client.environment) as connecting,
-    ):
-        [address] = await listening.hear()
-        await connecting.tell(target or address)
-        said = await connecting.hear(40)
-        await listening.tell()
-        transports, log = await listening.hear()
-        return Meeting(said, transports, "\n".join(log))
+from networks import (
+    LOOPBACK,
+    QUIET,
+    SHARED_MEMORY,
+    SIZES,
+    Host,
+    Network,
+    Side,
+    meet,
+    need,
+    open_network,
+    unshare,
+)
 
 
 @attrs.frozen
@@ -284,7 +233,7 @@ async def test_forwarded_on_this_machine() -> None:
 
 
 async def test_forwarded_between_networks(hosts: Hosts) -> None:
-    """Messages go directly where there is a way; where there is none, both are told which addresses were tried."""
+    """Messages go directly where there is a route; otherwise both errors name the addresses that were tried."""
     listen = partial(open_peer, "host", [FAR], {"connect_timeout": 4}, under=hosts.far.under, **QUIET)
     forward = partial(open_peer, "forwarder", GATE_TO_NEAR, under=hosts.gate.under)
 

@@ -1,4 +1,4 @@
-"""The numbers of endpoints by worker address: both ends of a connection have the same one, whatever else goes on."""
+"""The numbers of endpoints by worker address: both ends of a connection always have the same one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers import pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote import open_two
-from test_exchange import ALL, some_facts
+from samples import ALL, some_facts
 
 import trio_ucx
 from trio_ucx import ucp
@@ -82,7 +82,8 @@ class Made:
         core: Any = self.numbers.make(number, make, address)
         self.made_at_once += len(self.cores)
         assert self.made_at_once <= FILLERS_AT_ONCE + 1
-        assert core is None or core.index == number
+        if core is not None:
+            assert core.index == number
         return core  # type: ignore[no-any-return]
 
 
@@ -147,13 +148,13 @@ def test_fillers_handle_errors_as_their_pairs_do() -> None:
     assert [core.forcible for core in made.cores[6:]] == [True, False, True]
 
 
-def test_numbers_without_error_handling_are_told() -> None:
+def test_numbers_without_error_handling_are_sent() -> None:
     made = Made()
     for index in range(3000):
         made.open(error_handling=index % 2 == 0, raw=True)
-    told = made.numbers.numbers()
-    assert told.next == 3000 and told.has_raw
-    assert told.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
+    sent = made.numbers.numbers()
+    assert sent.next == 3000 and sent.has_raw
+    assert sent.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
 
 
 def test_limits() -> None:
@@ -250,7 +251,7 @@ EXCHANGE_OPTIONS = ExchangeOptions(SharedMemory.AUTO, 20.0, None, None)
 
 
 class Meeting:
-    """A connection that comes about: the library's two sides, and the bytes between them."""
+    """A connection that is being opened: the library's two sides, and the bytes between them."""
 
     def __init__(self, client: Node, server: Node) -> None:
         self.connector = Connector(client, None, "server", EXCHANGE_OPTIONS, Options(), 10)  # type: ignore[arg-type]
@@ -266,7 +267,7 @@ class Meeting:
             is_client: Exchange(is_client=is_client, software="", authkey=None) for is_client in (True, False)
         }
         self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO, True))
-        #: What is on its way, by who it is for.
+        #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()
         self.flush()
@@ -315,7 +316,7 @@ class Meeting:
         self.flush()
 
     def give_up(self, is_client: bool) -> None:
-        """The task of one side is cancelled; the other hears of that, or does not."""
+        """Cancels the task of one side; the other side notices that, or does not."""
         self.ends[is_client].close("no")
         self.given_up.add(is_client)
         self.flush()
@@ -435,7 +436,7 @@ def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) 
 
 
 @pytest.mark.parametrize("client", [0, 1])
-def test_crowd_whose_choices_come_in_any_order(client: int) -> None:
+def test_many_connections_whose_choices_come_in_any_order(client: int) -> None:
     """More endpoints are missing than are made at a time."""
     for seed in range(5):
         chance = random.Random(seed)
@@ -466,7 +467,7 @@ def test_many_raw_endpoints_between() -> None:
 
 
 @pytest.mark.parametrize("theirs", [Numbers(60_000), Numbers(LIMIT), Numbers(65535), Numbers(5000, True)])
-def test_server_that_lies_about_its_numbers(theirs: Numbers) -> None:
+def test_server_that_sends_false_numbers(theirs: Numbers) -> None:
     """A client that has to choose a number refuses at last."""
     world = World()
     world.start(1)

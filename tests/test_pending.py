@@ -1,4 +1,4 @@
-"""Who waits, and for what, without UCX."""
+"""Queues of waiting tasks, without UCX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_first_come_first_served() -> None:
 
 
 async def test_cancelled_waiter_is_given_nothing() -> None:
-    """From the moment on in which it is cancelled, although its task has not run since: the thing would be lost."""
+    """From the moment of its cancellation, even before its task has run: what it were given would be lost."""
     waiters = Waiters()
     got = []
     scope = trio.CancelScope()

@@ -1,4 +1,4 @@
-"""A local peer is killed in the middle of writing to shared memory, which stops the queue for all peers."""
+"""A local peer that is killed while it writes to a worker's shared-memory queue stops that queue for all peers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
-from helpers import TRANSPORTS, Rounds, open_peer, pattern
+from helpers import TRANSPORTS, Rounds, open_peer, pattern, until
+from injected_faults import record_probes
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp import _receive_queue
-from trio_ucx.ucp._engine.engine import Engine
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -56,9 +55,7 @@ class Echo:
             pass
 
     async def wait_errors(self, count: int) -> None:
-        with trio.fail_after(SOON):
-            while len(self.errors) < count:
-                await trio.sleep(0.01)
+        await until(lambda: len(self.errors) >= count, within=SOON)
 
 
 @asynccontextmanager
@@ -117,7 +114,7 @@ async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: p
         assert await by_tcp.hear() == 100, "connections over TCP go on"
 
 
-async def test_who_connects_while_the_queue_stands_still() -> None:
+async def test_clients_that_connect_while_the_queue_is_stopped() -> None:
     """A client that connects while the queue has stopped is let in, or gets an error in time."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
@@ -174,7 +171,7 @@ async def test_a_server_is_killed_in_the_middle_of_writing(queue: str) -> None:
         with trio.fail_after(SOON):
             async with trio_ucx.connect(addresses[0], worker=worker, shared_memory=True) as connection:
                 assert connection.worker is not worker
-                assert queue in {lane.name for lane in connection.endpoint.transports}
+                assert queue in {transport.name for transport in connection.endpoint.transports}
                 await connection.send(b"again")
                 assert await connection.receive() == b"again"
 
@@ -194,9 +191,7 @@ async def test_raw_endpoints(queue: str) -> None:
         await bad.tell(bytes(worker.address).hex())
         assert await worker.tag_receive(bytearray(10), 1) == (5, 1)
         await bad.tell()
-        with trio.fail_after(SOON):
-            while healthy.alive or doomed.alive:
-                await trio.sleep(0.01)
+        await until(lambda: not healthy.alive and not doomed.alive, within=SOON)
         with pytest.raises(trio.BrokenResourceError, match="killed while it wrote"):
             await healthy.flush()
         with pytest.raises(trio.BrokenResourceError, match="another worker"):
@@ -206,7 +201,7 @@ async def test_raw_endpoints(queue: str) -> None:
             endpoint.abort()
 
 
-async def test_a_stopped_worker_sleeps() -> None:
+async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
     """UCX cannot be armed any more, but no event can come: the worker uses no CPU."""
     async with (
         ucp.open_worker(config=options("sysv")) as worker,
@@ -217,9 +212,7 @@ async def test_a_stopped_worker_sleeps() -> None:
         await bad.hear()
         await bad.tell()
         await echo.wait_errors(1)
-        with trio.fail_after(SOON):
-            while not worker.statistics().stopped_queues:
-                await trio.sleep(0.01)
+        await until(lambda: worker.statistics().stopped_queues, within=SOON)
         await trio.sleep(0.2)
         before = worker.statistics().progress_calls
         await trio.sleep(1)
@@ -229,19 +222,11 @@ async def test_a_stopped_worker_sleeps() -> None:
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records which queues were probed."""
-    found: list[str] = []
-    begin = _receive_queue._Probe.__init__
-
-    def recording(probe: _receive_queue._Probe, engine: Engine, transport: str) -> None:
-        found.append(transport)
-        begin(probe, engine, transport)
-
-    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
-    return found
+    return record_probes(monkeypatch)
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["connections", "raw"])
-async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[str]) -> None:
+async def test_a_stopped_peer_is_not_taken_for_a_stopped_queue(raw: bool, probes: list[str]) -> None:
     """The queue of a stopped peer is full, so UCX cannot be armed. Then another peer is killed."""
     transports = "tcp,sysv,posix,cma,self"  # by name, else posix is left out
     async with (
@@ -264,9 +249,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
                 for _ in range(320):  # within a window, and more than a queue holds
                     group.tag_send(endpoint, bytes(2000), 1) if raw else group.send(connection, bytes(2000), 1)
                 killed.signal(signal.SIGKILL)
-                with trio.fail_after(SOON):
-                    while doomed.alive or len(probes) < 2:
-                        await trio.sleep(0.01)
+                await until(lambda: not doomed.alive and len(probes) >= 2, within=SOON)
                 await trio.sleep(2)
                 assert worker.statistics().stopped_queues == 0
                 stopped.resume()
@@ -277,7 +260,7 @@ async def test_a_peer_that_is_stopped_is_no_dead_queue(raw: bool, probes: list[s
         assert {"sysv", "posix"} <= set(probes)
 
 
-async def test_a_program_that_is_busy_has_no_dead_queue(probes: list[str]) -> None:
+async def test_a_busy_program_is_not_taken_for_a_stopped_queue(probes: list[str]) -> None:
     """Its queue is full when a peer is killed, and it does not progress for longer than the time limits of a probe."""
     transports = TRANSPORTS[1]
     async with (
@@ -326,9 +309,7 @@ async def test_isolated_connections() -> None:
         assert not any(connection.worker.statistics().stopped_queues for connection in echo.connections[:2])
         for connection in echo.connections:
             connection.abort()
-        with trio.fail_after(SOON):
-            while live_handles()["worker"] > 1:
-                await trio.sleep(0.01)
+        await until(lambda: live_handles()["worker"] <= 1, within=SOON)
 
 
 @pytest.mark.parametrize("end", ["aclose", "refused", "listener closes", "worker closes", "run ends"])
@@ -356,9 +337,8 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
             server.abort()
         elif end == "worker closes":
             await server.aclose()
-        with trio.fail_after(SOON):
-            while end in ("aclose", "listener closes", "refused") and live_handles()["worker"] > 2:
-                await trio.sleep(0.01)
+        if end in ("aclose", "listener closes", "refused"):
+            await until(lambda: live_handles()["worker"] <= 2, within=SOON)
         await listener.aclose()
         connection.abort()
         server.abort()
@@ -368,7 +348,7 @@ async def test_isolated_connections_without_descriptors(transports: str) -> None
     """Clients for which too few descriptors are left are refused."""
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
-        open_peer("tight", 100, True, transports=transports) as server,
+        open_peer("echo_with_few_descriptors", 100, True, transports=transports) as server,
     ):
         address, _ = await server.hear()
         for _ in range(2):
@@ -400,7 +380,7 @@ async def test_clients_are_killed_at_random(size: int, isolate: bool, rounds: Ro
         await steady.tell(echo.listener.address)
         assert await steady.hear() == "ready"
         brood = await stack.enter_async_context(
-            open_peer("brood", echo.listener.address[1], size, kills, size, transports=TRANSPORTS[1])
+            open_peer("killed_clients", echo.listener.address[1], size, kills, size, transports=TRANSPORTS[1])
         )
         assert await brood.hear(120) == kills
         await is_answered(echo, "sysv")

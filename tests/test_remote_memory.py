@@ -1,4 +1,4 @@
-"""Registered memory, and put and get: what arrives, what is refused, and what becomes of it when somebody goes away."""
+"""Registered memory, put and get: data arrive, misuse is refused, and all is freed when either side closes or dies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ import attrs
 import numpy as np
 import pytest
 import trio
-from helpers import assert_free, assert_lanes, assert_pinned, cancelled_promptly, open_peer, open_raw_pair, pattern
+from helpers import assert_free, assert_pinned, assert_transports, open_peer, open_raw_pair, pattern, until
 from peers import REMOTE
 from remote import (
     SOON,
     WAYS,
     expect_broken,
-    open_between,
+    open_endpoint_and_context,
     open_owner,
     open_to_peer,
     open_two,
     open_way,
     released,
 )
+from timing import cancelled_promptly
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
@@ -55,7 +56,7 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
 async def test_put_and_get(transports: str, way: str, first: str) -> None:
     """Of all sizes, at offsets; allocated and registered memory. Also as the first that an endpoint does."""
     with trio.fail_after(50):
-        async with open_between(transports, way) as (endpoint, context):
+        async with open_endpoint_and_context(transports, way) as (endpoint, context):
             buffers = [context.allocate(70_000), context.register(bytearray(70_000))]
             for memory in buffers:
                 view = memory.memoryview
@@ -95,7 +96,7 @@ async def test_large_ones_to_another_process(transports: str, way: str, kind: st
             assert buffer == data
             assert await memory.get() == bytes(7) + data
             if way != "connection":
-                assert_lanes(endpoint, "tcp" if transports == "tcp" else "sm")
+                assert_transports(endpoint, "tcp" if transports == "tcp" else "sm")
 
 
 def available_memory() -> int:
@@ -114,7 +115,7 @@ async def test_a_gigabyte_in_random_pieces(transports: str, way: str) -> None:
     pieces = [(start, stop - start, rng.randrange(2**20)) for start, stop in itertools.pairwise(cuts)]
     data = memoryview(pattern(2**20 + max(length for _, length, _ in pieces)))
     with trio.fail_after(55):
-        async with open_between(transports, way) as (endpoint, context):
+        async with open_endpoint_and_context(transports, way) as (endpoint, context):
             with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
                 rng.shuffle(pieces)
                 for start, length, where in pieces:
@@ -475,7 +476,7 @@ async def test_descriptor_of_another_process(worker: ucp.Worker, transports: str
 
 @pytest.mark.parametrize("way", ["raw", "connection", "worker", "accepted"])
 async def test_map(way: str) -> None:
-    async with open_between("tcp,sm,self", way) as (endpoint, context):
+    async with open_endpoint_and_context("tcp,sm,self", way) as (endpoint, context):
         with context.allocate(5000) as memory, endpoint.attach(memory.descriptor) as remote:
             memory.memoryview[:] = pattern(5000)
             await remote.flush()
@@ -513,7 +514,7 @@ async def test_map_to_another_process() -> None:
 
 
 async def test_map_over_tcp() -> None:
-    async with open_between("tcp", "raw") as (endpoint, context):
+    async with open_endpoint_and_context("tcp", "raw") as (endpoint, context):
         with context.allocate(100) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.flush()
             with pytest.raises(ucp.UCXError) as caught:
@@ -542,7 +543,7 @@ async def test_map_before_the_connection_is_up() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_map_that_outlives_everything() -> None:
-    """What somebody looks at stays, whatever else was closed: better a worker left alone than a crash."""
+    """Memory with live views stays mapped, whatever else was closed; the worker is kept rather than crash."""
     async with open_peer("owner", 2**20, transports="sm,self") as peer:
         said = await peer.hear()
         async with ucp.open_worker(config={"TLS": "sm,self"}, features=REMOTE) as worker:
@@ -621,7 +622,7 @@ async def test_cancelled_at_random_moments(transports: str, way: str) -> None:
     """A cancelled put wrote all of its bytes, none, or some of them; nothing else, nowhere else."""
     rng = random.Random(7)
     size = 2**21
-    async with open_between(transports, way) as (endpoint, context):
+    async with open_endpoint_and_context(transports, way) as (endpoint, context):
         memory = context.register(np.zeros(size, np.uint8))
         remote = endpoint.attach(memory.descriptor)
         there = np.frombuffer(memory.memoryview, np.uint8)
@@ -641,7 +642,8 @@ async def test_cancelled_at_random_moments(transports: str, way: str) -> None:
                 assert not changed[:start].any() and not changed[stop:].any()
                 if number % 3:
                     assert (there[start:stop][changed[start:stop]] == number).all()
-                    assert scope.cancelled_caught or (there[start:stop] == number).all()
+                    if not scope.cancelled_caught:
+                        assert (there[start:stop] == number).all()
                 else:
                     assert not changed.any()
         del there
@@ -681,15 +683,12 @@ async def test_closed_with_operations_under_way(transports: str, way: str, how: 
                             await trio.sleep(0)
                         if how == "close":
                             remote.close()
-                            while len(ended) < 12:
-                                await trio.sleep(0.001)
+                            await until(lambda: len(ended) >= 12)
                             with endpoint.attach(memory.descriptor) as again:
                                 assert len(await again.get()) == 2**22
                         elif how == "abort":
                             endpoint.abort()
-            with trio.fail_after(10):
-                while len(ended) < 12:
-                    await trio.sleep(0.001)
+            await until(lambda: len(ended) >= 12)
         assert set(ended) == {ValueError if how == "close" else trio.ClosedResourceError}
         memory.close()
 
@@ -857,5 +856,4 @@ async def test_many_cycles(worker: ucp.Worker, transports: str, way: str) -> Non
         handles, files = live_handles(), len(os.listdir("/proc/self/fd"))
         for _ in range(60):
             await cycle()
-        while live_handles() != handles or len(os.listdir("/proc/self/fd")) > files + 6:
-            await trio.sleep(0.01)
+        await until(lambda: live_handles() == handles and len(os.listdir("/proc/self/fd")) <= files + 6)

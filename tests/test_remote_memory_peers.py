@@ -1,4 +1,4 @@
-"""Puts and gets without UCX's own: owners whose peers are killed, and requests that an owner refuses."""
+"""The library's own protocol for puts and gets: owners whose peers are killed, and requests that an owner refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import trio
 from helpers import Rounds, assert_free, open_peer, open_to_peer, pattern, until
 from peers import REMOTE
-from remote import open_between, open_two, open_way
+from remote import open_endpoint_and_context, open_two, open_way
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
@@ -23,7 +23,7 @@ MB = 2**20
 #: Sizes of the owner's memory: the part of the killed peers, and that of this process.
 THEIRS, OURS = 48 * MB, 8 * MB
 #: How many peers run, and are killed, at once.
-CROWD = 4
+PEERS = 4
 #: The layout of requests and answers (docs/wire.md).
 REQUEST = struct.Struct("<BB6xQQQQ16s")
 ANSWER = struct.Struct("<BB6xQQ")
@@ -50,12 +50,12 @@ async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: ucp.Re
     assert outcomes[got].unwrap() == data[::-1]
 
 
-async def kill_crowd(way: str, said: dict[str, Any], transports: str, rng: random.Random) -> None:
+async def kill_peers(way: str, said: dict[str, Any], transports: str, rng: random.Random) -> None:
     async with trio.open_nursery() as nursery:
 
         async def one(kind: str) -> None:
             async with open_peer(
-                "mover", way, said, kind, 0, THEIRS, transports=transports, UCX_LOG_FILE="stderr"
+                "transferring_peer", way, said, kind, 0, THEIRS, transports=transports, UCX_LOG_FILE="stderr"
             ) as peer:
                 # It cannot come up where the owner's queue in shared memory has stopped: see below.
                 with suppress(*(() if transports == "tcp" else (trio.TooSlowError, EOFError))):
@@ -64,7 +64,7 @@ async def kill_crowd(way: str, said: dict[str, Any], transports: str, rng: rando
                 peer.process.kill()
                 await peer.ended()
 
-        for number in range(CROWD):
+        for number in range(PEERS):
             nursery.start_soon(one, "get" if number % 2 else "put")
 
 
@@ -82,19 +82,21 @@ async def test_owner_survives_killed_peers(
 
     Over shared memory an owner is sometimes left whose queue stopped, because a peer was killed while it wrote there.
     Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
-    endpoint by worker address is not told (docs/ucp.md): then the test goes on with another owner.
+    endpoint by worker address gets no error (docs/ucp.md): then the test goes on with another owner.
     """
     crowds = rounds(3, 50)
     owners = 0
     while crowds:
         owners += 1
-        assert owners < 10, "nearly every crowd stopped a queue"
+        assert owners < 10, "nearly every kill stopped a queue"
         with trio.fail_after(55 + 8 * crowds):
-            crowds -= await kill_crowds(crowds, way, kind, transports, chance)
+            crowds -= await kill_peers_repeatedly(crowds, way, kind, transports, chance)
 
 
-async def kill_crowds(crowds: int, way: str, kind: str, transports: str, chance: random.Random) -> int:
-    """Kills so many crowds of one owner's peers while we go on; fewer if its queue stops. Returns how many."""
+async def kill_peers_repeatedly(crowds: int, way: str, kind: str, transports: str, chance: random.Random) -> int:
+    """Kills all peers of one owner, so many times, while this process goes on; fewer if its queue stops. Returns how
+    often.
+    """
     async with (
         open_peer("owner", THEIRS + OURS, kind, transports=transports, UCX_LOG_FILE="stderr") as owner,
         ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker,
@@ -123,12 +125,11 @@ async def kill_crowds(crowds: int, way: str, kind: str, transports: str, chance:
             nursery.start_soon(go_on)
             while killed < crowds and not stopped:
                 before = done
-                await kill_crowd(way, said, transports, chance)
+                await kill_peers(way, said, transports, chance)
                 killed += 1
                 assert owner.process.returncode is None
                 with trio.move_on_after(20) as waiting:
-                    while done < before + 2 and not stopped:
-                        await trio.sleep(0.01)
+                    await until(lambda: done >= before + 2 or stopped)  # noqa: B023
                 if waiting.cancelled_caught:
                     assert way == "worker" and transports != "tcp", "the owner does not answer"
                     stopped = True
@@ -213,7 +214,7 @@ async def test_an_owner_allows_no_more_than_it_said() -> None:
 @pytest.mark.parametrize("way", ["raw", "connection", "worker"])
 async def test_closed_memory_is_refused(way: str) -> None:
     """Requests in flight go on; later ones are errors, and the connection stays."""
-    async with open_between("tcp", way) as (endpoint, context):
+    async with open_endpoint_and_context("tcp", way) as (endpoint, context):
         memory, other = context.register(bytearray(8)), context.register(buffer := bytearray(8 * MB))
         with endpoint.attach(memory.descriptor) as remote, endpoint.attach(other.descriptor) as large:
             assert await remote.get() == bytes(8)
@@ -237,8 +238,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
                     while not buffer[0]:
                         await trio.lowlevel.checkpoint()
                     other.close()
-                while live_handles().get("memory"):
-                    await trio.sleep(0.001)
+                await until(lambda: not live_handles().get("memory"))
         assert_free(buffer)
         assert endpoint.alive
 
@@ -250,7 +250,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
     ("transports", "kind"), [("tcp", "registered"), ("sm,self", "allocated"), ("sm,self", "registered")]
 )
 async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) -> None:
-    async with open_between(transports, "worker") as (endpoint, context):
+    async with open_endpoint_and_context(transports, "worker") as (endpoint, context):
         nbytes = 4 * MB
         memory = context.allocate(nbytes) if kind == "allocated" else context.register(np.zeros(nbytes, np.uint8))
         with memory, endpoint.attach(memory.descriptor) as remote, trio.fail_after(30):
@@ -273,7 +273,7 @@ async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) ->
 async def test_transfers_in_parts(chance: random.Random) -> None:
     """Over TCP long ones are several messages: each byte arrives, fences hold, and cancelling ends all parts."""
     part = _ways.PART_OVER_TCP
-    async with open_between("tcp", "worker") as (endpoint, context):
+    async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
         worker = endpoint.worker
         content = bytearray(pattern(40 * part, 1))
         with (
@@ -313,7 +313,7 @@ async def test_transfers_in_parts_when_the_endpoint_closes(chance: random.Random
                 await call(buffer)
 
     for number in range(20):
-        async with open_between("tcp", "worker") as (endpoint, context):
+        async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
             with context.allocate(8 * MB) as memory, endpoint.attach(memory.descriptor) as remote:
                 await remote.get(0, 1)
                 buffer = bytearray(8 * MB)
@@ -333,7 +333,7 @@ async def test_a_flush_while_the_endpoint_closes(chance: random.Random) -> None:
                 await remote.flush()
 
     for _ in range(30):
-        async with open_between("tcp", "worker") as (endpoint, context):
+        async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
             with context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
                 with trio.fail_after(5):
                     async with trio.open_nursery() as nursery:
@@ -344,7 +344,7 @@ async def test_a_flush_while_the_endpoint_closes(chance: random.Random) -> None:
 
 async def test_long_copies_let_others_run() -> None:
     """While 256 MiB are copied over shared memory, other tasks run; cancelling the copy frees the buffer at once."""
-    async with open_between("sm,self", "worker") as (endpoint, context):
+    async with open_endpoint_and_context("sm,self", "worker") as (endpoint, context):
         size = 256 * MB
         with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.get(0, 1)
@@ -371,7 +371,7 @@ async def test_long_copies_let_others_run() -> None:
 
 
 async def test_a_descriptor_that_claims_more_than_is_mapped() -> None:
-    async with open_between("sm,self", "worker") as (endpoint, context):
+    async with open_endpoint_and_context("sm,self", "worker") as (endpoint, context):
         with context.allocate(8192) as memory:
             whole = ucp.MemoryDescriptor.from_bytes(memory.descriptor)
             lying = ucp.MemoryDescriptor(whole.address, 2**30, whole.rkey, token=whole.token)
@@ -398,7 +398,7 @@ async def test_without_a_token(transports: str, way: str) -> None:
 
 
 async def test_a_token_is_of_16_bytes() -> None:
-    async with open_between("tcp", "worker") as (_, context):
+    async with open_endpoint_and_context("tcp", "worker") as (_, context):
         with context.allocate(8) as memory:
             for token in (b"1", bytes(17)):
                 with pytest.raises(ValueError, match="16 bytes"):

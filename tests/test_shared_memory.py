@@ -1,16 +1,15 @@
-"""Shared memory that is not available, and what killed processes leave of it."""
+"""Kinds of shared memory that are not available, and segments that killed processes leave."""
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
 
 import attrs
 import pytest
-from networks import need
-from test_namespaces import Side, meet
+from injected_faults import have_no_system_v
+from networks import Side, meet, need
 
 from trio_ucx.ucp import _shared_memory as shared_memory
 
@@ -214,8 +213,7 @@ async def test_peers_with_different_kinds() -> None:
     ],
 )
 def test_transports_without_system_v(wanted: str, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.os.path, "exists", lambda path: False)  # neither xpmem nor knem
-    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
+    have_no_system_v(monkeypatch)
     assert shared_memory.restrict({"TLS": wanted})["TLS"] == without
 
 

@@ -15,6 +15,7 @@ from helpers import open_pair
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.dispatch import deliver
 
 PACKAGE = str(Path(trio_ucx.__file__).parent)
@@ -114,10 +115,10 @@ async def test_in_when_it_is_there(worker: ucp.Worker, behind: int) -> None:
         for _ in range(behind):
             client.send_nowait(b"other size")
             await trio.sleep(0.001)
-            worker._engine.progress()
+            internals(worker).progress()
         client.send_nowait(b"8 bytes.")
         with Recorded(deliver, RECEIVE) as path:
-            worker._engine.progress()
+            internals(worker).progress()
             data = await server.receive()
         assert data == (b"other size" if behind else b"8 bytes.")
         assert "dispatch.deliver" in path.functions

@@ -1,4 +1,4 @@
-"""A UCP program on this host with UCX's own defaults: without MM_ERROR_HANDLING, unlike ours."""
+"""A local UCP program with UCX's default options, which lack the MM_ERROR_HANDLING that this library sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from c_programs import compiled
-from helpers import assert_lanes, open_peer, until
+from helpers import assert_transports, open_peer, until
 
 from trio_ucx import ucp
 
@@ -79,7 +79,7 @@ async def test_messages(program: Path, transports: str, mode: str, direction: st
                     await endpoint.tag_send(bytes(size), 1)
                     await endpoint.flush()
                     # With error handling, it could not answer over shared memory.
-                    assert_lanes(endpoint, "tcp" if mode == "peer" else transports)
+                    assert_transports(endpoint, "tcp" if mode == "peer" else transports)
                 finally:
                     if mode == "peer":
                         endpoint.abort()  # what was flushed arrives
@@ -96,7 +96,7 @@ async def test_messages(program: Path, transports: str, mode: str, direction: st
             expected |= {"received: Success"} if ours else set()
             while expected:
                 line = await stock.line()
-                if not line.startswith("failed"):  # told of our end
+                if not line.startswith("failed"):  # UCX reports that this side has closed
                     expected.remove(line)
 
 
@@ -110,11 +110,11 @@ async def test_peers_of_ours_use_shared_memory(worker: ucp.Worker, transports: s
             async with await worker.open_endpoint(one) as endpoint:
                 await endpoint.tag_send(b"x", 1)
                 await endpoint.flush()
-                assert_lanes(endpoint, transports)
+                assert_transports(endpoint, transports)
         async with await worker.open_endpoint(ucp.WorkerAddress.from_ucx(known.ucx)) as endpoint:
             await endpoint.tag_send(b"x", 1)
             await endpoint.flush()
-            assert_lanes(endpoint, "tcp")
+            assert_transports(endpoint, "tcp")
 
 
 async def test_address_says_whether_its_worker_handles_errors() -> None:
@@ -139,7 +139,7 @@ async def test_two_of_ours_with_different_options(sends: str, receives: str) -> 
                 await endpoint.tag_send(b"y" * len(buffer), 5)
             await endpoint.flush()
         assert buffer == b"y" * len(buffer)
-        assert_lanes(endpoint, "tcp")
+        assert_transports(endpoint, "tcp")
 
 
 async def test_shared_memory_alone_is_refused_with_what_to_do() -> None:

@@ -1,4 +1,4 @@
-"""Which receive gets which message: a tag queue by itself, with a mover that only takes notes."""
+"""Which receive gets which message: a tag queue with a mover that only records its calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 import trio
+from helpers import is_free
 
 from trio_ucx import _tag_queue, ucp
 from trio_ucx._link.buffers import PackedMessages
@@ -80,15 +81,6 @@ def value(receive: PendingReceive) -> object:
     return receive.outcome.unwrap()
 
 
-def free(buffer: bytearray) -> bool:
-    try:
-        buffer.append(0)
-    except BufferError:
-        return False
-    buffer.pop()
-    return True
-
-
 def test_small_messages_are_moved_at_once_and_kept() -> None:
     mover = Mover(at_once=True)
     queue = TagQueue(1, mover)
@@ -96,7 +88,7 @@ def test_small_messages_are_moved_at_once_and_kept() -> None:
     assert queue.ready_now() is not None
     receive, buffer = into(queue, 5)
     assert (value(receive), buffer) == (3, b"\7\7\7\0\0")
-    assert queue.idle and free(buffer)
+    assert queue.idle and is_free(buffer)
 
 
 def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
@@ -106,12 +98,12 @@ def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
     assert not mover.moving and queue.ready_now() is None
     receive, buffer = into(queue, 3)
     assert [to is receive for _, to in mover.moving] == [True]
-    assert not free(buffer)
+    assert not is_free(buffer)
     mover.finish()
-    assert value(receive) == 3 and buffer == b"\7\7\7" and free(buffer)
+    assert value(receive) == 3 and buffer == b"\7\7\7" and is_free(buffer)
 
 
-def test_length_is_told_and_the_message_stays() -> None:
+def test_length_is_reported_and_the_message_stays() -> None:
     queue = TagQueue(1, Mover(at_once=True))
     asked = [wait(queue, Want.LENGTH) for _ in range(2)]
     taken = wait(queue, Want.BYTES)
@@ -144,12 +136,12 @@ def test_cancelled_in_the_middle_the_next_one_gets_it() -> None:
     queue.arrived(1, 3, whole=False)
     receive, buffer = into(queue, 3)
     assert receive.cancel()
-    assert len(mover.detached_receives) == 1 and not free(buffer)
+    assert len(mover.detached_receives) == 1 and not is_free(buffer)
     following = wait(queue, Want.BYTES)
     assert len(mover.moving) == 1  # no second transfer
     mover.finish()
     assert value(following) == b"\1\1\1"
-    assert not mover.detached_receives and free(buffer)
+    assert not mover.detached_receives and is_free(buffer)
 
 
 def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
@@ -163,7 +155,7 @@ def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
     assert second.outcome is None
     mover.finish(0)
     assert value(second) == 3 and second_buffer == b"\1\1\1"  # nevertheless the first message comes first
-    assert free(first_buffer) and free(second_buffer)
+    assert is_free(first_buffer) and is_free(second_buffer)
     third = wait(queue, Want.BYTES)
     assert value(third) == b"\2\2\2"
 
@@ -176,7 +168,7 @@ def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
     with pytest.raises(ucp.UCXError, match="3 bytes .* has 2"):
         value(receive)
     assert [message.handle for message in mover.discarded] == [1] == [m.handle for m in mover.consumed_ones]
-    assert free(buffer) and queue.idle
+    assert is_free(buffer) and queue.idle
 
 
 def test_failed_transfer() -> None:
@@ -188,7 +180,7 @@ def test_failed_transfer() -> None:
     mover.finish(error=OSError("lost"))
     with pytest.raises(OSError, match="lost"):
         value(receive)
-    assert free(buffer) and other.outcome is None
+    assert is_free(buffer) and other.outcome is None
     queue.fail_unserved(EOFError())
     with pytest.raises(EOFError):
         value(other)
@@ -220,10 +212,10 @@ def test_transfers_that_will_never_end() -> None:
     queue.give_up_moving(OSError("died"))
     with pytest.raises(OSError, match="died"):
         value(receive)
-    assert queue.idle and not free(buffer)
+    assert queue.idle and not is_free(buffer)
     mover.finish(error=OSError())  # if UCX lets go after all
     mover.finish()
-    assert queue.idle and free(buffer) and not mover.detached_receives
+    assert queue.idle and is_free(buffer) and not mover.detached_receives
 
 
 def test_close_with_transfers_under_way() -> None:
@@ -236,9 +228,9 @@ def test_close_with_transfers_under_way() -> None:
     with pytest.raises(EOFError):
         value(receive)
     assert [message.handle for message in mover.discarded] == [2]
-    assert not free(buffer)
+    assert not is_free(buffer)
     mover.finish(error=OSError())
-    assert free(buffer) and not mover.detached_receives
+    assert is_free(buffer) and not mover.detached_receives
 
 
 @pytest.mark.sample(100)
@@ -290,7 +282,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
         receive.cancel()
     assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
     assert queue.idle and not mover.detached_receives
-    assert all(free(buffer) for buffer in buffers)
+    assert all(is_free(buffer) for buffer in buffers)
 
 
 def take_small(queue: TagQueue, limit: int) -> bytes | None:
@@ -420,7 +412,7 @@ def test_transfer_that_was_not_recorded_keeps_its_buffer() -> None:
         wait(queue, Want.INTO, 3, buffer)
     [receive] = queue.receives
     queue.give_up(receive, trio.BrokenResourceError())
-    assert not free(buffer)
+    assert not is_free(buffer)
 
 
 def test_one_small_message_goes_to_a_waiting_receive() -> None:

@@ -84,12 +84,12 @@ async def talk_to_all(number: int, meeting: Meeting, context: ucp.Context | None
                 for other in endpoints:
                     nursery.start_soon(send, other)
                     nursery.start_soon(receive, other)
-                turns = dict.fromkeys(endpoints, 0)
+                next_seed = dict.fromkeys(endpoints, 0)
                 for _ in range(ROUNDS * len(endpoints)):
                     with await messages.receive() as message:
                         other = message.header[0]
-                        assert message.data == pattern(100, seed=turns[other])
-                        turns[other] += 1
+                        assert message.data == pattern(100, seed=next_seed[other])
+                        next_seed[other] += 1
             await worker.flush()
             await meeting.wait()  # nobody closes while others still have something to receive
             for endpoint in endpoints.values():

@@ -1,4 +1,4 @@
-"""UCP streams: every byte once and in order, whoever is cancelled, and as long as somebody may read it."""
+"""UCP streams: every byte arrives once and in order, despite cancellations, and stays as long as it can be read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import PROMPT, Stopwatch, assert_free, assert_lanes, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
+from injected_faults import close_context, close_worker, record_kept_workers
+from timing import cancelled_after
 
 from trio_ucx import ucp
-from trio_ucx.ucp._engine import shutdown as _end
+from trio_ucx.testing import internals
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
 SIZES = [0, 1, 8191, 65535, 65536, 65537, 2**20]
@@ -30,7 +32,9 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
 
 async def arrived(endpoint: ucp.Endpoint, size: int) -> None:
     """Waits until so many bytes are there, unread."""
-    await until(lambda: endpoint._core.stream_buffer is not None and endpoint._core.stream_buffer.size == size)
+    await until(
+        lambda: internals(endpoint).stream_buffer is not None and internals(endpoint).stream_buffer.size == size
+    )
 
 
 # ---- the data ----
@@ -47,7 +51,7 @@ async def test_sizes(worker: ucp.Worker, transports: str) -> None:
                     assert await receiver.stream_receive(buffer, exact=True) == size
                     assert buffer == data
                     assert_free(buffer)
-        assert_lanes(client, transports)
+        assert_transports(client, transports)
     assert worker.statistics().operations_in_flight == 0
 
 
@@ -112,7 +116,10 @@ async def test_random_sizes_and_cancellations(worker: ucp.Worker, seed: int) -> 
                         exact = rng.random() < 0.6
                         buffer = bytearray(min(rng.choice([1, 9, 1000, 60_000, 500_000]), rest))
                         count = await server.stream_receive(buffer, exact=exact)
-                        assert count == len(buffer) or (not exact and 0 < count < len(buffer))
+                        if exact:
+                            assert count == len(buffer)
+                        else:
+                            assert 0 < count <= len(buffer)
                         got += buffer[:count]
     assert got == reference
 
@@ -166,7 +173,7 @@ async def test_streams_of_a_worker_address(worker: ucp.Worker, transports: str) 
             there = await worker.open_endpoint(other.address)
             await there.stream_send(b"early")
             await there.flush()
-            await trio.sleep(0.05)
+            await nothing_happens()
             assert other.stream_ready() == []
             here = await other.open_endpoint(worker.address)
             buffer = bytearray(10)
@@ -192,18 +199,18 @@ async def test_which_endpoints_are_ready(worker: ucp.Worker) -> None:
             with trio.move_on_after(0.02) as scope:
                 await worker.wait_stream_ready()
             assert scope.cancelled_caught
-            told: list[list[ucp.Endpoint]] = []
+            ready: list[list[ucp.Endpoint]] = []
 
             async def wait() -> None:
-                told.append(await worker.wait_stream_ready())
+                ready.append(await worker.wait_stream_ready())
 
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()
-                assert not told
+                assert not ready
                 await client_1.stream_send(b"one")
-            assert told == [[server_1]] * 3
+            assert ready == [[server_1]] * 3
             await server_2.stream_send(b"two")
             await arrived(client_2, 3)
             assert set(await worker.wait_stream_ready()) == {server_1, client_2}
@@ -227,7 +234,7 @@ async def test_waiting_for_readiness_ends_with_the_worker(transports: str) -> No
             nursery.start_soon(expect_closed, client.stream_receive, bytearray(1))
             await trio.testing.wait_all_tasks_blocked()
             with pytest.warns(ResourceWarning, match="RawListener"):  # the pair's
-                await worker._aclose()
+                await close_worker(worker)
 
 
 # ---- the end ----
@@ -272,7 +279,7 @@ async def test_exact_receive_that_breaks_leaves_the_bytes(worker: ucp.Worker) ->
 
 
 async def test_receiver_that_finds_the_break_itself(worker: ucp.Worker) -> None:
-    """The turn that it takes before it waits may be the one that is told."""
+    """The progress that it makes before it waits may be what reports the error."""
     for _ in range(20):
         async with open_raw_pair(worker) as (client, server):
             await client.stream_send(b"x")
@@ -284,7 +291,7 @@ async def test_receiver_that_finds_the_break_itself(worker: ucp.Worker) -> None:
 
 
 async def test_closed_by_us(worker: ucp.Worker) -> None:
-    """Who waits is told, and what was unread is given back."""
+    """Waiting tasks get an error, and unread data are released."""
     async with open_raw_pair(worker) as (client, server):
         await client.stream_send(pattern(10_000))
         await arrived(server, 10_000)
@@ -304,8 +311,8 @@ async def test_closed_by_us(worker: ucp.Worker) -> None:
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-    assert not worker._engine.overdue
-    assert not worker._engine.children
+    assert not internals(worker).overdue
+    assert not internals(worker).children
 
 
 async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Worker) -> None:
@@ -316,18 +323,16 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
         await client.stream_send(bytes(1000))
         await arrived(server, 1000)
         await client.aclose()
-        with trio.fail_after(20):
-            while server.alive:
-                await trio.sleep(0.001)
+        await until(lambda: not server.alive)
     server = None
     gc.collect()
-    await until(lambda: not worker._engine.children)
+    await until(lambda: not internals(worker).children)
 
 
 @pytest.mark.parametrize("read", [0, 3])
-async def test_worker_closed_with_unread_data(transports: str, read: int) -> None:
+async def test_worker_closed_with_unread_data(transports: str, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with endpoints that are open."""
-    left_alone = len(_end.left_alone)
+    kept = record_kept_workers(monkeypatch)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         listener = await worker.open_listener("127.0.0.1", 0)
         client = await worker.open_endpoint(listener.address)
@@ -336,14 +341,14 @@ async def test_worker_closed_with_unread_data(transports: str, read: int) -> Non
         await arrived(server, 10_000)
         await server.stream_receive(bytearray(read))
         await listener.aclose()
-    assert len(_end.left_alone) == left_alone
+    assert not kept
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
     with pytest.raises(trio.ClosedResourceError):
         worker.stream_ready()
 
 
-# ---- lent memory ----
+# ---- borrowed memory ----
 
 
 def numpy_array(view: memoryview) -> Any:
@@ -387,7 +392,7 @@ async def test_data_outlives_all_endpoints(worker: ucp.Worker) -> None:
             await arrived(server, 6000)
             kept.append(await server.stream_receive_some())
         kept.pop().release()
-    await until(lambda: not worker._engine.endpoints)
+    await until(lambda: not internals(worker).endpoints)
     for number, data in reversed(list(enumerate(kept))):
         assert data.data == pattern(6000, number)
         data.release()
@@ -411,8 +416,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_worker_closed_while_something_uses_the_data(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_alone: list[Any] = []
-    monkeypatch.setattr(_end, "left_alone", left_alone)
+    kept = record_kept_workers(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
             async with open_raw_pair(worker) as (client, server):
@@ -421,22 +425,22 @@ async def test_worker_closed_while_something_uses_the_data(transports: str, monk
                 await server.stream_receive(bytearray(10))
                 data = await server.stream_receive_some()
                 rest = data.data[5:]
-    assert len(left_alone) == 1
+    assert len(kept) == 1
     assert rest == pattern(5000)[15:]
     del rest
     data.release()
-    worker.context._close()
+    close_context(worker.context)
 
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_dropped_data(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, server):
         await client.stream_send(pattern(5000))
-        children = len(worker._engine.children)
+        children = len(internals(worker).children)
         with pytest.warns(ResourceWarning, match="unreleased .*StreamData"):
             await server.stream_receive_some()
             gc.collect()
-            await until(lambda: len(worker._engine.children) <= children + 1)  # the stream buffer
+            await until(lambda: len(internals(worker).children) <= children + 1)  # the stream buffer
 
 
 # ---- cancelled, stopped, killed ----
@@ -456,9 +460,8 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
                 await endpoint.stream_receive(bytearray(1))
             assert scope.cancelled_caught
             for buffer in buffers:
-                with trio.move_on_after(0.05) as scope:
+                with cancelled_after(0.05) as scope:
                     await endpoint.stream_send(buffer)
-                assert trio.current_time() - scope.deadline < PROMPT
             if scope.cancelled_caught:
                 with pytest.raises(BufferError):
                     buffers[1].append(0)
@@ -474,7 +477,7 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
 
 @pytest.mark.cut_off
 async def test_killed_peer(transports: str) -> None:
-    """At several moments: everybody who waits is told; what had arrived is right."""
+    """At several moments: every waiting task gets an error; the data that had arrived are right."""
     for moment in range(4):
         async with (
             ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker,
@@ -511,6 +514,7 @@ async def test_cancelled_sends(worker: ucp.Worker) -> None:
     rng = random.Random(5)
     async with open_raw_pair(worker) as (client, server):
         buffers = []
+        cancelled = []
         got = bytearray()
         with trio.fail_after(30):
             async with trio.open_nursery() as nursery:
@@ -523,15 +527,19 @@ async def test_cancelled_sends(worker: ucp.Worker) -> None:
                 nursery.start_soon(read)
                 for number in range(60):
                     buffer = bytearray([number]) * rng.choice([1, 1000, 70_000, 300_000])
-                    buffers.append(buffer)
-                    with trio.move_on_after(rng.choice([0, 0, 0.0002])):
+                    with trio.move_on_after(rng.choice([0, 0, 0.0002])) as scope:
                         await client.stream_send(buffer)
+                    buffers.append(buffer)
+                    cancelled.append(scope.cancelled_caught)
                 await client.stream_send(b"end")
             await until(lambda: not worker.statistics().left_over_operations)
         position = 0
         for number, buffer in enumerate(buffers):
             count = got.count(number, position, len(got) - 3)
-            assert count in (0, len(buffer))
+            if cancelled[number]:
+                assert count in (0, len(buffer)), "a part of a cancelled send has arrived"
+            else:
+                assert count == len(buffer)
             assert got[position : position + count] == buffer[:count]
             position += count
         assert position == len(got) - 3
@@ -606,7 +614,7 @@ async def test_without_the_feature(transports: str) -> None:
 async def test_thousands_of_pieces(worker: ucp.Worker) -> None:
     """More than the ring of records has room for, unread."""
     async with open_raw_pair(worker) as (client, server):
-        with trio.fail_after(20), Stopwatch(20):
+        with trio.fail_after(20):
             for number in range(3000):
                 await client.stream_send(number.to_bytes(2, "big"))
             await arrived(server, 6000)

@@ -1,4 +1,4 @@
-"""Every field that a peer sends is checked where it is decoded, in every frame, and no value does harm."""
+"""Every field of every frame is checked where it is decoded, and no value of a peer's does harm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import attrs
 import pytest
 import trio
 from helpers import open_pair, pattern
-from test_exchange import ALL, some_facts
+from injected_faults import change_facts, send_to_queue
+from samples import ALL, some_facts
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -20,6 +21,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake import exchange, facts
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._wire import ProtocolError
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.numbering import MAX_PLAIN, Numbers
 
 FRAMES = list(wire._FRAMES.values())
@@ -195,7 +197,7 @@ async def test_extreme_fields_from_a_peer(worker: ucp.Worker, frame: type[wire.F
                 data = struct.pack(frame.format, frame.kind, *values)
                 async with open_pair(worker) as (client, server):
                     with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.fail_after(5):
-                        await client.endpoint.tag_send(data, (client._link.peer_id << 32) | wire.CONTROL)
+                        await send_to_queue(client, wire.CONTROL, data)
                         await client.send(b"x")
                         assert await server.receive() == b"x"  # if it was harmless
         await _unharmed(worker, near, near_server)
@@ -203,7 +205,6 @@ async def test_extreme_fields_from_a_peer(worker: ucp.Worker, frame: type[wire.F
 
 @pytest.mark.parametrize("liar", ["client", "server"])
 async def test_extreme_facts_from_a_peer(transports: str, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = Facts.encode
     async with (
         ucp.open_worker(config={"TLS": transports}) as worker,
         ucp.open_worker(config={"TLS": transports}) as other,
@@ -216,16 +217,12 @@ async def test_extreme_facts_from_a_peer(transports: str, liar: str, monkeypatch
                 lies += [(number, value) for value in extremes(format, limits) if value in (0, *limits, limits[1] + 1)]
                 lies.append((number, width(format) - 1))
 
-        def lie(said: Facts) -> bytes:
-            data = encode(said)
-            return with_field(data, *telling) if said.address == other.address.ucx else data
-
-        monkeypatch.setattr(Facts, "encode", lie)
+        change_facts(other, lambda data: with_field(data, *telling), monkeypatch)
         [listener] = await trio_ucx.open_ucx_listeners(
             0, host="127.0.0.1", worker=other if liar == "server" else worker, connect_timeout=0.5
         )
         async with listener:
-            for telling in lies:  # noqa: B007 (lie() does)
+            for telling in lies:  # noqa: B007 (with_field() gets it)
                 with contextlib.suppress(OSError, trio.BrokenResourceError):
                     client = await trio_ucx.connect(
                         listener.address, worker=worker if liar == "server" else other, connect_timeout=0.5
@@ -237,7 +234,7 @@ async def test_extreme_facts_from_a_peer(transports: str, liar: str, monkeypatch
 
 
 async def _unharmed(worker: ucp.Worker, client: trio_ucx.Connection, server: trio_ucx.Connection) -> None:
-    assert worker._engine.broken is None
+    assert internals(worker).broken is None
     with trio.fail_after(5):
         client.send_nowait(pattern(100_000))
         assert await server.receive() == pattern(100_000)

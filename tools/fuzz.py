@@ -48,9 +48,9 @@ def main() -> int:
 def instrumented(target: str) -> object:
     import atheris
 
-    sys.path[:0] = [str(FAULTS.parent), str(FAULTS), str(ROOT)]
+    sys.path[:0] = [str(FAULTS.parent), str(ROOT)]
     with atheris.instrument_imports(include=["trio_ucx"]):
-        import fuzz_targets
+        from faults import fuzz_targets
     return fuzz_targets.TARGETS[target]
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz_targets import TARGETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from faults.fuzz_targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -1,4 +1,4 @@
-"""How much memory a peer can make a server hold: its window and a fixed amount. Others are served meanwhile."""
+"""A peer can make a server hold its window and a fixed amount of memory. Others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import PROMPT, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import open_pair, open_peer, open_raw_pair, pattern, tasks_begin, until
+from timing import PROMPT
 
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._credit import cost
+from trio_ucx.testing import internals
 
 MIB = 2**20
 WINDOW = MIB
 CONNECTIONS = 8
+#: Seconds that the longest round trip may take during a flood, besides the noise.
+LONGEST = 0.3
 
 
 class Attacker:
@@ -33,7 +37,7 @@ class Attacker:
         self.connections.append(await trio_ucx.connect(self.address, worker=self.worker).__aenter__())
         return self.connections[-1]
 
-    async def is_heard(self) -> None:
+    async def all_received(self) -> None:
         """Waits until everything that was sent before has arrived."""
         for connection in self.connections:
             await connection.send(b"x", 7)
@@ -50,7 +54,7 @@ async def raw_tags(attacker: Attacker) -> None:
     data = bytes(8000)
     for _ in range(7500):
         await connection.endpoint.tag_send(data, 1)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 async def raw_announcements(attacker: Attacker) -> None:
@@ -59,8 +63,8 @@ async def raw_announcements(attacker: Attacker) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(2000):
             nursery.start_soon(connection.endpoint.tag_send, bytes(100_000), 1)
-        await trio.sleep(0.5)
-        await attacker.is_heard()
+        await tasks_begin()
+        await attacker.all_received()
         nursery.cancel_scope.cancel()
 
 
@@ -78,7 +82,7 @@ async def one_message_each(attacker: Attacker, size: int = 0) -> None:
             if sent % 100 == 0:
                 await trio.sleep(0)
         assert sent == WINDOW // cost(size, 0)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 async def messages_of_a_few_bytes(attacker: Attacker) -> None:
@@ -93,10 +97,10 @@ async def admissions(attacker: Attacker) -> None:
     """A peer that sends ADMIT for very many tag queues."""
     connection = await attacker.connect()
     for queue in range(60_000):
-        connection._link.sending.send_frame(wire.Admit(queue, 0))
+        internals(connection).sending.send_frame(wire.Admit(queue, 0))
         if queue % 100 == 0:
             await trio.sleep(0)
-    await attacker.is_heard()
+    await attacker.all_received()
 
 
 #: What each may cost, in bytes: the windows of its connections, and the fixed amounts that docs/guide.md names.
@@ -111,7 +115,7 @@ FLOODS: dict[Callable[[Attacker], Awaitable[None]], int] = {
 
 
 async def round_trips(transports: str, flood: Callable[[Attacker], Awaitable[None]]) -> list[float]:
-    """What an honest client's round trips take during a flood; also checks the memory."""
+    """Seconds that an honest client's round trips take during a flood, less the noise. Also checks the memory."""
     async with open_peer("target", transports=transports) as target:
         address = tuple(await target.hear())
 
@@ -135,7 +139,7 @@ async def round_trips(transports: str, flood: Callable[[Attacker], Awaitable[Non
                 finally:
                     attacker.abort()
             await pinger.tell()
-            took = await pinger.hear()
+            took = [seconds - noise for seconds, noise in await pinger.hear()]
         print(f"{flood.__name__}: {grown / MIB:.1f} MiB, round trips {statistics.median(took) * 1e3:.1f} ms")
         assert grown < FLOODS[flood], f"{grown / MIB:.1f} MiB"
         assert len(took) > 5
@@ -150,9 +154,9 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
     for _ in range(3):
         took = await round_trips(transports, flood)
         slow.append(statistics.quantiles(took, n=20)[-1])
-        if slow[-1] < 0.1 and max(took) < PROMPT:
+        if slow[-1] < PROMPT and max(took) < LONGEST:
             return
-    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {PROMPT} s")
+    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {LONGEST} s")
 
 
 # ---- tag messages of others, on a worker that has Connections ----

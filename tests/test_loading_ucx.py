@@ -1,4 +1,4 @@
-"""Loading UCX: which one, whether it fits, and what it does to the process."""
+"""Loading UCX: which library, whether its version fits, and its effects on the process."""
 
 from __future__ import annotations
 

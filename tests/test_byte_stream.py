@@ -93,7 +93,7 @@ async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> Non
 
 @pytest.mark.parametrize("seed", range(25))
 async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int) -> None:
-    """The scenario of ``test_session`` over real connections: writes, reads, cancellations, ends and closes."""
+    """The byte stream of ``test_link.py`` over real connections: writes, reads, cancellations, ends and closes."""
     chance = random.Random(seed)
     window = chance.choice([2**14, 2**20])
     client, server = await open_pair_over_listener(worker=worker, window=window, close_timeout=20)

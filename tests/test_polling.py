@@ -1,4 +1,4 @@
-"""How tasks wait: polling before they park, and schedule points."""
+"""Polling: a waiting task polls before it parks; schedule points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, pattern
+from helpers import open_pair, open_peer, pattern, tasks_begin, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -108,7 +108,7 @@ async def test_a_long_poll_delays_no_deadline(transports: str, who: str) -> None
 
 
 async def test_polling_in_vain_ends(transports: str) -> None:
-    """Nothing ever comes: a few polls, and no more."""
+    """When nothing arrives, a task stops polling after a few polls."""
     async with ucp.open_worker(config={"TLS": transports}) as worker, open_pair(worker) as (_, server):
         before = worker.statistics().polls
         for _ in range(50):
@@ -118,7 +118,7 @@ async def test_polling_in_vain_ends(transports: str) -> None:
 
 
 async def test_nobody_polls_while_others_run(transports: str) -> None:
-    """Fifty tasks that are always runnable: none is held up by a wait."""
+    """Fifty tasks are always runnable: a waiting task does not delay them by polling."""
     async with open_peer("echo", [1], True, transports=transports) as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
@@ -131,7 +131,7 @@ async def test_nobody_polls_while_others_run(transports: str) -> None:
 
                 for _ in range(50):
                     nursery.start_soon(busy)
-                await trio.sleep(0.01)
+                await tasks_begin()
                 before = worker.statistics().polls
                 with trio.fail_after(30):
                     await echoed(connection, 100)
@@ -165,8 +165,8 @@ async def receive_to(connection: trio_ucx.Connection, got: list[bytes]) -> None:
     got.append(await connection.receive(2))
 
 
-async def test_worker_is_armed_for_the_others(transports: str) -> None:
-    """One task polls all the time, and then does something else: another one's message is noticed all the same."""
+async def test_worker_is_armed_for_other_tasks(transports: str) -> None:
+    """A task polls all the time, and then does something else; another task's message is still noticed."""
     async with open_peer("echo", [1, 2], True, transports=transports) as peer:
         address, _ = await peer.hear()
         config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
@@ -187,7 +187,7 @@ async def test_worker_is_armed_for_the_others(transports: str) -> None:
 
 
 async def test_others_are_served_while_the_one_that_polled_works(transports: str) -> None:
-    """It never waits again, and Trio is never idle: another task's message is noticed all the same."""
+    """The task that polled never waits again, and Trio is never idle; another task's message is still noticed."""
     async with open_peer("echo", [1, 2], True, transports=transports) as peer:
         address, _ = await peer.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
@@ -204,8 +204,8 @@ async def test_others_are_served_while_the_one_that_polled_works(transports: str
             assert worker.statistics().missed_events == 0
 
 
-async def test_a_newcomer_is_heard_after_polling(transports: str) -> None:
-    """The last wait left the worker unarmed, and nobody waits for anything but connections."""
+async def test_a_new_client_is_served_after_polling(transports: str) -> None:
+    """The last wait left the worker disarmed, and only accept() waits."""
     config = {"TLS": transports, "KEEPALIVE_INTERVAL": "inf"}
     async with open_peer("echo", [1], True, transports=transports) as peer:
         address, _ = await peer.hear()
@@ -222,7 +222,7 @@ async def test_a_newcomer_is_heard_after_polling(transports: str) -> None:
                         async with trio_ucx.connect(listener.address, worker=newcomers) as client:
                             async with await listener.accept() as server:
                                 client.send_nowait(pattern(50, number))
-                                await trio.sleep(0.003)
+                                await until(lambda: server.statistics().messages_received)
                                 assert server.receive_nowait() == pattern(50, number)
             assert worker.statistics().missed_events == 0
 
@@ -235,7 +235,7 @@ async def test_yield_interval_skips_schedule_points(transports: str) -> None:
                 assert await server.receive() == b"x"
                 for _ in range(100):
                     client.send_nowait(b"y")
-                await trio.sleep(0.1)
+                await until(lambda: server.statistics().messages_received == 101)
                 await client.send(b"y")
                 with ticks() as loop:
                     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Request chains: faults that were found by attacking them."""
+"""Request chains: regression tests for faults that adversarial testing found."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import gc
 import signal
 import struct
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import trio
-from helpers import until
+from helpers import is_free, nothing_happens, until
+from injected_faults import close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
-from remote import SOON, for_ucx, open_owner, released
-from test_chains import Ground, error_of, open_ground, value_of
+from remote import SOON, Ground, error_of, for_ucx, has_begun, open_ground, open_owner, released, value_of
 
 from trio_ucx import ucp
-from trio_ucx.ucp._engine.lifetime import close_now
-
-
-@pytest.fixture(params=["tcp", "tcp,sm,self"])
-async def ground(request: pytest.FixtureRequest) -> AsyncIterator[Ground]:
-    async with open_ground(request.param) as ground:
-        yield ground
 
 
 def delayed(ground: Ground, delay: float, then: str = "skip") -> ucp.RequestChain:
@@ -39,17 +31,18 @@ def delayed(ground: Ground, delay: float, then: str = "skip") -> ucp.RequestChai
 
 
 async def test_a_cancelled_delay_does_not_stop_the_clock(ground: Ground) -> None:
+    short, long = delayed(ground, 0.1), delayed(ground, 0.3)
     async with trio.open_nursery() as nursery:
         shorter = trio.CancelScope()
 
         async def run_shorter() -> None:
             with shorter:
-                await delayed(ground, 0.1).run()
+                await short.run()
 
         nursery.start_soon(run_shorter)
-        await trio.sleep(0.01)
-        nursery.start_soon(delayed(ground, 0.3).run)
-        await trio.sleep(0.02)
+        await trio.sleep(0.01)  # its delay has begun
+        nursery.start_soon(long.run)
+        await trio.sleep(0.02)  # this one's, too
         shorter.cancel()
         nursery.cancel_scope.deadline = trio.current_time() + SOON
     assert not nursery.cancel_scope.cancelled_caught
@@ -66,8 +59,8 @@ async def test_a_delay_that_ends_in_the_run_of_another(ground: Ground) -> None:
 
         nursery.start_soon(run_first)
         nursery.start_soon(longest.run)
-        await trio.sleep(0.02)
-        time.sleep(0.1)
+        await trio.sleep(0.02)  # both delays have begun
+        time.sleep(0.1)  # the first one is over
         await other.run()
         with trio.move_on_after(SOON):
             await ended.wait()
@@ -243,7 +236,7 @@ async def test_memory_of_a_closed_endpoint_is_kept(end: str) -> None:
 
 
 async def test_device_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_ucx.ucp._chains.builder.check_reaches", lambda *_: None)
+    ignore_unreachable_memory(monkeypatch)
     async with open_ground("tcp") as ground:
         chain = ground.worker.new_chain()
         into = ucp.DeviceBuffer(0x10000, 8, ucp.MemoryType.ROCM)
@@ -265,7 +258,7 @@ async def test_a_flush_that_failed_was_for_others_too() -> None:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(chain.run)
-                await trio.sleep(0.1)
+                await has_begun(endpoint.worker)
                 peer.process.kill()
         finally:
             peer.process.kill()
@@ -331,17 +324,8 @@ async def test_local_memory_is_kept(ground: Ground, how: str) -> None:
     (await chain.run()).values()
     assert ground.read(0, 1) == b"\7"
     chain.close()
-    with trio.fail_after(SOON):  # a chain that was forgotten goes with one of the worker's next turns
-        while not resizable(buffer):
-            await trio.sleep(0.001)
-
-
-def resizable(buffer: bytearray) -> bool:
-    try:
-        buffer.append(1)
-    except BufferError:
-        return False
-    return True
+    with trio.fail_after(SOON):  # the worker frees a dropped chain the next time it progresses
+        await until(lambda: is_free(buffer))
 
 
 async def test_results_of_no_bytes(ground: Ground) -> None:
@@ -358,7 +342,7 @@ async def test_results_of_no_bytes(ground: Ground) -> None:
 
 async def test_devices_are_not_reached_by_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX 1.22 gives a pointer to memory of a GPU, too."""
-    monkeypatch.setattr("trio_ucx.ucp._rma.ways.is_host_memory", lambda _: False)
+    have_device_memory(monkeypatch)
     async with open_ground("tcp,sm,self") as ground:
         ground.write(b"there")
         await ground.remote.flush()
@@ -381,7 +365,7 @@ async def test_what_was_to_run_again_has_happened(ground: Ground) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(chain.run)
             await until(lambda: (ground.u64(8), ground.u64(16)) == (1, 5))
-            await trio.sleep(0.1)  # until the gate was found closed
+            await nothing_happens(0.1)  # and the gate was found closed
             nursery.cancel_scope.cancel()
     assert (ground.u64(8), ground.u64(16)) == (1, 5)
     assert value_of(chain.outcomes[added]) == 0
@@ -399,7 +383,7 @@ async def test_outcomes_of_a_closed_chain(ground: Ground) -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
-        await trio.sleep(0.05)
+        await trio.sleep(0.05)  # the first request has ended, and the delay begun
         outcomes = chain.outcomes
         chain.close()
         assert value_of(outcomes[0]) == bytes(8)
@@ -501,8 +485,8 @@ async def test_memory_at_the_end_of_a_worker() -> None:
                 await remote.get()  # connects
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_until_closed, chain)
-                    await trio.sleep(0.05)
-                    close_now(worker._engine)
+                    await has_begun(worker)
+                    close_worker_at_once(worker)
         for memory_of_ours in (buffer, number):
             memory_of_ours.append(1)
 

@@ -1,4 +1,4 @@
-"""Errors about a peer that cannot be reached say only what is known, and what to do."""
+"""Errors about an unreachable peer say only what is known, and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 import trio
 from helpers import open_peer
-from test_address_format import sample
+from samples import sample
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx

@@ -100,8 +100,12 @@ async def test_misuse(worker: ucp.Worker, transports: str) -> None:
                 with pytest.raises(TypeError, match="takes a Connection, not"):
                     group.receive_into(wrong, bytearray(1))  # type: ignore[arg-type]
             request = group.tag_receive(bytearray(1), 1)
+
+            async def wait() -> None:
+                await request
+
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(request._wait)
+                nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()
                 with pytest.raises(trio.BusyResourceError):
                     await request

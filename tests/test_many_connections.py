@@ -1,4 +1,4 @@
-"""Many clients at once against one server, with cancellations at random: no reply is lost, doubled or mixed up."""
+"""200 clients of one server, with random cancellations: no reply is lost, duplicated or given to another client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID = struct.Struct("<II")  # the client, the request
 
 
 async def converse(connection: trio_ucx.Connection, name: int) -> None:
-    """Sends requests and receives their echoes; gives up on some of either, at random moments."""
+    """Sends requests and receives their echoes; cancels some sends and receives at random moments."""
     chance = random.Random(name)
     certain: set[int] = set()
     got: list[int] = []

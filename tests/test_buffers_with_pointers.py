@@ -1,4 +1,4 @@
-"""Buffers with pointers in them are refused wherever a buffer is taken, and no others."""
+"""Buffers that contain pointers are refused wherever a buffer is taken; all others are accepted."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_pointers_are_found(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", WITHOUT)
-def test_nothing_else_is(what: str) -> None:
+def test_other_types_have_no_pointers(what: str) -> None:
     assert not has_pointers(WITHOUT[what])
 
 

@@ -1,4 +1,5 @@
-"""How soon the loss of a peer is noticed, on either side: it is killed, aborts, or is cut off from the network.
+"""How soon either side detects the loss of its peer: a killed process, an abort, a network that is cut. What operations
+do then: ``test_peer_death.py``.
 
 A peer that is stopped is not lost.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Peer, assert_lanes, open_peer, pattern
+from helpers import Peer, assert_transports, open_peer, pattern
 from networks import Host, Network, open_network
 from peers import load
 
@@ -32,7 +33,7 @@ COUNTERPART = {"sending": "receiving", "receiving": "sending", "echo": "idle"}
 async def met(
     peer: Peer, worker: ucp.Worker, side: str, host: str, kind: str, way: str, **options: Any
 ) -> AsyncIterator[trio_ucx.Connection]:
-    """Our end of a connection with a ``loser``, which is its client or server, under load."""
+    """Our end of a connection with a ``lost_peer``, which is its client or server, under load."""
     if side == "server":
         await peer.tell([host, None, options, kind, way])
         connection = await trio_ucx.open_ucx_stream(*await peer.hear(), worker=worker, **options)
@@ -85,12 +86,12 @@ async def test_process_ends(transports: str, host: str) -> None:
     async def lose(number: int, side: str, way: str, kind: str) -> None:
         async with (
             start,
-            open_peer("loser", transports=transports) as peer,
+            open_peer("lost_peer", transports=transports) as peer,
             ucp.open_worker(config={"TLS": transports}) as worker,  # its own: a peer may die while it writes to it
             ready,
             met(peer, worker, side, f"{host}{number}" if "unix" in host else host, kind, way) as connection,
         ):
-            assert_lanes(connection, transports)
+            assert_transports(connection, transports)
             since = trio.current_time()
             if way == "killed":
                 peer.signal(signal.SIGKILL)
@@ -117,12 +118,12 @@ async def test_process_lives_on(transports: str, host: str) -> None:
         ("worker", "offered"),
         ("worker", "receiving"),
     ]
-    async with open_peer("loser", transports=transports) as peer:
+    async with open_peer("lost_peer", transports=transports) as peer:
         for way, kind in ends:
             for side in SIDES:
                 async with ucp.open_worker(config={"TLS": transports}) as worker:
                     async with met(peer, worker, side, host, kind, way) as connection:
-                        assert_lanes(connection, transports)
+                        assert_transports(connection, transports)
                         since = trio.current_time()
                         await peer.tell()
                         await assert_soon_lost(connection, since, (side, way, kind))
@@ -140,7 +141,7 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
         host = "127.0.0.1" if by == "tcp" else f"unix:{tmp_path}/{transports}{side}"
         async with (
             ucp.open_worker(config={"TLS": transports}) as worker,
-            open_peer("loser", transports=transports) as peer,
+            open_peer("lost_peer", transports=transports) as peer,
             met(peer, worker, side, host, "echo", "abort", keepalive_interval=1) as connection,
         ):
             await connection.send(b"well?", 3)

@@ -1,4 +1,4 @@
-"""Malicious and broken peers: only their own connection suffers, at once or by the deadline, and memory is bounded."""
+"""Hostile and faulty peers: only their own connection fails, at once or by the deadline, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import attrs
 import pytest
 import trio
-from helpers import PROMPT, Certificates, Stopwatch, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Certificates, open_pair, open_peer, open_raw_pair, pattern, until
+from injected_faults import send_beyond_the_window, send_false_threshold, send_to_queue
+from timing import PROMPT, Stopwatch
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -22,15 +23,14 @@ from trio_ucx import ucp
 from trio_ucx._byte_stream import MAX_PIECE
 from trio_ucx._credit import cost
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
-from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.handshake import Handshake
-from trio_ucx._handshake.registry import Registry
+from trio_ucx.testing import internals
 from trio_ucx.ucp._tag import post_bytes_send
 
 
 @asynccontextmanager
 async def unharmed(worker: ucp.Worker) -> AsyncIterator[None]:
-    """Another connection of the worker, which goes on as if nothing were."""
+    """Another connection of the worker, which must not be affected."""
     async with open_pair(worker) as (client, server):
         yield
         with trio.fail_after(10):
@@ -42,7 +42,7 @@ async def unharmed(worker: ucp.Worker) -> AsyncIterator[None]:
 
 PREAMBLE = wire.MAGIC + struct.pack("<HH", wire.VERSION, 0) + bytes(32)
 
-#: What a server says, whether it then hangs up, and what the client's error says.
+#: What a server sends, whether it then closes, and what the client's error says.
 ANSWERS: dict[str, tuple[bytes, bool, str]] = {
     "nothing": (b"", True, "ended the connection during the exchange|reset"),
     "HTTP": (b"HTTP/1.1 400 Bad Request\r\n\r\n", False, "is it a trio_ucx listener"),
@@ -60,7 +60,7 @@ ANSWERS: dict[str, tuple[bytes, bool, str]] = {
 
 @pytest.mark.parametrize("what", ANSWERS)
 async def test_bad_answer(worker: ucp.Worker, what: str) -> None:
-    """The client is told so at once."""
+    """The client gets an error at once."""
     data, hangs_up, reason = ANSWERS[what]
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -181,7 +181,7 @@ async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
 
         async def cheat() -> None:
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await client.endpoint.tag_send(data, (client._link.peer_id << 32) | queue)
+                await send_to_queue(client, queue, data)
 
         nursery.start_soon(cheat)
         with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="cut off"):
@@ -192,7 +192,7 @@ async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
 
 
 async def test_messages_to_nobody(worker: ucp.Worker) -> None:
-    """Wrong connection ids: thrown away, and their memory with them."""
+    """Messages with unknown connection ids are dropped, and their memory is freed."""
     async with unharmed(worker), open_raw_pair(worker) as (raw, _):
         for size in (0, 10, 5000, 200_000):
             with trio.move_on_after(1):
@@ -205,7 +205,7 @@ async def test_messages_beyond_the_window(worker: ucp.Worker, queue: int) -> Non
     async with unharmed(worker), open_pair(worker, window=8192) as (client, server):
         with contextlib.suppress(trio.BrokenResourceError):
             for _ in range(50):
-                await client.endpoint.tag_send(bytes(1000), (client._link.peer_id << 32) | queue)
+                await send_to_queue(client, queue, bytes(1000))
 
         async def receive() -> bytes:
             return await (server.receive(queue) if queue == 1 else server.receive_some(1000))
@@ -220,7 +220,7 @@ async def test_messages_beyond_the_window(worker: ucp.Worker, queue: int) -> Non
 async def test_packed_messages_beyond_the_window(worker: ucp.Worker) -> None:
     """What the peer had credit for is received, also if it came together with what it had none for."""
     async with unharmed(worker), open_pair(worker, window=8192) as (_, server):
-        server._link.receiving.packed_arrived(1, 50, 1000, bytes(50_000))
+        send_beyond_the_window(server, 50, 1000)
         for _ in range(8192 // cost(1000, 0)):
             assert await server.receive(1) == bytes(1000)
         with pytest.raises(trio.BrokenResourceError, match="ignores its credit"):
@@ -229,13 +229,13 @@ async def test_packed_messages_beyond_the_window(worker: ucp.Worker) -> None:
 
 async def test_flood_beyond_the_window_is_bounded(transports: str) -> None:
     """200 MB from a peer that ignores its credits, to a process that reads nothing: it is cut off, and stays small."""
-    async with open_peer("victim", transports=transports) as victim:
+    async with open_peer("flooded_server", transports=transports) as victim:
         address = await victim.hear()
         async with ucp.open_worker(config={"TLS": transports}) as worker:
             client = await trio_ucx.open_ucx_stream(*address, worker=worker)
             with trio.fail_after(20), pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
                 for _ in range(25_000):
-                    await client.endpoint.tag_send(bytes(8000), (client._link.peer_id << 32) | 1)
+                    await send_to_queue(client, 1, bytes(8000))
             client.abort()
             async with trio_ucx.connect(tuple(address), worker=worker) as other:
                 await other.send(b"how are you?", 7)
@@ -291,12 +291,12 @@ async def test_control_frame_by_rendezvous(
 
             async def send_frame() -> None:
                 with contextlib.suppress(trio.BrokenResourceError):
-                    await client.endpoint.tag_send(bytes(size), (client._link.peer_id << 32) | wire.CONTROL)
+                    await send_to_queue(client, wire.CONTROL, bytes(size))
 
             nursery.start_soon(send_frame)
             with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match=reason):
                 await server.receive(1)
-            writing = [each for each in worker._engine.in_flight.values() if each.doing.startswith("receiving")]
+            writing = [each for each in internals(worker).in_flight.values() if each.doing.startswith("receiving")]
             assert all(each.pins is not None for each in writing)
             nursery.cancel_scope.cancel()
 
@@ -323,7 +323,7 @@ async def test_low_threshold_told_in_the_exchange(worker: ucp.Worker, transports
 
 async def test_low_threshold_lasts_as_long_as_its_connection(worker: ucp.Worker, transports: str) -> None:
     """Then small messages are received as they come again, up to what the peers that are left keep with them."""
-    tag_dispatch = worker._engine.tag_dispatch
+    tag_dispatch = internals(worker).tag_dispatch
     whole = tag_dispatch.small
     async with (
         unharmed(worker),
@@ -349,20 +349,14 @@ async def test_low_threshold_lasts_as_long_as_its_connection(worker: ucp.Worker,
 @pytest.mark.parametrize("threshold", [1, wire.MIN_THRESHOLD - 1])
 async def test_threshold_too_low(worker: ucp.Worker, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused by both sides, by name."""
-    facts = Registry.facts
-
-    def lie(registry: Registry, *args: Any) -> Facts:
-        told = facts(registry, *args)
-        return attrs.evolve(told, threshold=threshold) if registry.worker is liar else told
-
     async with unharmed(worker), ucp.open_worker(config={"TLS": "tcp"}) as liar:
-        monkeypatch.setattr(Registry, "facts", lie)
+        send_false_threshold(liar, threshold, monkeypatch)
         for ours, theirs in ((worker, liar), (liar, worker)):
             [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=theirs)
             async with listener:
                 with pytest.raises(ConnectionRefusedError, match=f"UCX_RNDV_THRESH\\) of {threshold} bytes"):
                     await trio_ucx.open_ucx_stream(*listener.address, worker=ours)
-        assert worker._engine.tag_dispatch.small == 1024
+        assert internals(worker).tag_dispatch.small == 1024
 
 
 @pytest.mark.parametrize("threshold", ["0", "1", "17", "63", "intra:10,inter:64k"])
@@ -411,7 +405,7 @@ BYTES: dict[str, tuple[bytes, str]] = {
 
 
 def control_socket(connection: trio_ucx.Connection) -> socket.socket:
-    control = connection._link.closing.control_socket
+    control = internals(connection).closing.control_socket
     assert control is not None and control._socket is not None
     return control._socket
 
@@ -471,11 +465,12 @@ async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) 
         liar.send(struct.pack("<IB", MAX_FRAME, Kind.ABORT))
         sent = 0
         with trio.fail_after(10):
-            while not server._link.closed and sent < 2 * MAX_FRAME and server._link.core.error is None:
+            while not internals(server).closed and sent < 2 * MAX_FRAME and internals(server).core.error is None:
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     sent += liar.send(bytes(4096))
-                control = server._link.closing.control_socket
-                assert control is None or len(control.exchange._buffer) <= MAX_FRAME + 4096 + 4
+                control = internals(server).closing.control_socket
+                if control is not None:
+                    assert len(control.exchange._buffer) <= MAX_FRAME + 4096 + 4
                 await trio.sleep(0)
             with pytest.raises(trio.BrokenResourceError, match="shorter or longer"):
                 await server.receive()

@@ -1,6 +1,6 @@
-"""The C half when memory runs out: what could not be reserved or allocated is made up for, and nothing is forgotten.
+"""The C code when memory runs out: it tries again later, and loses no message and no announcement.
 
-Two workers in this process, without Trio; ``tu_test_refuse_memory`` lets allocations of the C half (not of UCX) fail.
+Two workers in this process, without Trio; ``tu_test_refuse_memory`` makes allocations of the C code (not of UCX) fail.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def until(found: Callable[[], Any], *others: Side) -> Any:
-    """Lets the others progress until something is found."""
+    """Progresses the other sides until something is found."""
     deadline = time.monotonic() + SECONDS
     while not (result := found()):
         assert time.monotonic() < deadline, "it did not come"

@@ -1,4 +1,4 @@
-"""Processes that are killed while they open their worker leave no memory on the machine.
+"""Processes that are killed while they open their worker leave no shared memory behind.
 
 What they may leave is the number of a SysV segment, between its making and its removal. UCX makes one of a page to see
 whether it hears of such system calls (``ucm_fire_mmap_events``). Nobody has written to it, so it takes no memory.

@@ -1,0 +1,197 @@
+"""Faults that tests inject inside the library, and conditions that it meets too rarely: one function for each.
+
+Tests of what users can do need none of these. The functions that take a ``monkeypatch`` last as long as the test.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake.facts import Facts
+from trio_ucx._handshake.registry import Registry
+from trio_ucx.testing import internals
+from trio_ucx.ucp import _endpoint, _receive_queue
+from trio_ucx.ucp import _shared_memory as shared_memory
+from trio_ucx.ucp._engine import data_ports, numbering, shutdown
+from trio_ucx.ucp._engine.lifetime import close_now
+from trio_ucx.ucp._status import error_from_status
+
+# ---- ends ----
+
+
+async def close_worker(worker: ucp.Worker) -> None:
+    """The worker closes before its block ends."""
+    await worker._aclose()
+
+
+def close_worker_at_once(worker: ucp.Worker) -> None:
+    """The worker closes, and nothing that belongs to it is closed before."""
+    close_now(internals(worker))
+
+
+def close_context(context: ucp.Context) -> None:
+    """The context closes, although its worker could not be destroyed."""
+    context._close()
+
+
+def break_worker(worker: ucp.Worker) -> None:
+    """The library has an internal error that ends a worker."""
+    internals(worker).internal_error(RuntimeError("a bug"))
+
+
+def break_connection(connection: trio_ucx.Connection) -> None:
+    """UCX reports that the endpoint of a connection has failed."""
+    internals(connection).core.fail(ucp.UCXError(-25, "pretended"))
+
+
+def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delivering a small message to a connection raises ZeroDivisionError."""
+    monkeypatch.setattr(internals(connection).receiving.credit, "packed_arrived", lambda *_: 1 / 0)
+
+
+def forget_queues(worker: ucp.Worker) -> None:
+    """The engine drops its references to the worker's queues of active messages, which it keeps until it closes."""
+    engine = internals(worker)
+    engine.am_queues.clear()
+    engine.children.clear()
+    engine.on_broken.clear()
+
+
+def record_kept_workers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Which workers could not be destroyed from now on; the library keeps such workers for ever."""
+    kept: list[Any] = []
+    monkeypatch.setattr(shutdown, "left_alone", kept)
+    return kept
+
+
+# ---- UCX ----
+
+
+class _NeverEnding(dict[int, Any]):
+    """Operations in flight, of which UCX reports nothing any more."""
+
+    def pop(self, *_: Any) -> None:
+        return None
+
+
+def lose_completions(worker: ucp.Worker) -> None:
+    """UCX never completes an operation again."""
+    engine = internals(worker)
+    engine.in_flight = _NeverEnding(engine.in_flight)
+
+
+def fail_flushes(monkeypatch: pytest.MonkeyPatch, status: ucp.Status) -> None:
+    """Flushing any endpoint fails with this status."""
+
+    async def fails(_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise error_from_status(status, "flushing")
+
+    monkeypatch.setattr(_endpoint, "flush", fails)
+
+
+def fill_worker(worker: ucp.Worker) -> None:
+    """UCX has no room for another kind of endpoint in this worker, as EXCEEDS_LIMIT tells."""
+    internals(worker).is_full = True
+
+
+def limit_endpoint_numbers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Two workers have so few numbers for their endpoints, rather than 65,535; what is offered expires at once."""
+    monkeypatch.setattr(numbering, "LIMIT", limit)
+    monkeypatch.setattr(numbering, "OFFER_TIME", 0)
+
+
+def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library does not notice that a worker's transports cannot reach memory of some kind."""
+    monkeypatch.setattr("trio_ucx.ucp._engine.posting.check_reaches", lambda *_: None)
+    monkeypatch.setattr("trio_ucx.ucp._chains.builder.check_reaches", lambda *_: None)
+
+
+def have_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All remote memory is of devices."""
+    monkeypatch.setattr("trio_ucx.ucp._rma.ways.is_host_memory", lambda _: False)
+
+
+def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The transports of the shared-memory queues that are probed from now on."""
+    found: list[str] = []
+    begin = _receive_queue._Probe.__init__
+
+    def recording(probe: Any, engine: Any, transport: str) -> None:
+        found.append(transport)
+        begin(probe, engine, transport)
+
+    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
+    return found
+
+
+# ---- the machine ----
+
+
+def have_no_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not know socket filters."""
+    monkeypatch.setattr(data_ports, "_SO_ATTACH_FILTER", 9999)
+
+
+def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has no shared memory of System V, and neither xpmem nor knem."""
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
+
+
+def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:
+    """Accepting a control socket fails once with each of these errors, which are removed from the list."""
+    control = listener._acceptor._listener
+    accept = control.accept
+
+    async def failing() -> trio.SocketStream:
+        stream = await accept()
+        if errors:
+            stream.socket.close()
+            raise errors.pop(0)
+        return stream
+
+    control.accept = failing  # type: ignore[method-assign]
+
+
+# ---- peers ----
+
+
+def send_false_threshold(worker: ucp.Worker, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker tells its peers a false rendezvous threshold."""
+    facts = Registry.facts
+
+    def changed(registry: Registry, *args: Any) -> Facts:
+        sent = facts(registry, *args)
+        return attrs.evolve(sent, threshold=threshold) if registry.worker is worker else sent
+
+    monkeypatch.setattr(Registry, "facts", changed)
+
+
+def change_facts(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker sends other facts than its own."""
+    encode = Facts.encode
+
+    def changed(facts: Facts) -> bytes:
+        data = encode(facts)
+        return change(data) if facts.address == internals(worker).address.ucx else data
+
+    monkeypatch.setattr(Facts, "encode", changed)
+
+
+def send_beyond_the_window(server: trio_ucx.Connection, count: int, length: int) -> None:
+    """The peer of a connection has sent so many messages with tag 1 together, whatever its credit."""
+    internals(server).receiving.packed_arrived(1, count, length, bytes(count * length))
+
+
+async def send_to_queue(connection: trio_ucx.Connection, queue: int, data: bytes) -> None:
+    """Sends a message past the rules of the connection: neither its credit nor its order counts."""
+    await connection.endpoint.tag_send(data, (internals(connection).peer_id << 32) | queue)
