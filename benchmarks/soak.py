@@ -1,8 +1,8 @@
 """Load over all capabilities, with processes killed and stopped meanwhile: ``python benchmarks/soak.py --minutes 60``.
 
-Each process logs what it did. Afterwards a checker reads the logs for violations of what the library promises, and this
-program prints its figures, and ends with status 1 if there is any. ``--break KIND`` breaks the library on purpose in the
-soak's processes: the checker must notice it.
+Each process logs what it did. Afterwards a checker reads the logs for violations of what the library promises, and
+this program prints its figures, and ends with status 1 if there is any. ``--break KIND`` breaks the library on purpose
+in the soak's processes: the checker must notice it.
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from trio_ucx import _wire as wire
+from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import Receiving
 from trio_ucx._link.sending import Sending
 from trio_ucx.ucp._engine.pending import Pending
 
 #: One in so many grants, messages and wake-ups.
-GRANTS, MESSAGES, WAKEUPS = 10, 300, 1000
+GRANTS, MESSAGES, WAKEUPS = 3, 300, 100
 
 
 def drop_grants() -> None:
-    """Loses one grant of credit in so many."""
+    """Loses one grant of credit in so many, those that admit one message included."""
     send_frame = Sending.send_frame
     lost = _each(GRANTS)
 
@@ -30,14 +31,14 @@ def drop_grants() -> None:
 
 
 def double_messages() -> None:
-    """Delivers one small message in so many twice."""
+    """Delivers one small message in so many twice; the second time it costs no credit, or the peer would be cut off."""
     packed_arrived = Receiving.packed_arrived
     doubled = _each(MESSAGES)
 
     def packed_arrived_twice(self: Receiving, number: int, count: int, length: int, data: bytes) -> None:
         packed_arrived(self, number, count, length, data)
         if number <= wire.MAX_TAG and doubled():
-            packed_arrived(self, number, count, length, data)
+            self.queue(number).packed_arrived(PackedMessages(1, length, data[-length:] if length else b""))
 
     _patch(Receiving, "packed_arrived", packed_arrived_twice)
 

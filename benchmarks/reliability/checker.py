@@ -339,7 +339,7 @@ class Checker:
         status, gone = event["status"], process.gone
         expected = 0
         if gone is not None:
-            expected = -9 if gone.kind == "kill" else EXIT
+            expected = EXIT if gone.kind == "exit" else -9
         if status != expected and not (gone is not None and status == 0):
             name = f"the {process.role} {process.name}"
             self._violation("exit status", f"{name} ended with status {status}, not {expected}", event)
@@ -435,7 +435,8 @@ class Checker:
                     what = f"message {lost[0]} of queue {number} {direction} of {connection.name}"
                     text = f"{what} was sent with success and the connection closed without an error, and never came"
                     self._violation("lost", text, queue.sent[lost[0]].begin, side.closed)
-            if direction == "up" and self._process(other.pid).gone is None:
+            gone = self._process(other.pid).gone
+            if direction == "up" and (gone is None or gone.get("status") == 0):
                 for number, sent in connection.messages.sent.items():
                     if sent.outcome == "ok":
                         text = f"active message {number} of {connection.name} was sent with success, and never came"

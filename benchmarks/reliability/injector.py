@@ -281,6 +281,8 @@ async def run(plan: Plan) -> None:
         with trio.fail_after(plan.seconds + 3 * plan.ending + 60):
             await injector.run()
     finally:
-        for child in injector.children:  # nobody is left behind, whatever happened
-            injector.send(child, signal.SIGKILL)
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 10):
+            for child in injector.children:  # nobody is left behind, whatever happened
+                injector.send(child, signal.SIGKILL)
+                await child.process.wait()
         log.close()

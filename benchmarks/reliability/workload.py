@@ -1,7 +1,7 @@
 """A server or a client of the soak: ``python -m benchmarks.reliability.workload SETTINGS`` (JSON).
 
-A client connects, says the connection's name and plan, and then both sides do at the same time what the plan says, until
-one of them ends the connection in the way that the plan says. Everything is logged, nothing is judged here.
+A client connects, says the connection's name and plan, and then both sides do at the same time what the plan says,
+until one of them ends the connection in the way that the plan says. Everything is logged, nothing is judged here.
 
 It ends when its standard input ends. SIGUSR1 writes the stacks of all threads to a file, SIGUSR2 those of all tasks.
 """
@@ -46,6 +46,8 @@ COUNTERS = 4096
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
 #: Seconds between two messages of a queue, on average.
 THINK = 0.1
+#: Windows of clients; small ones fill. The server's is the smallest.
+WINDOWS = (1 << 15, 1 << 17, 1 << 20)
 #: Shares of the ways in which a connection ends.
 ENDS = {
     "client close": 40,
@@ -83,6 +85,9 @@ class Leave(Exception):
 
 
 def outcome_of(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):  # of a chain: what follows a failed request fails because of it
+        outcomes = [outcome_of(one) for one in error.exceptions]
+        return next((one for one in outcomes if one != "error"), "error")
     if isinstance(error, trio.EndOfChannel):
         return "end"
     if isinstance(error, trio.ClosedResourceError):
@@ -167,6 +172,7 @@ def make_plan(chance: random.Random) -> dict[str, Any]:
     ]
     return {
         "queues": queues,
+        "window": chance.choice(WINDOWS),
         "stream": chance.random() < 0.4,
         "am": chance.random() < 0.3,
         "memory": chance.choice([None, None, "allocated", "registered"]),
@@ -555,8 +561,8 @@ async def live_once(process: Process, name: str) -> bool:
     connections: list[trio_ucx.Connection] = []
 
     async def meet() -> dict[str, Any]:
-        port = process.settings.port
-        connections.append(await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=process.worker))
+        port, window = process.settings.port, plan["window"]
+        connections.append(await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=process.worker, window=window))
         hello = {"name": name, "plan": plan, "pid": os.getpid(), "seed": chance.random()}
         await connections[0].send(json.dumps(hello).encode(), HELLO)
         return cast(dict[str, Any], json.loads(await connections[0].receive(HELLO)))
@@ -592,7 +598,7 @@ async def run_server(process: Process) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(receive_active_messages, process, messages)
             handler = functools.partial(serve_client, process)
-            serve = functools.partial(trio_ucx.serve_ucx, host="127.0.0.1", worker=worker)
+            serve = functools.partial(trio_ucx.serve_ucx, host="127.0.0.1", worker=worker, window=WINDOWS[0])
             await nursery.start(serve, handler, process.settings.port)
             say_ready()
             await process.stopping.wait()
@@ -738,7 +744,7 @@ async def run(settings: Settings, log: Log) -> dict[str, Any]:
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     folder = Path(settings.folder)
-    stacks = open(folder / f"{settings.name}.stacks", "w")
+    stacks = (folder / f"{settings.name}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     signal.signal(signal.SIGUSR2, dump_tasks(stacks))
