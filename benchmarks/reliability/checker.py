@@ -190,6 +190,7 @@ class Figures:
     unsupported: int = 0
     processes: dict[str, int] = attrs.field(factory=Counter)
     slopes: list[Slope] = attrs.field(factory=list)
+    #: From the begin of the load to the end of the last process.
     seconds: float = 0
 
 
@@ -220,10 +221,10 @@ class Checker:
         self._counted: dict[tuple[int, int], Event] = {}
         self._before: dict[str, list[str]] = {}
         self._servers: list[Process] = []
+        #: Since when there is load, and the latest time.
         self._first = self._now = 0
 
     def feed(self, event: Event) -> None:
-        self._first = self._first or event.t
         self._now = event.t
         while self._due and self._due[0][0] <= event.t:
             self._finalise(self._due.popleft()[1])
@@ -314,6 +315,10 @@ class Checker:
     def _on_spawn(self, event: Event) -> None:
         process = self._process(event["child"])
         process.role, process.name = event["role"], event["name"]
+
+    def _on_ready(self, event: Event) -> None:
+        """The first processes have started: the load begins."""
+        self._first = event.t
 
     def _on_kill(self, event: Event) -> None:
         self.figures.faults[f"SIGKILL {self._process(event['child']).role}"] += 1
@@ -671,17 +676,13 @@ class Checker:
             stream.current, stream.reached = number, last + 1
         if problem is None and end.get("fault"):
             problem, kind = f"{end['fault']}, in {where}", end["fault"].partition(":")[0]
-        if problem is None and end.get("eof") and not self._lost_end(op):
+        if problem is None and end.get("eof"):
             missing = self._missing(stream, max(stream.writes, default=0) + 1)
             if missing is not None:
                 problem = f"{where} has ended without write {missing}, which was sent with success"
         if problem is not None:
             stream.spoiled = True
             self._violation(kind, problem, op.begin, end)
-
-    def _lost_end(self, op: Operation) -> bool:
-        """Whether what a reader sees as the end may be one that lost something, as this side has closed."""
-        return op.side.ending is not None
 
     def _missing(self, stream: Stream, until: int) -> int | None:
         """The first write before ``until`` that was sent with success and did not come whole."""

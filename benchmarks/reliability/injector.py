@@ -94,6 +94,7 @@ class Injector:
             with trio.move_on_after(self.plan.starting):
                 while len([child for child in self.children if child.ready]) <= self.plan.clients:
                     await trio.sleep(0.02)
+            self.log.event("ready")
             with trio.move_on_after(self.plan.seconds):
                 if self.plan.faults:
                     await self.inject()

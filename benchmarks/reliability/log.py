@@ -18,7 +18,8 @@ worker once a second: missed_events and stopped_queues of the worker
 finish the process ends by itself: handles (alive), missed_events
 ====== ============================================================================================================
 
-The parent's log has ``spawn``, ``exited``, ``kill``, ``stop``, ``continue``, ``hung`` and ``machine``.
+The parent's log has ``spawn``, ``ready`` (all have started, the load begins), ``exited``, ``kill``, ``stop``,
+``continue``, ``hung`` and ``machine``.
 """
 
 from __future__ import annotations

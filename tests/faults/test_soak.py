@@ -7,7 +7,6 @@ process had no processor, so that a machine with few cores may run this beside o
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,23 +42,17 @@ def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
 def test_broken_library_is_noticed(tmp_path: Path, kind: str, seed: int) -> None:
     plan = injector.Plan(
         tmp_path,
-        seconds=8,
+        seconds=6,
         seed=seed,
         transports="tcp",
         clients=2,
         faults=False,
         broken=kind,
         patience=4,
-        ending=6,
+        ending=5,
     )
-    began = time.monotonic()
-    violations, _ = soak.soak(plan)
-    took = time.monotonic() - began
+    violations, figures = soak.soak(plan)
     kinds = {violation.kind for violation in violations}
-    expected = {
-        "grant": {"stalled", "slow ping"},
-        "double": {"doubled"},
-        "wakeup": {"stalled", "slow ping", "hung", "never ended"},
-    }
+    expected = {"grant": {"stalled"}, "double": {"doubled"}, "wakeup": {"stalled", "slow ping", "never ended"}}
     assert kinds & expected[kind], kinds
-    assert took < 20 + 10, "the processes took too long to start and end"
+    assert figures.seconds < 20, "the soak has taken too long to find out"
