@@ -217,6 +217,7 @@ class Checker:
         self._unexplained: list[tuple[tuple[int, ...], int, int, Violation]] = []
         self._processes: dict[int, Process] = {}
         self._connections: dict[str, Connection] = {}
+        self._finished: set[str] = set()
         self._due: deque[tuple[int, Connection]] = deque()
         self._counted: dict[tuple[int, int], Event] = {}
         self._before: dict[str, list[str]] = {}
@@ -429,6 +430,7 @@ class Checker:
         """Both sides have ended: what was promised for a graceful close?"""
         if self._connections.pop(connection.name, None) is None:
             return
+        self._finished.add(connection.name)
         for which, direction in (("client", "up"), ("server", "down")):
             side = connection.sides.get(which)
             other = self._other(connection, side) if side is not None else None
@@ -484,7 +486,7 @@ class Checker:
             self._suspect(op, "told late", what, since, end.t, bounds.told, op.side.ending, end)
         kind = {"aclose": "slow close", "connect": "slow connect", "ping": "slow ping"}.get(op.kind, "stalled")
         limits = {"slow close": bounds.close, "slow connect": bounds.connect, "slow ping": bounds.ping}
-        if op.kind not in ("drain", "read"):  # these wait for what the plan says
+        if op.kind not in ("drain", "read", "wait_closed"):  # these wait for what the plan says
             self._suspect(
                 op, kind, f"took too long, and was {end['o']}", began, end.t, limits.get(kind, bounds.stall), end
             )
@@ -525,7 +527,7 @@ class Checker:
                 text = f"{what} broke, and nobody had ended the connection: {end.get('why')}"
                 violation = Violation("broken without a fault", text, (str(op.begin), str(end)))
                 self._unexplained.append((pids, op.begin.t, end.t, violation))
-        elif not (op.side.ending is not None and op.kind == "wait_idle"):
+        else:
             self._violation("error", f"{what} failed: {end.get('why')}", op.begin, end)
 
     def _judge_refusal(self, op: Operation, end: Event) -> None:
@@ -709,6 +711,8 @@ class Checker:
         what = f"active message {number} of {event['c']}"
         if event["fault"] is not None:
             self._violation(event["fault"].partition(":")[0], f"{what} is {event['fault']}", event)
+        elif event["c"] in self._finished:
+            return  # it came very late, as the server was stopped
         elif connection is None or (number not in connection.messages.sent and number not in connection.got):
             self._violation("never sent", f"{what} was received, and never sent", event)
         elif number in connection.got:

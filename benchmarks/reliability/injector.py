@@ -25,8 +25,8 @@ from .log import Log
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: In the environment of every process of a soak, so that what it left can be found.
 MARK = "TRIO_UCX_SOAK"
-#: Shares of the faults.
-FAULTS = {"kill client": 5, "kill server": 2, "stop client": 4, "stop server": 2}
+#: Shares of the faults. Each comes once before they count.
+FAULTS = {"kill client": 10, "stop client": 8, "stop server": 4, "kill server": 1}
 #: Seconds that a process may be stopped.
 STOPPED = (0.1, 5.0)
 
@@ -187,10 +187,12 @@ class Injector:
     # ---- faults ----
 
     async def inject(self) -> None:
+        first = self.random.sample(list(FAULTS), len(FAULTS))
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.sleep(self.random.expovariate(1 / self.plan.pause))
-                what, role = self.random.choices(list(FAULTS), list(FAULTS.values()))[0].split()
+                fault = first.pop() if first else self.random.choices(list(FAULTS), list(FAULTS.values()))[0]
+                what, role = fault.split()
                 candidates = [
                     child for child in self.children if child.role == role and child.ready and not child.stopped
                 ]

@@ -239,7 +239,8 @@ class Side:
                     if self.side == "server":
                         background.start_soon(self.pong)
                 if way != "close" and not self.failed:
-                    await self.connection.wait_closed()  # the end is at hand
+                    # The end is at hand.
+                    await self.do("wait_closed", self.connection.wait_closed, patience=self.patience + 3)
                 background.cancel_scope.cancel()
             if way == "close" and not self.failed:
                 self.left = True

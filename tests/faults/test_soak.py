@@ -36,6 +36,7 @@ def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
     assert figures.connections > 0
     assert figures.faults
     assert figures.operations["ping", "ok"] > 0
+    assert figures.operations["aclose", "ok"] > 0
 
 
 @pytest.mark.parametrize("kind", broken.KINDS)
