@@ -1,0 +1,59 @@
+"""Seconds of the soak: nothing is violated, and what is broken on purpose is noticed.
+
+``benchmarks/soak.py`` runs for hours. What is asserted is what its checker says. It does not count the time in which a
+process had no processor, so that a machine with few cores may run this beside other tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+
+sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
+
+from rich.console import Console
+
+from benchmarks import soak
+from benchmarks.reliability import broken, injector, summary
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another run with the same ``--seed`` has the same loads and faults."""
+    value: int = request.config.option.seed
+    return value
+
+
+def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
+    plan = injector.Plan(tmp_path, seconds=10, seed=seed, transports=transports, clients=2, pause=1.5)
+    violations, figures = soak.soak(plan)
+    summary.show(Console(width=120), f"{transports}, seed {seed}", figures, violations)
+    assert not violations, "\n".join(map(str, violations[:10]))
+    assert figures.connections > 0
+    assert figures.faults
+    assert figures.operations["ping", "ok"] > 0
+    assert figures.operations["aclose", "ok"] > 0
+
+
+@pytest.mark.parametrize("kind", broken.KINDS)
+def test_broken_library_is_noticed(tmp_path: Path, kind: str, seed: int) -> None:
+    plan = injector.Plan(
+        tmp_path,
+        seconds=6,
+        seed=seed,
+        transports="tcp",
+        clients=2,
+        faults=False,
+        broken=kind,
+        patience=4,
+        ending=5,
+    )
+    violations, figures = soak.soak(plan)
+    kinds = {violation.kind for violation in violations}
+    expected = {"grant": {"stalled"}, "double": {"doubled"}, "wakeup": {"stalled", "slow ping", "never ended"}}
+    assert kinds & expected[kind], kinds
+    assert figures.seconds < 20, "the soak has taken too long to find out"
