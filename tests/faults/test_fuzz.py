@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faults.fuzz_targets import TARGETS
+from .fuzz_targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 
