@@ -15,7 +15,7 @@ from trio_ucx._link.sending import Sending
 from trio_ucx.ucp._engine.pending import Pending
 
 #: One in so many grants, messages and wake-ups.
-GRANTS, MESSAGES, WAKEUPS = 3, 300, 100
+GRANTS, MESSAGES, WAKEUPS = 3, 300, 20
 
 
 def drop_grants() -> None:

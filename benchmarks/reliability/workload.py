@@ -568,7 +568,7 @@ async def live_once(process: Process, name: str) -> bool:
         await connections[0].send(json.dumps(hello).encode(), HELLO)
         return cast(dict[str, Any], json.loads(await connections[0].receive(HELLO)))
 
-    cancel = process.sometimes(0.05, 0.03)
+    cancel = process.sometimes(0.15, 0.03)
     outcome, welcome = await process.do(name, "connect", meet, cancel=cancel, patience=10 + process.settings.patience)
     if outcome != "ok":
         process.log.event("ending", c=name, side="client", how="abort", after=outcome)

@@ -427,6 +427,20 @@ def test_planned_exits(story: Story) -> None:
     assert story.kinds() == []
 
 
+def test_killed_while_it_ended_itself(story: Story) -> None:
+    story.say(10, CLIENT, "exit")
+    story.say(11, PARENT, "kill", child=CLIENT, name="c1")
+    story.say(12, PARENT, "exited", child=CLIENT, name="c1", status=checker.EXIT)
+    assert story.kinds() == []
+
+
+@pytest.mark.parametrize(("took", "kinds"), [(2500, []), (3500, ["stalled", "told late"])])
+def test_chains_end_with_the_endpoint(story: Story, took: float, kinds: list[str]) -> None:
+    story.say(100, SERVER, "ending", c=NAME, side="server", how="abort")
+    story.do(99, 100 + took, CLIENT, "chain", "broken", server=SERVER, sum=5)
+    assert sorted(story.kinds()) == kinds
+
+
 @pytest.mark.parametrize("what", ["shared_memory", "processes"])
 def test_left_behind(story: Story, what: str) -> None:
     left = {"shared_memory": ["old"], "processes": []}
