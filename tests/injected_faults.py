@@ -58,7 +58,7 @@ def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.Monkey
 
 
 def forget_queues(worker: ucp.Worker) -> None:
-    """The engine drops its references to the worker's queues of active messages, which it keeps until it closes."""
+    """The engine drops its references to queues of active messages, and to all that it closes before itself."""
     engine = internals(worker)
     engine.am_queues.clear()
     engine.children.clear()
@@ -142,7 +142,7 @@ def have_no_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has no shared memory of System V, and neither xpmem nor knem."""
+    """The machine has no shared memory of System V, and no device files, such as those of xpmem and knem."""
     monkeypatch.setattr("os.path.exists", lambda path: False)
     monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
 

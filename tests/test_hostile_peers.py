@@ -96,7 +96,7 @@ def say_instead(handshake: Handshake, queue: int, data: bytes) -> None:
 #: What a client sends instead of its HELLO, with the number of its endpoint; and how the listener logs that.
 GREETINGS: dict[str, tuple[Callable[[int], list[tuple[int, bytes]]], str]] = {
     "a message": (lambda number: [(1, b"hello")], "something other than its greeting"),
-    "a long message": (lambda number: [(1, bytes(100_000))], "sent a message before its greeting"),
+    "a long message": (lambda number: [(1, bytes(100_000))], "sent a message before its HELLO"),
     "another frame": (lambda number: [(wire.CONTROL, wire.encode_frame(wire.Stalled()))], "something other"),
     "noise": (lambda number: [(wire.CONTROL, b"noise")], "something other"),
     "nothing": (lambda number: [], "no connection within"),

@@ -96,7 +96,7 @@ async def test_short_delays_are_short() -> None:
 async def test_the_safety_net() -> None:
     """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
     async with ucp.open_worker() as worker:
-        net = internals(worker).lost_events
+        net = internals(worker).safety_net
         await trio.testing.wait_all_tasks_blocked()
         async with just_before("trio_ucx safety net", net.watch_polling):
             net._set(NOW / 1e9)

@@ -30,7 +30,7 @@ from .ucp._util import check_timeout
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
 Address = SocketAddress
 
-#: Trio's.
+#: Seconds: the default of ``trio.open_tcp_stream``.
 HAPPY_EYEBALLS_DELAY = 0.25
 
 

@@ -112,7 +112,7 @@ def test_figures(story: Story) -> None:
     violations, figures = checker.check(log.events(sorted(story.lines, key=lambda line: line["t"])))
     assert violations == []
     assert figures.pings == [20_000_000]
-    assert figures.told == [200_000_000]
+    assert figures.reported == [200_000_000]
     assert figures.faults == {"SIGKILL client": 1}
     assert figures.operations == {("ping", "ok"): 1, ("receive", "broken"): 1}
 
@@ -301,11 +301,11 @@ def test_counted_twice(story: Story) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("excuse", [None, "stopped", "starved"])
-@pytest.mark.parametrize("kind", ["cancelled", "told", "aborted", "ping", "stalled"])
+@pytest.mark.parametrize("kind", ["cancelled", "killed", "aborted", "ping", "stalled"])
 def test_bounds(story: Story, kind: str, excuse: str | None, late: bool) -> None:
     """Each bound; the time counts in which the process could run."""
     bounds = checker.Bounds()
-    limit = {"ping": bounds.ping, "stalled": bounds.stall, "cancelled": bounds.cancelled}.get(kind, bounds.told)
+    limit = {"ping": bounds.ping, "stalled": bounds.stall, "cancelled": bounds.cancelled}.get(kind, bounds.reported)
     took = 1000 * limit * (1.1 if late else 0.9)
     story.say(5, SERVER, "sample", fds=1, threads=1, rss=1, starved=0)
     if excuse is not None:
@@ -315,7 +315,7 @@ def test_bounds(story: Story, kind: str, excuse: str | None, late: bool) -> None
         story.say(4200, PARENT, "continue", child=SERVER, name="s1")
     end = 100 + took
     story.say(end + 5, SERVER, "sample", fds=1, threads=1, rss=1, starved=4_000_000_000 if excuse == "starved" else 0)
-    gone = kind in ("told", "aborted")
+    gone = kind in ("killed", "aborted")
     if kind == "cancelled":
         story.do(10, end, SERVER, "receive", "cancelled", cancel=100, q=3, d="up")
     elif kind == "ping":
@@ -324,25 +324,30 @@ def test_bounds(story: Story, kind: str, excuse: str | None, late: bool) -> None
         story.do(100, end, SERVER, "send", q=4, d="down", n=1, len=5)
     else:
         story.do(10, end, SERVER, "receive", "broken", q=3, d="up")
-        if kind == "told":
+        if kind == "killed":
             story.say(100, PARENT, "kill", child=CLIENT, name="c1")
         else:
             story.say(100, CLIENT, "ending", c=NAME, side="client", how="abort")
     if not gone:
         story.say(end + 20, SERVER, "ending", c=NAME, side="server", how="abort")
-    names = {"cancelled": "late after cancellation", "told": "told late", "aborted": "told late", "ping": "slow ping"}
+    names = {
+        "cancelled": "late after cancellation",
+        "killed": "reported late",
+        "aborted": "reported late",
+        "ping": "slow ping",
+    }
     expected = {names.get(kind, "stalled")} if late else set()
     if kind == "cancelled" and took > bounds.stall * 1000:
         expected |= set(story.kinds()) & {"stalled"}
     assert set(story.kinds()) == expected
 
 
-def test_told_late_and_not_at_all(story: Story) -> None:
-    """A task that was waiting when its own process was killed had not been told either."""
+def test_reported_late_and_not_at_all(story: Story) -> None:
+    """A task that was waiting when its own process was killed had not been reported either."""
     story.do(10, None, SERVER, "receive", q=3, d="up")
     story.say(100, PARENT, "kill", child=CLIENT, name="c1")
     story.say(5000, PARENT, "kill", child=SERVER, name="s1")
-    assert story.kinds() == ["told late"]
+    assert story.kinds() == ["reported late"]
 
 
 def test_stopped_queue_takes_longer(story: Story) -> None:
@@ -434,7 +439,7 @@ def test_killed_while_it_ended_itself(story: Story) -> None:
     assert story.kinds() == []
 
 
-@pytest.mark.parametrize(("took", "kinds"), [(2500, []), (3500, ["stalled", "told late"])])
+@pytest.mark.parametrize(("took", "kinds"), [(2500, []), (3500, ["stalled", "reported late"])])
 def test_chains_end_with_the_endpoint(story: Story, took: float, kinds: list[str]) -> None:
     story.say(100, SERVER, "ending", c=NAME, side="server", how="abort")
     story.do(99, 100 + took, CLIENT, "chain", "broken", server=SERVER, sum=5)

@@ -1,8 +1,8 @@
 """One side of a handshake: from the exchange on the control socket to an open connection.
 
 When the exchange has agreed on the number of the endpoints, each side makes its endpoint and sends HELLO, a control
-frame, over UCX. The connection is open on each side when the other side's HELLO has arrived, because messages then get
-through in both directions. The engine's delivery decides that, so nothing that follows HELLO arrives before its
+frame, over UCX. A side opens the connection when its endpoint exists and the peer's HELLO has arrived. It does so
+inside the delivery of that HELLO, or in ``greet`` if HELLO came first. So nothing that follows HELLO arrives before its
 connection exists.
 """
 
@@ -313,7 +313,11 @@ class Handshake:
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
         self.registry.engine.tag_dispatch.discard(handle)
-        self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent a message before its greeting"))
+        self.fail(
+            ConnectionError(
+                errno.EPROTO, f"{self.label} broke the protocol of trio_ucx: it sent a message before its HELLO"
+            )
+        )
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
         while True:
@@ -332,7 +336,7 @@ class Handshake:
                 return
 
     def _open_if_greeted(self) -> Link | None:
-        """Opens the connection if both sides have sent HELLO; returns its link."""
+        """Opens the connection if the peer's HELLO and our endpoint and control socket are there. Returns its link."""
         core, control = self._core, self.control
         if (
             self.number not in self._greetings

@@ -1,4 +1,4 @@
-"""Small things that several modules need."""
+"""Checks of arguments, context managers that Ctrl-C leaves intact, and warnings."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class _ProtectedAsync(AbstractAsyncContextManager[T]):
         try:
             return await self._manager.__aexit__(exc_type, exc, traceback)
         finally:
-            # Frees the generator here. Trio has a WeakSet of them, and nobody would get a KeyboardInterrupt in that
-            # one's callback.
+            # Frees the generator here, where Ctrl-C is deferred. Freed later, it would make Trio's WeakSet of
+            # generators run a callback, and a KeyboardInterrupt that is raised in that is lost.
             del self._manager
 
 
@@ -187,7 +187,7 @@ def _raise_in_destructor(error: Exception) -> None:
 
 @contextmanager
 def ignoring_late_run() -> Iterator[None]:
-    """Trio calls that only matter while a run goes on."""
+    """Ignores the RuntimeError that Trio raises when no run goes on."""
     try:
         yield
     except RuntimeError:

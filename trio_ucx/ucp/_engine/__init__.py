@@ -4,10 +4,11 @@
     pending, polling           what a task may wait for, and how it waits
     batches, tag_dispatch,
       numbering, lingering,
-      backoff, data_ports      parts of an engine that know nothing of it
+      backoff, data_ports,
+      statistics               parts of an engine that know nothing of it
     engine                     the engine
     progress, loop_hooks,
-      safety_net               what calls it: the progress task, hooks into Trio's loop, a timer for lost events
+      safety_net               what calls it: the progress task, hooks into Trio's loop, a timer for missed events
     operations, stream_buffer,
       borrowed, peers          what belongs to an engine
     dispatch, posting          from records to those; from arguments to an operation in flight
@@ -15,5 +16,5 @@
     lifetime                   makes an engine of its parts, and closes it
 
 It may import the C half, and of ``ucp`` what is below: status, attributes, addresses, contexts, memory. Inside it,
-imports run from the bottom of this list to the top, except that the first four lines do not import the engine.
+a module imports only modules above it in this list, or beside it.
 """

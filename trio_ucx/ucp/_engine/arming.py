@@ -63,11 +63,13 @@ from typing import Protocol
 MOMENT = 75e-6
 #: Seconds between two looks of the timer that replaces the hook.
 TIMER = 0.004
-#: The number of times in a row that a task has to come back for that.
+#: The timer replaces the hook when the only waiting task has come back more often than this in a row.
 STEADY = 64
-#: The hook before waits goes when Trio was idle so often with nothing deferred: adding it takes 10 microseconds.
+#: Idle rounds with nothing deferred, after which the hook before waits is removed. Not sooner, because adding it again
+#: takes 10 microseconds.
 IDLE_ROUNDS = 100
-#: The hook after waits goes after so many rounds in which there was no waiting.
+#: Rounds in which Trio did not wait, or the progress task did not wait for the descriptor, after which the hook after
+#: waits is removed.
 BUSY_ROUNDS = 4
 
 
@@ -221,11 +223,14 @@ class Arming:
 
     @property
     def sleeps(self) -> bool:
-        """Whether the progress task runs only when an event or somebody wakes it."""
+        """Whether the progress task runs only when it is woken."""
         return self._state is State.ARMED or self._state is State.SUSPENDED
 
     def try_to_arm(self) -> bool:
-        """Whether UCX can be armed now. (Not tried while the progress task does not wait for the descriptor.)"""
+        """Progresses, and tries to arm. Returns whether that succeeded.
+
+        If the progress task does not wait for the descriptor, wakes that task and returns False.
+        """
         if self._state is not State.ARMED:
             self.handle(Event.WAKE)
             return False
@@ -330,7 +335,7 @@ class Arming:
             self.handle(Event.POLLED)
 
     def _overdue(self) -> None:
-        """Tells so from where no task can be made runnable: Trio has decided already how long it waits."""
+        """Schedules OVERDUE for the next round. Trio has decided how long it waits: no task may be woken here."""
         self._deferred = self.steady = False
         self._returns = 0
         self._loop.call_soon(self._handle_overdue)

@@ -11,7 +11,10 @@ class DeferredBatch(Protocol):
     """The sending part of a connection, with small messages that wait to be sent as one."""
 
     def send_batch(self) -> None:
-        """Hands them to UCX, and makes the engine progress if something remains to be done about them. Never raises."""
+        """Hands the batched messages to UCX, and makes the engine progress if something remains to be done.
+
+        Never raises.
+        """
 
     def internal_error(self, error: BaseException) -> None:
         """Handing them to UCX failed by an internal error: ends the connection. Never raises."""
@@ -33,14 +36,14 @@ class Batches:
         self.since = 0.0
 
     def defer(self, batch: DeferredBatch) -> None:
-        """It has messages that wait for more."""
+        """Adds a connection whose small messages wait for more."""
         if not self.batches:
             self.since = perf_counter()
             self._watch()
         self.batches.add(batch)
 
     def send_all(self) -> None:
-        """Sends them."""
+        """Sends all deferred batches."""
         batches, self.batches = self.batches, set()
         for batch in batches:
             try:

@@ -3,21 +3,21 @@
 Theory of operation
 ===================
 
-UCX calls back only into C (``_native``), which appends records to a ring. :meth:`Engine.progress_and_deliver` makes one
-call into C that progresses the worker until it is quiet, takes the records, and arms the worker's event descriptor.
-Then the records are delivered (``dispatch.py``), which wakes tasks. No user code runs in a delivery.
+UCX calls back only into C (``_native``), which appends records to a ring. :meth:`Engine.progress_and_deliver` calls
+into C, which progresses the worker until it is quiet and returns the records. They are delivered (``dispatch.py``),
+which wakes tasks; no user code runs in a delivery. When there are none left, C arms the worker if it was asked to.
 
 *What calls it.* One system task per worker, the progress task (``progress.py``), waits for the descriptor with
-``wait_readable`` and calls it whenever it wakes. A task that posts an operation which does not complete at once calls
-:meth:`Engine.progress`, because posting to an armed worker can leave it with work and no event: it must be progressed
-and armed again before every task sleeps. Waiting tasks poll before they park (``polling.py``). The module ``arming.py``
-decides what progresses the worker next.
+``wait_readable`` and calls it whenever the descriptor wakes it. A task that posts an operation which does not complete
+at once calls :meth:`Engine.progress`, because posting to an armed worker can leave it with work and no event: it must
+be progressed and armed again before all tasks sleep. Waiting tasks poll before they park (``polling.py``). The module
+``arming.py`` decides what progresses the worker next.
 
 *Who owns memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag
 receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
-*Lost events.* While something is awaited, a safety net (``safety_net.py``) looks once a second whether the worker has
+*Missed events.* While something is awaited, a safety net (``safety_net.py``) looks once a second whether the worker has
 something to deliver although its descriptor is silent, or the progress task is suspended. It should never find
 anything; ``statistics().missed_events`` counts.
 
@@ -63,7 +63,7 @@ _ROUNDS = 8
 
 assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
 
-#: All that are open in this process, of whatever thread: to be looked at in a copy.
+#: The open engines of all threads. Iterate over a copy: other threads change the set.
 engines: set[Engine] = set()
 
 
@@ -72,7 +72,7 @@ def _nothing() -> None:
 
 
 def _disown() -> None:
-    """In a forked child: detaches everything from the parent's UCX, whose sockets and shared memory are here, too."""
+    """In a forked child: drops the handles, because UCX's sockets and shared memory are the parent's."""
     for engine in engines:
         engine.handle = None
         for endpoint in engine.endpoints.values():
@@ -165,8 +165,8 @@ class OpenEndpoint(Protocol):
         """Closes it by force."""
 
 
-class LostEvents(Protocol):
-    """What looks whether events were lost: :class:`~.safety_net.SafetyNet`."""
+class EventWatch(Protocol):
+    """What looks for missed events: :class:`~.safety_net.SafetyNet`."""
 
     timer: int
 
@@ -189,7 +189,8 @@ class Engine:
     """One UCX worker, progressed by one Trio run. Opened by :func:`~.lifetime.open_engine`.
 
     Args:
-        handle: the worker.
+        handle: UCX's worker.
+        spin, yield_interval: how tasks wait: see :func:`~trio_ucx.ucp.open_worker`.
 
     Raises:
         OSError, UCXError: UCX does not tell the worker's attributes or address.
@@ -197,12 +198,12 @@ class Engine:
 
     #: These parts are made of an engine, so they are attached to it.
     arming: Arming
-    lost_events: LostEvents
+    safety_net: EventWatch
     tag_dispatch: TagDispatch
     backoff: Backoff
     #: Delivers the records of one call into C, all their fields in a row.
     deliver: Callable[[Engine, list[int]], None]
-    #: Tells of the endpoints that failed.
+    #: Reports the endpoints that failed.
     deliver_failures: Callable[[Engine], None]
 
     def __init__(
@@ -253,7 +254,7 @@ class Engine:
         self.children: dict[int, Callable[[], None]] = {}
         #: To be called when nothing is under way any more, just before the worker is destroyed.
         self.at_end: dict[int, Callable[[], None]] = {}
-        #: The same, after that: lets go of what UCX may use as long as it has the worker.
+        #: Called after the worker was destroyed, to release what UCX could use until then.
         self.kept: list[Callable[[], None]] = []
         self.detached = 0
         #: Closes that go on after their task was cancelled.
@@ -263,7 +264,7 @@ class Engine:
         #: Messages of Connections that arrived.
         self.messages = 0
         self.broken: BaseException | None = None
-        #: Endpoints that failed, and why; told when what had arrived before is delivered.
+        #: Endpoints that failed, and why; reported when what had arrived before is delivered.
         self.failures: list[tuple[int, int]] = []
         self._delivering = False
         #: Whether something was posted in a delivery, for which the worker has to be progressed.
@@ -414,7 +415,10 @@ class Engine:
         return self.messages + self.counters["arrived"] + self.counters["completed"]
 
     def progress(self) -> None:
-        """To be called after posting something that is pending: nobody sleeps on an unarmed worker."""
+        """To be called after posting something that is pending: progresses the worker, and arms it if it was armed.
+
+        If it was not, somebody is about to look at it: see ``arming.py``.
+        """
         if self._delivering:
             self._again = True  # the delivery under way progresses once more
             return
@@ -439,7 +443,7 @@ class Engine:
 
     def watch_events(self) -> None:
         """A task parks: lets the safety net look, and where tasks do not poll, the hook after Trio's waits."""
-        self.lost_events.watch()
+        self.safety_net.watch()
         self.arming.task_parks()
 
     def awaited(self) -> bool:

@@ -59,7 +59,7 @@ def open_engine(
         engine = Engine(context, handle, client_id, spin=spin, yield_interval=yield_interval)
         engine.backoff = Backoff(engine.efd)
         undo.callback(engine.backoff.close)
-        engine.lost_events = net = SafetyNet(engine)
+        engine.safety_net = net = SafetyNet(engine)
         undo.callback(net.close)
         progress_task = ProgressTask(engine, net)
         engine.arming = Arming(engine, progress_task, polling=engine.waiting.polling)
@@ -126,7 +126,7 @@ async def close_after_background(engine: Engine) -> None:
 
 
 async def close_after_lingering(engine: Engine) -> None:
-    """The same, and waits for endpoints that are closed a moment later."""
+    """Waits until no endpoint lingers, which can be cancelled; then closes as :func:`close_after_background` does."""
     await engine.lingering.wait_ended()
     await close_after_background(engine)
 
@@ -177,13 +177,13 @@ def _finish_close(engine: Engine) -> None:
     for end in list(engine.at_end.values()):
         contained(end)
     stuck = under_way(engine.in_flight.values())
-    for fd in (engine.efd, engine.lost_events.timer, *engine.backoff.descriptors):
+    for fd in (engine.efd, engine.safety_net.timer, *engine.backoff.descriptors):
         with ignoring_late_run():
             trio.lowlevel.notify_closing(fd)
     handle, engine.handle = engine.handle, None
     engine.arming.end()
     engine.backoff.close()
-    engine.lost_events.close()
+    engine.safety_net.close()
     if engine.stop is not None:
         with ignoring_late_run():
             engine.stop.cancel()

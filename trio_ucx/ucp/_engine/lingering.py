@@ -1,4 +1,7 @@
-"""Endpoints over TCP that linger: UCX closes them a moment after their user has closed them, or their peer has gone."""
+"""Endpoints over TCP that linger: UCX's endpoint is closed a moment after its user closed it, or its peer has gone.
+
+That of an attempt to connect that was given up lingers, too (``_handshake/handshake.py``).
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class BeforeWait(_Hook):
 
 
 class AfterWait(_Hook):
-    """After Trio has waited for events: see :meth:`_arming.Arming.after_wait`."""
+    """After Trio has waited for events: see :meth:`~.arming.Arming.after_wait`."""
 
     def after_io_wait(self, timeout: float) -> None:
         try:

@@ -12,9 +12,9 @@ polling stops while it does not. Each millisecond the poll is interrupted by a s
 signals.
 
 The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
-message, and itself an event. The last task that parks arms the worker. A task that has found what it waited for goes on
-without arming, because it will most probably wait again; meanwhile its polls serve other waiting tasks, too. If it does
-not wait again, ``arming.py`` sees to it that the worker is armed.
+message, and itself an event. A task that parks arms the worker, or lets the progress task do that. A task that found
+what it waited for goes on without arming, because it will most probably wait again; meanwhile its polls serve other
+waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker is armed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ DEFAULT_SPIN = 100e-6
 MOST_SPIN = 1.0
 #: Seconds. A schedule point takes 3 to 10 microseconds by itself; a longer one includes the work of other tasks.
 _ALONE = 25e-6
-#: One that is shorter than that may have been the progress task's work, or the machine's: another look tells.
-_BUSY = 100e-6
-_LOOKS = 3
+#: Seconds. A schedule point between these two limits may have included the progress task only, or a delay of the
+#: machine: another one is measured, up to so many in all.
+_SURELY_OTHERS = 100e-6
+_MEASURED = 3
 
 
 def check_spin(spin: float | None) -> float:
@@ -117,9 +118,9 @@ class Waiting:
             self._go_on()
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
-        """Waits for something pending: always a schedule point.
+        """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
 
-        Cancelling the wait cancels it; with ``watch``, it changes nothing about it.
+        If the wait is cancelled, so is ``pending``; with ``watch``, ``pending`` goes on.
         """
         engine = self._engine
         pending.expected = True
@@ -147,21 +148,21 @@ class Waiting:
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
 
     async def poll_chains(self) -> None:
-        """For the progress task: request chains go on whose tasks are parked. A schedule point."""
+        """For the progress task: request chains go on whose tasks are parked. A schedule point, as :meth:`wait` is."""
         if await self._alone() and not self.woken:
             self._engine.take(lib.tu_poll)
 
     async def _alone(self) -> bool:
-        """A schedule point. Returns whether no other task seems to have work to do."""
+        """A schedule point, unless one was passed lately. Returns whether no other task seems to have work to do."""
         if self._yield_interval and self._yielded_lately():
             return True
         took = 0.0
-        for _ in range(_LOOKS):
+        for _ in range(_MEASURED):
             began = perf_counter()
             await trio.lowlevel.cancel_shielded_checkpoint()
             self._yielded = perf_counter()
             took = self._yielded - began
-            if took < _ALONE or took > _BUSY:
+            if took < _ALONE or took > _SURELY_OTHERS:
                 break
         return took < _ALONE
 
@@ -187,11 +188,12 @@ class Waiting:
                 self._yielded = perf_counter()
 
     def wake(self) -> None:
-        """A task that is parked here was made runnable."""
+        """Counts a parked task that was made runnable."""
         self.woken += 1
 
     def _go_on(self) -> None:
         """A task goes on, and the worker is not armed."""
         arming = self._engine.arming
-        if not self.woken and (self.parked or not arming.steady):  # else so will others, or the timer looks
+        # Otherwise a woken task will do this when it goes on, or the timer looks at the worker.
+        if not self.woken and (self.parked or not arming.steady):
             arming.went_on(alone=self.polling and not self.parked)

@@ -15,7 +15,7 @@ from .safety_net import SafetyNet
 
 
 class ProgressTask:
-    """What of one worker's progress depends on Trio: see :class:`_arming.Loop`, which this implements."""
+    """What of one worker's progress depends on Trio: see :class:`~.arming.Loop`, which this implements."""
 
     def __init__(self, engine: Engine, net: SafetyNet) -> None:
         self._engine = engine
