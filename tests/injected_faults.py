@@ -65,11 +65,11 @@ def forget_queues(worker: ucp.Worker) -> None:
     engine.on_broken.clear()
 
 
-def record_kept_workers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Which workers could not be destroyed from now on; the library keeps such workers for ever."""
-    kept: list[Any] = []
-    monkeypatch.setattr(shutdown, "left_alone", kept)
-    return kept
+def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns a list that gets each worker which is left alone from now on, because it cannot be destroyed."""
+    left_alone: list[Any] = []
+    monkeypatch.setattr(shutdown, "left_alone", left_alone)
+    return left_alone
 
 
 # ---- UCX ----

@@ -23,7 +23,7 @@ from helpers import (
     resident,
     until,
 )
-from injected_faults import close_context, close_worker, forget_queues, record_kept_workers
+from injected_faults import close_context, close_worker, forget_queues, record_workers_left_alone
 from timing import cancelled_after
 
 from trio_ucx import ucp
@@ -628,7 +628,7 @@ async def test_worker_closed_while_something_uses_the_data(
     transports: str, make: Callable[[memoryview], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is leaked, because freeing it would crash."""
-    kept = record_kept_workers(monkeypatch)
+    kept = record_workers_left_alone(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}) as worker, open_raw_pair(worker) as (client, _):
             with worker.open_active_messages(3) as queue:
@@ -666,7 +666,7 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
-                await until(lambda: internals(worker).overdue)
+                await until(lambda: internals(worker).unreleased)
             assert array.tobytes() == pattern(BORROWED)
             del array
 

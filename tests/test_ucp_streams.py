@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
-from injected_faults import close_context, close_worker, record_kept_workers
+from injected_faults import close_context, close_worker, record_workers_left_alone
 from timing import cancelled_after
 
 from trio_ucx import ucp
@@ -311,7 +311,7 @@ async def test_closed_by_us(worker: ucp.Worker) -> None:
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-    assert not internals(worker).overdue
+    assert not internals(worker).unreleased
     assert not internals(worker).children
 
 
@@ -332,7 +332,7 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
 @pytest.mark.parametrize("read", [0, 3])
 async def test_worker_closed_with_unread_data(transports: str, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with endpoints that are open."""
-    kept = record_kept_workers(monkeypatch)
+    kept = record_workers_left_alone(monkeypatch)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         listener = await worker.open_listener("127.0.0.1", 0)
         client = await worker.open_endpoint(listener.address)
@@ -416,7 +416,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
 async def test_worker_closed_while_something_uses_the_data(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = record_kept_workers(monkeypatch)
+    kept = record_workers_left_alone(monkeypatch)
     with pytest.warns(ResourceWarning, match="still in use"):
         async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
             async with open_raw_pair(worker) as (client, server):

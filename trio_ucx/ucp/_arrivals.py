@@ -33,14 +33,14 @@ class Arrival:
         self.borrowed: Borrowed | None = None
         self.copied: bytes | None = None
         if native.kind == lib.TU_AM_BORROWED:
-            self.borrowed = Borrowed(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._give_back)
+            self.borrowed = Borrowed(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._release_native)
         elif self.rendezvous:
             engine.children[self.id] = self.release
         else:
             self.copied = bytes(ffi.buffer(native.data, self.length)) if self.length else b""
-            self._give_back()
+            self._release_native()
 
-    def _give_back(self) -> None:
+    def _release_native(self) -> None:
         native, self.native = self.native, None
         lib.tu_am_release(self.engine.handle, native)
 
@@ -55,7 +55,7 @@ class Arrival:
         elif self.native is not None:
             self.engine.children.pop(self.id, None)
             if self.engine.usable:
-                self._give_back()
+                self._release_native()
 
     def drop(self) -> None:
         if self.borrowed is not None:

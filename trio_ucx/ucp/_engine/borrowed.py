@@ -10,19 +10,19 @@ from .engine import Engine
 
 
 class Borrowed:
-    """A view of memory of UCX's, read-only by default, which goes back to it by :meth:`end`.
+    """A view of UCX's memory, read-only by default, which :meth:`end` releases.
 
     The engine knows all of them, and ends them before it destroys its worker. A worker whose memory is still in use by
     then is left alone instead: better a leak than a crash.
     """
 
-    __slots__ = ("_engine", "_give_back", "_id", "_window")
+    __slots__ = ("_engine", "_id", "_release", "_window")
 
     def __init__(
-        self, engine: Engine, address: int, length: int, give_back: Callable[[], None], *, writable: bool = False
+        self, engine: Engine, address: int, length: int, release: Callable[[], None], *, writable: bool = False
     ) -> None:
         self._engine = engine
-        self._give_back = give_back
+        self._release = release
         self._id = engine.next_id()
         self._window = Window(address, length, writable=writable)
         engine.children[self._id] = self.drop
@@ -37,7 +37,7 @@ class Borrowed:
         return self._id not in self._engine.children
 
     def end(self) -> None:
-        """Gives the memory back; the view can be used no more. Ended already: no effect.
+        """Releases the memory; the view can be used no more. Ended already: no effect.
 
         Raises:
             BufferError: an object made from the view (a numpy array, another memoryview) still uses the memory.
@@ -47,13 +47,13 @@ class Borrowed:
         self._window.close()
         del self._engine.children[self._id]
         if self._engine.usable:
-            self._give_back()
+            self._release()
 
     def drop(self) -> None:
         """The same where no caller could handle the error: memory that is in use stays borrowed."""
         try:
             self.end()
         except BufferError as error:
-            if self not in self._engine.overdue:
-                self._engine.overdue.append(self)
+            if self not in self._engine.unreleased:
+                self._engine.unreleased.append(self)
                 warn_resource(f"memory borrowed from UCX was dropped: {error}", self)

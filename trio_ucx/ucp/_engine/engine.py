@@ -177,12 +177,12 @@ class EventWatch(Protocol):
         """Closes the timer's descriptor."""
 
 
-class UCXMemory(Protocol):
-    """Memory of UCX's that something refers to: :class:`~.borrowed.Borrowed`."""
+class BorrowedMemory(Protocol):
+    """Memory borrowed from UCX: :class:`~.borrowed.Borrowed`."""
 
     @property
     def ended(self) -> bool:
-        """Whether it was given back."""
+        """Whether it was released."""
 
 
 class Engine:
@@ -244,8 +244,8 @@ class Engine:
         self.am_queues: dict[int, Callable[[], None]] = {}
         #: Tasks that wait for active messages, by the queue's id.
         self.am_waiters: dict[int, Waiters] = {}
-        #: Borrowed memory that is never given back, because something still refers to it.
-        self.overdue: list[UCXMemory] = []
+        #: Borrowed memory that cannot be released, because something still refers to it.
+        self.unreleased: list[BorrowedMemory] = []
         #: Tasks that wait for a piece of any stream.
         self.stream_watchers = Waiters()
         #: Others to be told of an internal error; called with the exception for waiting tasks.

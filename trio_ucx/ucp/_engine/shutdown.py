@@ -58,7 +58,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         handle: UCX's, which the engine has forgotten.
         stuck: what is still under way, in words.
     """
-    if engine.unanswered or not all(borrowed.ended for borrowed in engine.overdue):
+    if engine.unanswered or not all(borrowed.ended for borrowed in engine.unreleased):
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
     elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
