@@ -166,11 +166,16 @@ async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, cer
     """As health checks do. Nobody else is affected."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"
     async with listening(worker, ssl_context=certificates.server) as listener:
+
+        def clients() -> int:
+            return listener.statistics().handshaking + listener.statistics().refused
+
         for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):  # the latter ends by RST
             for length in (0, 1, 5, 9):
+                before = clients()
                 with socket.create_connection(listener.address) as client:
                     client.sendall(hello[:length])
-                    await until(lambda: listener.statistics().handshaking)
+                    await until(lambda before=before: clients() > before)
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await until(lambda: listener.statistics().refused == 8)
         await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
@@ -308,18 +313,21 @@ async def expect_all_refused(
         proxy.change = lambda number: changes[number % len(changes)]
         opened: list[tuple[str, int]] = []
 
-        async def attempts() -> None:
-            while len(proxy.recorded) < len(changes):  # an attempt may time out before it reaches the proxy
+        limiter = trio.CapacityLimiter(32)
+
+        async def attempt() -> None:
+            async with limiter:
                 try:
                     connection = await trio_ucx.connect(proxy.address, worker=worker, **options).__aenter__()
                 except OSError:
-                    continue
+                    return
                 opened.append(connection.local_address)  # type: ignore[arg-type]
                 connection.abort()
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(32):
-                nursery.start_soon(attempts)
+        while len(proxy.recorded) < len(changes):  # an attempt may time out before it reaches the proxy
+            async with trio.open_nursery() as nursery:
+                for _ in range(len(changes) - len(proxy.recorded)):
+                    nursery.start_soon(attempt)
         assert not opened, f"{len(opened)} connections although something was changed"
     await expect_nothing_left(worker, listener)
 

@@ -21,7 +21,7 @@ import trio_ucx
 from trio_ucx import _native, ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _opening
-from trio_ucx.ucp._engine import engine as _engine
+from trio_ucx.ucp._engine.operations import under_way
 
 #: Of which each character has two bytes.
 NAME = "\N{GREEK SMALL LETTER OMEGA}" * 15
@@ -292,10 +292,10 @@ async def test_operations_that_did_not_end_in_a_message() -> None:
             nursery.start_soon(worker.tag_receive, bytearray(5), 99)
             await trio.testing.wait_all_tasks_blocked(0.01)
             [operation] = engine.in_flight.values()
-            text = _engine.under_way([operation] * 7)
+            text = under_way([operation] * 7)
             assert text.startswith("; under way: receiving a message: ") and text.endswith("; and 3 more")
             nursery.cancel_scope.cancel()
-    assert _engine.under_way([]) == ""
+    assert under_way([]) == ""
 
 
 # ---- keepalive ----
