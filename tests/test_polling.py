@@ -92,19 +92,23 @@ async def test_spin_is_the_bound(transports: str) -> None:
 
 @pytest.mark.parametrize("who", ["the task itself", "another task"])
 async def test_a_long_poll_delays_no_deadline(transports: str, who: str) -> None:
-    async with ucp.open_worker(config={"TLS": transports}, spin=1) as worker, open_pair(worker) as (_, server):
-        begin = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            if who == "another task":
-                nursery.start_soon(server.receive)
-                await trio.sleep(0.05)
-                nursery.cancel_scope.cancel()
-            else:
-                with trio.move_on_after(0.05):
-                    await server.receive()
-        assert trio.current_time() - begin < 0.5
-        assert worker.statistics().polls == 1
-        assert worker.statistics().poll_seconds > 0.03, "it polled until then"
+    """A poll of up to a second ends at the deadline. (A delay of the machine may end it before: then once more.)"""
+    for _ in range(20):
+        async with ucp.open_worker(config={"TLS": transports}, spin=1) as worker, open_pair(worker) as (_, server):
+            begin = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                if who == "another task":
+                    nursery.start_soon(server.receive)
+                    await trio.sleep(0.05)
+                    nursery.cancel_scope.cancel()
+                else:
+                    with trio.move_on_after(0.05):
+                        await server.receive()
+            assert trio.current_time() - begin < 0.5
+            assert worker.statistics().polls == 1
+            if worker.statistics().poll_seconds > 0.03:
+                return
+    pytest.fail("no poll went on until the deadline")
 
 
 async def test_polling_in_vain_ends(transports: str) -> None:
