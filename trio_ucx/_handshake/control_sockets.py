@@ -18,6 +18,7 @@ from .._wire import ProtocolError
 from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles
+from ..ucp._util import ignoring_late_run
 from .control_stream import TLS
 from .exchange import Event, Exchange
 
@@ -193,8 +194,6 @@ class ControlSockets:
             control.close()
         epoll, self._epoll = self._epoll, None
         if epoll is not None:
-            try:
+            with ignoring_late_run():
                 trio.lowlevel.notify_closing(epoll.fileno())
-            except RuntimeError:
-                pass  # the run is over
             epoll.close()

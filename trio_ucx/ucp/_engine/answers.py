@@ -18,10 +18,10 @@ from .engine import Engine
 
 def send_answers(engine: Engine, timeout: float) -> Iterator[None]:
     """Progresses until there are none, yielding in between; after ``timeout`` the worker must not be destroyed."""
+    if not engine.context.lent_memory and not engine.has_atomics_endpoints:
+        return
     start = time.monotonic()
-    while (engine.context.lent_memory or engine.has_atomics_endpoints) and engine.progress_and_deliver(
-        arm=True
-    ) != lib.TU_ARMED:
+    while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
         if time.monotonic() > start + timeout:
             engine.unanswered = True
             warn_resource(

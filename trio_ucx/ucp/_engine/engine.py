@@ -13,7 +13,7 @@ at once calls :meth:`Engine.progress`, because posting to an armed worker can le
 be progressed and armed again before all tasks sleep. Waiting tasks poll before they park (``polling.py``). The module
 ``arming.py`` decides what progresses the worker next.
 
-*Who owns memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
+*Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag
 receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
