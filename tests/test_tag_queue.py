@@ -186,6 +186,46 @@ def test_failed_transfer() -> None:
         value(other)
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_failed_transfer_and_another_in_the_buffer_of_the_first_receive(arrived: bool) -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    (first, first_buffer), (second, second_buffer) = into(queue, 3), into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    first.cancel()  # so the first message is for the second receive, and the second message is on its way there
+    if arrived:
+        mover.finish(1)
+    mover.finish(0, OSError("lost"))
+    with pytest.raises(OSError, match="lost"):
+        value(second)
+    assert is_free(first_buffer) and is_free(second_buffer) == arrived
+    if not arrived:
+        mover.finish(0)
+    assert value(wait(queue, Want.BYTES)) == b"\2\2\2"
+    assert is_free(second_buffer) and queue.idle and not mover.detached_receives
+
+
+def test_held_message_is_dropped_and_another_is_in_the_buffer_of_the_first_receive() -> None:
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 3) for _ in range(2)]
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    queue.messages[0].state = State.HELD  # as if there had been no memory for its transfer
+    message, receive = mover.moving.pop(0)
+    queue._part(message)
+    queue.drop_held(OSError("lost"))
+    queue.fail_unserved(EOFError())
+    (first, first_buffer), (second, second_buffer) = receives
+    assert first.outcome is None and not is_free(second_buffer)
+    with pytest.raises(EOFError):
+        value(second)
+    mover.finish()
+    assert value(first) == 3 and first_buffer == b"\2\2\2"
+    assert is_free(first_buffer) and is_free(second_buffer) and not mover.detached_receives
+
+
 def test_the_end_serves_what_is_there() -> None:
     mover = Mover()
     queue = TagQueue(1, mover)

@@ -364,8 +364,7 @@ class TagQueue:
             if receive is None or detached:  # it was for the first receive
                 receive = self.receives[0] if self.receives and self.receives[0].want is not Want.LENGTH else None
             if receive is not None:
-                self._remove(receive)
-                receive.fail(error)
+                self.give_up(receive, error)
             self.mover.consumed(message)
         else:
             message.state = State.READY
@@ -559,12 +558,13 @@ class TagQueue:
             if receive.want is not Want.LENGTH:
                 served -= 1
             if served < 0 or (receive.want is Want.LENGTH and served <= 0):
-                self._remove(receive)
-                receive.fail(error)
+                self.give_up(receive, error)
         return len(self.receives) < before
 
     def give_up(self, receive: Receive, error: Exception, *, closing: bool = False) -> None:
-        """Ends a receive whatever its state; a transfer keeps its buffer until UCX lets go of it.
+        """Ends a receive whatever its state, even if a message that is not for it is on its way to its buffer.
+
+        A transfer keeps the buffer until UCX lets go of it.
 
         Args:
             closing: no receive will come for a message in its buffer.

@@ -1,6 +1,7 @@
 """Random bytes, and a corpus of those that reached new code, through each target of ``fuzz_targets.py``.
 
-``python tools/fuzz.py`` looks for more, guided by coverage.
+``python tools/fuzz.py`` looks for more, guided by coverage. ``corpus/TARGET.found`` has the inputs by which it found a
+fault, since mended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ CORPUS = Path(__file__).parent / "corpus"
 def test_corpus(name: str) -> None:
     inputs = (CORPUS / name).read_text().split()
     assert inputs
+    found = CORPUS / f"{name}.found"
+    if found.exists():
+        inputs += found.read_text().split()
     for line in inputs:
         TARGETS[name](bytes.fromhex(line))
 
