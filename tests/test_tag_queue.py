@@ -213,7 +213,7 @@ def test_held_message_is_dropped_and_another_is_in_the_buffer_of_the_first_recei
     queue.arrived(1, 3, whole=False)
     queue.arrived(2, 3, whole=False)
     queue.messages[0].state = State.HELD  # as if there had been no memory for its transfer
-    message, receive = mover.moving.pop(0)
+    message, _ = mover.moving.pop(0)
     queue._part(message)
     queue.drop_held(OSError("lost"))
     queue.fail_unserved(EOFError())
