@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import ssl
@@ -84,6 +85,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+#: Under which checker tools/sanitize.sh runs the tests.
+SANITIZED = os.environ.get("TRIO_UCX_SANITIZED")
+
 _closed: list[ucp.WorkerStatistics] = []
 _finish_close = _lifetime._finish_close
 
@@ -103,7 +107,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     assert_no_live_handles()
     for statistics in _closed:
-        assert statistics.missed_events == 0, "an event was missed"
+        if SANITIZED != "valgrind":  # which is so slow that what the safety net finds has often arrived just then
+            assert statistics.missed_events == 0, "an event was missed"
         if request.node.get_closest_marker("cut_off") is None:
             assert statistics.operations_in_flight == 0, "operations were in flight when the worker was closed"
 

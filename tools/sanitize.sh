@@ -53,8 +53,12 @@ thread)
     LD_PRELOAD=$(libraries tsan) python -m pytest -n 0 --timeout 1200 "$@"
     ;;
 valgrind)
-    [ $# -gt 0 ] || set -- tests/test_native.py tests/test_no_memory.py tests/test_messages.py tests/test_credit.py
-    valgrind --quiet --error-exitcode=99 --suppressions="$suppressions/valgrind.txt" \
-        python -m pytest -n 0 --timeout 3600 "$@"
+    [ $# -gt 0 ] || set -- tests/test_native_out_of_memory.py tests/test_messages.py tests/test_active_messages.py \
+        tests/test_remote_memory.py tests/test_atomics.py tests/test_chains.py tests/test_ucp_streams.py
+    status=0
+    valgrind --quiet --xml=yes --xml-file="$work/%p.xml" --track-origins=yes --error-limit=no \
+        python -m pytest -n 0 --timeout 3600 "$@" || status=$?
+    python tools/valgrind_reports.py "$work"/*.xml || status=$?
+    exit "$status"
     ;;
 esac
