@@ -48,7 +48,7 @@ address)
     LD_PRELOAD=$(libraries asan ubsan) python -m pytest -n 0 --timeout 1200 "$@"
     ;;
 thread)
-    export TSAN_OPTIONS=suppressions=$suppressions/thread.txt:halt_on_error=1:report_signal_unsafe=0
+    export TSAN_OPTIONS=suppressions=$suppressions/thread.txt:halt_on_error=1:report_signal_unsafe=0:die_after_fork=0
     [ $# -gt 0 ] || set -- tests/test_threads.py tests/test_forks.py tests/test_ucx_log.py tests/test_serving.py
     # Without random addresses: its shadow memory has a fixed place.
     setarch -R env LD_PRELOAD="$(libraries tsan)" python -m pytest -n 0 --timeout 1200 "$@"
