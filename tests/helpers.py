@@ -5,7 +5,7 @@ Beside it:
 * ``timing.py``: assertions about time, which allow for a busy machine by what they measure.
 * ``peers.py``: the roles of other processes; see ``open_peer``. ``attacked_server.py``: a server under attack.
 * ``programs.py``: the examples and the command line, run as programs. ``c_programs.py``: programs in C.
-* ``networks.py``: network namespaces, and processes in them.
+* ``networks.py``: network namespaces, and processes in them; ``faults/network_program.py``: one that has much traffic.
 * ``remote.py``: remote memory, atomics and request chains.
 * ``samples.py``: worker addresses of many releases. ``foreign_arrays.py``: arrays that describe themselves by DLPack.
 * ``shared_queue.py``: a writer that dies in UCX's shared-memory queue. ``simulation.py``: a simulated UCX.
@@ -115,18 +115,24 @@ class Peer:
 
 @asynccontextmanager
 async def open_peer(
-    role: str, *args: Any, transports: str | None = None, under: Sequence[str] = (), **environment: str
+    role: str,
+    *args: Any,
+    transports: str | None = None,
+    under: Sequence[str] = (),
+    program: Path = HERE / "peers.py",
+    **environment: str,
 ) -> AsyncIterator[Peer]:
     """Starts ``role`` of ``tests/peers.py``. Ends it with the block, by force if need be; its exit status must be 0.
 
     Args:
         under: a prefix of the command line, such as ``ip netns exec name``.
+        program: another program with roles.
     """
     env = {**os.environ, **environment}
     if transports is not None:
         env["UCX_TLS"] = transports
     process = await trio.lowlevel.open_process(
-        [*under, sys.executable, "-W", "error", "-X", "faulthandler", str(HERE / "peers.py"), role, json.dumps(args)],
+        [*under, sys.executable, "-W", "error", "-X", "faulthandler", str(program), role, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=env,

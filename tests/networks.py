@@ -54,13 +54,16 @@ class Host:
     def ip(self, *command: str) -> str:
         return run("ip", "-n", self.name, *command)
 
+    def run(self, *command: str) -> str:
+        return run(*self.under, *command)
+
     def down(self, device: str) -> None:
         self.ip("link", "set", device, "down")
 
     def forward(self, on: bool) -> None:
         """Whether it forwards packets; otherwise it drops those that are not for itself, and says nothing."""
         for file in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
-            run(*self.under, "sh", "-c", f"echo {int(on)} > /proc/sys/net/{file}")
+            self.run("sh", "-c", f"echo {int(on)} > /proc/sys/net/{file}")
 
 
 class Network:

@@ -190,7 +190,7 @@ CASES: list[tuple[str, int, int]] = [
 
 
 def in_time(interval: int) -> float:
-    return 2 * interval + 3
+    return max(2 * interval, interval + 3) + 3
 
 
 @pytest.fixture

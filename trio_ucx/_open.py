@@ -189,8 +189,9 @@ def connect(
             devices for the messages; its option NET_DEVICES restricts them.
         shared_memory: ``"auto"`` uses it if both sides can; True insists on it, False excludes it.
         keepalive_interval: seconds of silence after which the kernel asks whether the peer's host is still there. A
-            host that vanished is noticed after about twice as long, rounded up to whole seconds; a process that is
-            stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is noticed at once.)
+            host that vanished is noticed after about twice as long, rounded up to whole seconds, and after 4 seconds at
+            least; a process that is stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is
+            noticed at once.)
         authkey: a secret that both sides must have: each proves to the other that it knows it.
         ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
             sends them as they are.

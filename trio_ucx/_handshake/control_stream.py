@@ -18,6 +18,9 @@ Address = tuple[str, int] | None
 
 #: Seconds to wait until the control socket takes the reason why there will be no connection.
 REFUSAL_TIMEOUT = 1.0
+#: Unanswered probes after which the peer's host has vanished: where the interval has the seconds for so many, and at
+#: least. Of one or two packets each may be lost on a network that works.
+PROBES, LEAST_PROBES = 10, 3
 _CHUNK = 65536
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
@@ -185,7 +188,7 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
 
     The kernel probes an idle connection after ``interval`` seconds. It ends the connection when the peer's kernel has
     not answered a probe, or acknowledged data, for twice as long. The peer's kernel answers also while its process is
-    stopped or busy.
+    stopped or busy. At least three probes are sent: a network that loses some packets is no reason to give up.
 
     Args:
         interval: seconds, rounded to whole ones, at least 1; 0, or 30,000 and more, switches keepalive off.
@@ -193,11 +196,13 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
     if control.family not in (socket.AF_INET, socket.AF_INET6) or not 0 < interval < 30_000:
         return
     idle = max(1, round(interval))
+    between = max(1, idle // PROBES)
+    silence = max(2 * interval, idle + LEAST_PROBES * between)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle // 4))
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2 * max(1.0, interval) * 1000))
+    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between)
+    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)  # not asked while there is TCP_USER_TIMEOUT
+    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:

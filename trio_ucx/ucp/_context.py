@@ -372,11 +372,11 @@ def open_context(
             whose machine or network went away. (When a peer's process ends, that is noticed at once.)
             0 or ``math.inf`` is never, None leaves UCX its own choice, 20 seconds or what the environment says.
 
-            Over TCP the kernels ask and answer, so a peer that is stopped or busy is not lost. A peer that leaves three
-            checks (at least one second apart) unanswered is lost, so an idle connection breaks after about four times
-            the interval. A connection on which something sent has not been acknowledged breaks only when the kernel
-            gives up, after a quarter of an hour; the option TCP_USER_TIMEOUT of UCX 1.22 limits that, but also cuts off
-            a peer that does not read for so long. (Before UCX 1.17 TCP takes such options from the environment only.)
+            Over TCP that is no bound yet: UCX's checks are bytes on the connection, and while bytes are not
+            acknowledged the kernel sends no probes, and gives up after a quarter of an hour only. The option
+            TCP_USER_TIMEOUT of UCX 1.22 limits that, on both sides, for idle and busy connections alike; but it also
+            cuts off a peer that does not read for so long, as one that is stopped while much is sent to it. (Before
+            UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
         ValueError: an option that UCX does not know, or a value it cannot take; the message names it.

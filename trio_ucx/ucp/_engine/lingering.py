@@ -18,6 +18,9 @@ AFTER_PEER, AFTER_PEER_WITH_MUCH = 1.0, 5.0
 #: Seconds in which an operation has to end of an endpoint that is closed here first; and how long it lingers at most.
 #: Shorter, so that the two sides do not close at once.
 BEFORE_PEER, MOST_BEFORE_PEER = 0.5, 3.0
+#: Seconds for which an endpoint lingers whose peer has gone, and whose sockets do not take what UCX has to write: the
+#: network is down. The kernel gives up before (``tcp_retries2``), and UCX then says that the endpoint has failed.
+MOST_UNSENT = 1200.0
 #: So many bytes, or fewer, find room in the sockets' buffers.
 MUCH = 2**21
 #: When one more lingers, the oldest is closed at once.
@@ -30,6 +33,9 @@ class ClosedEndpoint(Protocol):
     @property
     def pending(self) -> Collection[object]:
         """Its operations that have not ended."""
+
+    def has_unsent(self, handle: Any) -> bool:
+        """Whether UCX has something to write that the sockets have not taken yet."""
 
     def close_native(self, handle: Any) -> None:
         """Closes UCX's endpoint by force."""
@@ -44,7 +50,8 @@ class Lingering:
     UCX 1.22 sometimes frees a TCP endpoint while it handles an event of it, and the process crashes: when both sides
     close by force at the same moment, or one does with more to write than the sockets hold. So the side that closes
     first goes on until all its operations have ended, or none has ended for BEFORE_PEER, and the side that learns of
-    that waits for longer.
+    that waits for longer. While the network is down nothing can be written, and when it is back, both sides would learn
+    of it in the same moment: so that side also waits until everything is written.
     """
 
     def __init__(self, progress: Callable[[], None]) -> None:
@@ -55,11 +62,11 @@ class Lingering:
         self._ended: list[Signal] = []
 
     async def wait_ended(self) -> None:
-        """Waits until none lingers."""
-        while self._endpoints:
+        """Waits until none lingers, except for those that only wait for the network."""
+        while due := [closes for _, closes, _ in self._endpoints.values() if closes > time.monotonic()]:
             ended = Signal()
             self._ended.append(ended)
-            with trio.move_on_after(min(closes for _, closes, _ in self._endpoints.values()) - time.monotonic()):
+            with trio.move_on_after(min(due) - time.monotonic()):
                 await ended.wait()
             self.close_due()
 
@@ -98,7 +105,9 @@ class Lingering:
         """Closes those whose time is over."""
         now = time.monotonic()
         for core in [core for core, (_, closes, _) in self._endpoints.items() if closes <= now]:
-            self.close_one(core)
+            handle, closes, latest = self._endpoints.get(core, (None, now, None))  # closing one may end another
+            if handle is None or latest is not None or now > closes + MOST_UNSENT or not core.has_unsent(handle):
+                self.close_one(core)
 
     def close_all(self) -> None:
         for core in list(self._endpoints):

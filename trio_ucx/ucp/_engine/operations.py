@@ -195,6 +195,7 @@ class EndpointCore:
         "error",
         "exposed",
         "facade",
+        "flush",
         "forcible",
         "handle",
         "id",
@@ -257,6 +258,8 @@ class EndpointCore:
         self.unflushed = False
         #: Whether an operation of the user's has reported that it broke: then closing it need not.
         self.told = False
+        #: The latest flush that :meth:`has_unsent` has begun.
+        self.flush: Operation | None = None
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
         engine.endpoints[id] = self
@@ -474,6 +477,17 @@ class EndpointCore:
             self.engine.watch_events()
         else:
             self._force_close()
+
+    def has_unsent(self, handle: Any) -> bool:
+        """Whether UCX has something to write that the sockets have not taken yet."""
+        if self.flush is None or self.flush.outcome is not None:
+            verdict = lib.tu_endpoint_flush(handle)
+            if verdict <= 0:
+                return False
+            self.flush = Operation(self.engine, verdict, None, "flushing an endpoint")
+            self.flush.detach()
+            self.engine.progress()
+        return self.flush.outcome is None
 
     def close_native(self, handle: Any) -> None:
         verdict = lib.tu_endpoint_close(handle)
