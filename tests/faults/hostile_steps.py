@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -34,7 +34,6 @@ import trio
 sys.path.append(str(Path(__file__).parent.parent))
 
 from helpers import pattern, resident
-from injected_faults import send_to_queue
 from peers import REMOTE, ask, say
 
 import trio_ucx
@@ -48,7 +47,8 @@ from trio_ucx._handshake.handshake import ExchangeOptions, Handshake
 from trio_ucx._handshake.registry import SOFTWARE, Registry
 from trio_ucx._link import Options
 from trio_ucx.testing import internals, live_handles
-from trio_ucx.ucp._engine.operations import EndpointCore
+from trio_ucx.ucp._engine.numbering import Numbers
+from trio_ucx.ucp._tag import post_bytes_send
 
 #: Queues that the server sends back, one that it never reads, and one for memory descriptors.
 ECHOED, UNREAD, DESCRIPTORS = (0, 1, 2), 3, 4
@@ -56,6 +56,10 @@ ECHOED, UNREAD, DESCRIPTORS = (0, 1, 2), 3, 4
 AM_ID, REMOTE_ID = 1, 4095
 MEMORY = 1 << 16
 LONGEST = 4 << 20
+#: Messages of 1000 bytes for which a window of 1 MiB has room.
+WINDOWFUL = 2**20 // 1288
+#: Sessions until the hostile process takes new workers.
+GENERATION = 100
 #: What a session can fail with: it is the peer's own fault.
 EXPECTED = (
     OSError,
@@ -146,7 +150,8 @@ async def serve(log: str) -> None:
             with worker.open_active_messages(AM_ID, max_bytes=1 << 20) as queue:
                 nursery.start_soon(receive, queue)
                 [listener] = await nursery.start(serving)
-                say({"address": listener.address, "memory": [each.descriptor.hex() for each in (allocated, registered)]})
+                descriptors = [each.descriptor.hex() for each in (allocated, registered)]
+                say({"address": listener.address, "memory": descriptors})
                 while True:
                     try:
                         await ask()
@@ -409,8 +414,8 @@ class Session:
         if isinstance(event, Welcomed):
             handshake.peer_facts_arrived(event.facts)
         numbers = chance.choice(
-            [event.numbers if isinstance(event, Welcomed | Assigned | Declined) else _no_numbers()]
-            + [attrs.evolve(_no_numbers(), next=chance.choice([0, 1, 5, 64_999, 2**16 - 1]))]
+            [event.numbers if isinstance(event, Welcomed | Assigned | Declined) else Numbers(0)]
+            + [attrs.evolve(Numbers(0), next=chance.choice([0, 1, 5, 64_999, 2**16 - 1]))]
         )
         for _ in range(chance.choice([1, 1, 2, 70])):
             number = chance.choice([0, 1, chance.randrange(50), chance.randrange(2**16), 64_999])
@@ -645,7 +650,8 @@ class Session:
         chance = self.chance
         with self.attacker.worker.context.register(bytearray(1000)) as memory:
             good = bytes(memory.descriptor)
-            data = chance.choice([good, _changed(good, chance), good[: chance.randrange(len(good))], *self.attacker.memory])
+            cut = good[: chance.randrange(len(good))]
+            data = chance.choice([good, _changed(good, chance), cut, *self.attacker.memory])
             await self._send(DESCRIPTORS, data)
             await trio.sleep(chance.choice([0, 0.01]))
 
@@ -760,12 +766,6 @@ async def _no_socket() -> trio.SocketStream:
     raise AssertionError("the session opens its socket by hand")
 
 
-def _no_numbers() -> Any:
-    from trio_ucx.ucp._engine.numbering import Numbers
-
-    return Numbers(0)
-
-
 def _changed(data: bytes, chance: random.Random) -> bytes:
     copy = bytearray(data)
     for _ in range(chance.randint(1, 4)):
@@ -783,39 +783,54 @@ async def attack(
     logging.getLogger("trio_ucx").setLevel(logging.CRITICAL)
     numbers = iter(range(first, first + count))
     counts: Counter[str] = Counter()
-    #: Sessions until the process takes new workers.
-    generation = 100
-    left = count
-    while left > 0:
+    descriptors = [bytes.fromhex(each) for each in memory]
+
+    async def some(attacker: Attacker) -> None:
+        for number in itertools.islice(numbers, GENERATION // together):
+            say(number)
+            try:
+                await Session(attacker, random.Random(f"{seed} {number}")).run()
+            except* EXPECTED:
+                counts["failed"] += 1
+
+    for _ in range(0, count, GENERATION):
         async with ucp.open_worker(features=REMOTE) as worker, ucp.open_worker(features=REMOTE) as other:
-            attacker = Attacker(
-                tuple(address), [bytes.fromhex(each) for each in memory], transports == "tcp", worker, other, counts=counts
-            )
-
-            async def some() -> None:
-                for _ in range(generation // together):
-                    number = next(numbers, None)
-                    if number is None:
-                        return
-                    say(number)
-                    try:
-                        await Session(attacker, random.Random(f"{seed} {number}")).run()
-                    except* EXPECTED:
-                        counts["failed"] += 1
-                    except* Exception:
-                        counts["failed otherwise"] += 1
-                        traceback.print_exc()
-
+            attacker = Attacker(tuple(address), descriptors, transports == "tcp", worker, other, counts=counts)
             async with trio.open_nursery() as nursery:
                 for _ in range(together):
-                    nursery.start_soon(some)
-        left -= generation
+                    nursery.start_soon(some, attacker)
     say(counts)
+
+
+async def flood(address: list[Any], kind: str, count: int) -> None:
+    """Sends control frames that make the server answer, and reads nothing. Reports when it has done so."""
+    async with ucp.open_worker() as worker:
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        link = internals(connection)
+        # So that this side does not notice what it sends past its own books.
+        link.sending.credit.sent, link.sending.credit.credit = 10**9, -(10**9)
+        frame: wire.Frame = wire.GoodbyeAck()
+        if kind == "grant":
+            # The server's credit is used up, and it has more to send: it says so after each grant.
+            for messages in (WINDOWFUL, WINDOWFUL // 2):
+                for _ in range(messages):
+                    post_bytes_send(link.core, bytes(1000), link.peer_id << 32)
+                await trio.sleep(1)
+            frame = wire.Grant(1, WINDOWFUL)
+        data, tag = wire.encode_frame(frame), (link.peer_id << 32) | wire.CONTROL
+        start = time.monotonic()
+        for _ in range(count):
+            if link.core.handle is None or time.monotonic() - start > 10:
+                break
+            post_bytes_send(link.core, data, tag)
+        say("sent")
+        await ask()
+        os._exit(0)
 
 
 def main() -> None:
     role, arguments = sys.argv[1:3]
-    function = {"serve": serve, "honest": be_honest, "attack": attack}[role]
+    function = {"serve": serve, "honest": be_honest, "attack": attack, "flood": flood}[role]
     trio.run(lambda: function(*json.loads(arguments)))
 
 
