@@ -325,21 +325,24 @@ class Session:
         self.background: trio.Nursery | None = None
 
     async def run(self) -> None:
-        with trio.move_on_after(3):
-            async with trio.open_nursery() as self.background:
-                try:
-                    with trio.move_on_after(1.5):
-                        if self.chance.random() < 0.35:
-                            await self._connect()
-                        else:
-                            await self._exchange()
-                    with trio.move_on_after(1):
-                        for _ in range(self.chance.choice([0, 1, 3, 6, 12, 25])):
-                            await self._step()
-                    await self._end()
-                finally:
+        try:
+            with trio.move_on_after(3):
+                async with trio.open_nursery() as self.background:
+                    await self._take_steps()
                     self.background.cancel_scope.cancel()
-        self._forget()
+        finally:
+            self._forget()
+
+    async def _take_steps(self) -> None:
+        with trio.move_on_after(1.5):
+            if self.chance.random() < 0.35:
+                await self._connect()
+            else:
+                await self._exchange()
+        with trio.move_on_after(1):
+            for _ in range(self.chance.choice([0, 1, 3, 6, 12, 25])):
+                await self._step()
+        await self._end()
 
     # ---- beginning ----
 
