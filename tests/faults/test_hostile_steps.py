@@ -25,6 +25,9 @@ from helpers import Peer, Rounds, open_peer, resident
 PROGRAM = Path(__file__).parent / "hostile_steps.py"
 #: How a hostile process may end: at its end, by ``os._exit(9)``, or by SIGKILL.
 ENDS = (0, 9, -signal.SIGKILL)
+#: UCX also ends a process that closes an endpoint with much under way, sometimes (``docs/ucx-reports.md``): the hostile
+#: one, which does that all the time.
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 #: What may be in the server's log: a line for each peer that was refused or lost, and what UCX says about them.
 ALLOWED = re.compile(
     r"INFO turned away "
@@ -125,6 +128,7 @@ async def server_state(server: Peer) -> dict[str, Any]:
 async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
     """Runs so many sessions, in as many processes as it takes: some end themselves."""
     end = first + count
+    crashes = 0
     while first < end:
         arguments = (scene.address, scene.said["memory"], scene.transports, seed, first, end - first, 3)
         process = await trio.lowlevel.open_process(
@@ -143,9 +147,14 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()
-        assert process.returncode in ENDS, f"session {last} of seed {seed!r}: exit status {process.returncode}"
+        if process.returncode in CRASHES:
+            crashes += 1
+            print(f"session {last} of seed {seed!r}: UCX ended the hostile process, {process.returncode}")
+        else:
+            assert process.returncode in ENDS, f"session {last} of seed {seed!r}: exit status {process.returncode}"
         assert scene.server.process.poll() is None, f"the server ended in session {last} of seed {seed!r}"
         first = last + 1
+    assert crashes <= 1 + count / 100, f"seed {seed!r}: UCX ended the hostile process {crashes} times"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
