@@ -53,6 +53,7 @@ def test_very_many_empty_messages() -> None:
 
 
 def test_c_knows_the_same_numbers() -> None:
+    assert lib.TU_CONTROL_QUEUE == wire.CONTROL
     assert lib.TU_BATCH_QUEUE == wire.BATCH
     assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
     assert wire.PACKED_HEAD.size == lib.TU_GROUP_HEAD

@@ -156,6 +156,8 @@ BAD_FRAMES = {
         wire.BATCH,
         wire.PACKED_HEAD.pack(wire.CONTROL, 5, 3) + wire.encode_frame(wire.Hello(0)) * 3,
     ),
+    "second acknowledgement": (wire.CONTROL, wire.encode_frame(wire.GoodbyeAck())),
+    "batch of control frames": (wire.BATCH, wire.PACKED_HEAD.pack(wire.CONTROL, 1, 2) + b"\x02\x02"),
     "end of a reserved kind": (wire.CONTROL, b"\x06"),
     "credit for nothing": (wire.CONTROL, wire.encode_frame(wire.Grant(1, 0))),
     "credit beyond counting": (wire.CONTROL, wire.encode_frame(wire.Grant(2**64 - 1, 0))),
@@ -182,9 +184,11 @@ async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
         async def cheat() -> None:
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await send_to_queue(client, queue, data)
+                if what == "second acknowledgement":
+                    await send_to_queue(client, queue, data)
 
         nursery.start_soon(cheat)
-        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="cut off"):
+        with Stopwatch(1), trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="cut off"):
             await server.receive()
         with pytest.raises(trio.BrokenResourceError, match="cut off"):
             await server.send_all(b"x")

@@ -43,6 +43,7 @@ class Lib(Protocol):
     TU_TOKEN_SIZE: int
     TU_REMOTE_AM_ID: int
     TU_SMALL_MESSAGE: int
+    TU_CONTROL_QUEUE: int
     TU_BATCH_QUEUE: int
     TU_LONGEST_BATCH: int
     TU_GROUP_HEAD: int

@@ -37,7 +37,8 @@ static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h me
     return UCS_PTR_RAW_STATUS(answer);
 }
 
-/* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it. */
+/* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it.
+ * Control frames do not: Python looks at each, and it takes only so many records before other tasks run. */
 static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
 {
     size_t offset     = worker->arena_used;
@@ -46,14 +47,15 @@ static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count,
     memcpy(worker->arena + offset, data, count * length);
     worker->arena_used += count * length;
     if (last != NULL && last->kind == TU_RECORD_PACKED && last->tag == tag && last->length == length && last->id > 0 &&
-        last->pointer + last->id * length == offset) {
+        last->pointer + last->id * length == offset && (uint32_t)tag != TU_CONTROL_QUEUE) {
         last->id += count;
     } else {
         tu_ring_append(worker, TU_RECORD_PACKED, count, UCS_OK, length, tag, offset);
     }
 }
 
-/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count. */
+/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count.
+ * Control frames cost no credit, so a batch of them would keep Python busy for longer than a message may. */
 static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
 {
     const char *next = worker->scratch;
@@ -72,7 +74,7 @@ static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
         length = tu_le16_load(next + 4);
         count  = tu_le16_load(next + 6);
         next += TU_GROUP_HEAD;
-        if (count == 0 || (size_t)count * length > (size_t)(end - next)) {
+        if (count == 0 || (size_t)count * length > (size_t)(end - next) || queue == TU_CONTROL_QUEUE) {
             return UCS_ERR_INVALID_PARAM;
         }
         pack(worker, (tag & ~(uint64_t)UINT32_MAX) | queue, length, count, next);

@@ -1,0 +1,204 @@
+"""A hostile peer over real UCX takes random steps of ``docs/wire.md``: nobody but itself is harmed.
+
+``python tests/faults/hostile_steps.py`` has the processes. Beside the hostile peer an honest client converses with the
+same server. A peer that was let in can have UCX log a line for each of its active messages that nobody receives, and
+for each connection that it breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from helpers import Peer, Rounds, open_peer, resident
+
+PROGRAM = Path(__file__).parent / "hostile_steps.py"
+#: How a hostile process may end: at its end, by ``os._exit(9)``, or by SIGKILL.
+ENDS = (0, 9, -signal.SIGKILL)
+#: UCX also ends a process that closes an endpoint with much under way, sometimes (``docs/ucx-reports.md``): the hostile
+#: one, which does that all the time.
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
+#: What may be in the server's log: a line for each peer that was refused or lost, and what UCX says about them.
+ALLOWED = re.compile(
+    r"INFO turned away "
+    r"|INFO <trio_ucx\.Connection to 127\.0\.0\.1:\d+, (broken|open)>: "
+    r"|WARNING ucp_am\.c:\d+ UCP Active Message was received with id : \d+, but there is no registered callback"
+    r"|ERROR tcp_ep\.c:\d+ tcp_ep \S+ \(state=\w+\): (recv|send)\(-?\d+\) failed: "
+    r"|ERROR tcp_cm\.c:\d+ tcp_ep \S+ connection establishment for socket fd \d+ was unsuccessful"
+)
+
+
+def role(name: str, *arguments: Any) -> list[str]:
+    """The command line of a process, as a prefix of the one that ``open_peer`` runs."""
+    return [sys.executable, "-W", "error", "-X", "faulthandler", str(PROGRAM), name, json.dumps(arguments)]
+
+
+@attrs.define(eq=False)
+class Scene:
+    """A server, its honest client, and the server's log."""
+
+    server: Peer
+    honest: Peer
+    said: dict[str, Any]
+    log: Path
+    transports: str
+
+    @property
+    def address(self) -> list[Any]:
+        address: list[Any] = self.said["address"]
+        return address
+
+    async def state(self) -> dict[str, Any]:
+        assert self.server.process.poll() is None, "the server ended"
+        await self.server.tell()
+        found: dict[str, Any] = await self.server.hear(30)
+        return found
+
+    async def settled(self) -> dict[str, Any]:
+        """The server's state when nothing is left but the honest client and, for some seconds, endpoints."""
+        with trio.move_on_after(25):
+            while True:
+                state = await self.state()
+                handles = state["handles"]
+                if handles["connection"] == state["sinks"] == 3 and handles["endpoint"] == 3:
+                    break
+                await trio.sleep(0.2)
+        return state
+
+    def check_log(self) -> None:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        unexpected = [line for line in lines if not ALLOWED.match(line)]
+        assert not unexpected, unexpected[:5]
+        kinds = [re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines if "turned away" in line]
+        assert len(kinds) == len(set(kinds)) or len(kinds) < 20, kinds
+
+    async def part(self, *, all_prompt: bool = True) -> None:
+        """Ends the honest client, which has checked its messages, and asserts how long its round trips took.
+
+        Args:
+            all_prompt: one in a hundred may take longer than 0.1 seconds and the noise; otherwise any may, but none a
+                second.
+        """
+        await self.honest.tell()
+        told = await self.honest.hear(30)
+        trips, noise = sorted(told["trips"]), sorted(told["noise"])
+        limit = 0.1 + 3 * noise[len(noise) * 99 // 100]
+        late = [each for each in trips if each > limit]
+        summary = (
+            f"{told['messages']} messages; {len(trips)} round trips, median {trips[len(trips) // 2] * 1e3:.1f} ms, "
+            f"p99 {trips[len(trips) * 99 // 100] * 1e3:.1f} ms, longest {trips[-1] * 1e3:.0f} ms, {len(late)} longer "
+            f"than {limit:.3f} s; a sleep was late by {noise[-1] * 1e3:.0f} ms"
+        )
+        print(summary)
+        assert told["messages"] > 0
+        assert not all_prompt or len(late) <= len(trips) / 100 + 1, summary
+        assert trips[-1] < 1 + 3 * noise[-1], summary
+
+
+@asynccontextmanager
+async def open_scene(tmp_path: Path, transports: str, seed: str) -> AsyncIterator[Scene]:
+    log = tmp_path / "log"
+    async with open_peer("serve", transports=transports, under=role("serve", str(log))) as server:
+        said = await server.hear()
+        client = role("honest", said["address"], seed)
+        async with open_peer("honest", transports=transports, under=client) as honest:
+            assert await honest.hear() == "ready"
+            yield Scene(server, honest, said, log, transports)
+        final = await server_state(server)
+        assert final["connections"] == final["sinks"] == final["in flight"] == final["missed"] == 0, final
+
+
+async def server_state(server: Peer) -> dict[str, Any]:
+    await trio.sleep(0.2)
+    await server.tell()
+    found: dict[str, Any] = await server.hear(30)
+    return found
+
+
+async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
+    """Runs so many sessions, in as many processes as it takes: some end themselves."""
+    end = first + count
+    crashes = 0
+    while first < end:
+        arguments = (scene.address, scene.said["memory"], scene.transports, seed, first, end - first, 3)
+        process = await trio.lowlevel.open_process(
+            role("attack", *arguments), stdout=-1, env={**os.environ, "UCX_TLS": scene.transports}
+        )
+        try:
+            last = first
+            assert process.stdout is not None
+            with trio.fail_after(60 + count):
+                buffer = b""
+                async for chunk in process.stdout:
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    last = max([last, *(number for line in lines if isinstance(number := json.loads(line), int))])
+                await process.wait()
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+        if process.returncode in CRASHES:
+            crashes += 1
+            print(f"session {last} of seed {seed!r}: UCX ended the hostile process, {process.returncode}")
+        else:
+            assert process.returncode in ENDS, f"session {last} of seed {seed!r}: exit status {process.returncode}"
+        assert scene.server.process.poll() is None, f"the server ended in session {last} of seed {seed!r}"
+        first = last + 1
+    assert crashes <= 1 + count / 100, f"seed {seed!r}: UCX ended the hostile process {crashes} times"
+
+
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+async def test_hostile_sessions(
+    transports: str, tmp_path: Path, rounds: Rounds, request: pytest.FixtureRequest
+) -> None:
+    """The memory and descriptors of the server are the same after the second half of the sessions as after the first.
+
+    A process that ends itself over shared memory does so in Python, outside of UCX: ``test_shared_memory.py`` shows
+    what becomes of a queue whose writer is killed.
+    """
+    seed = f"{request.config.option.seed}"
+    count = rounds(60, 2000)
+    print(f"--seed {seed}")
+    async with open_scene(tmp_path, transports, seed) as scene:
+        await attack(scene, seed, 0, count)
+        middle = await scene.settled()
+        await attack(scene, seed, count, count)
+        end = await scene.settled()
+        grown = end["resident"] - middle["resident"]
+        print(f"{transports}: {count} sessions; {grown / count:.0f} bytes each; {middle}; {end}")
+        await scene.part()
+    scene.check_log()
+    assert end["handles"] == middle["handles"], (seed, middle, end)
+    assert end["descriptors"] <= middle["descriptors"] + 5, (seed, middle, end)
+    assert end["threads"] == middle["threads"] and end["tasks"] == middle["tasks"], (seed, middle, end)
+    assert end["segments"] <= middle["segments"] + 2, (seed, middle, end)
+    assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {count} sessions"
+
+
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+@pytest.mark.parametrize("kind", ["acknowledgement", "grant"])
+async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: Path, rounds: Rounds) -> None:
+    """A peer cannot fill the server with answers to its control frames. It can keep it busy as long as these are legal:
+    the server looks at each.
+    """
+    async with open_scene(tmp_path, transports, "0") as scene:
+        before = resident(scene.server.process.pid)
+        flooding = role("flood", scene.address, kind, rounds(100_000, 500_000))
+        async with open_peer("flood", transports=transports, under=flooding) as hostile:
+            assert await hostile.hear(40) == "sent"
+            await scene.state()
+            grown = resident(scene.server.process.pid) - before
+            await hostile.tell()
+        print(f"{kind}: {grown >> 20} MiB")
+        await scene.part(all_prompt=kind != "grant")
+        assert grown < 24 * 2**20, f"{grown >> 20} MiB"
