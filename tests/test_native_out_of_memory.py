@@ -268,6 +268,35 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     lib.tu_memory_unmap(owner.context, memory[0])
 
 
+@pytest.mark.parametrize("put", [False, True])
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_owner_without_memory_says_so(sides: tuple[Side, Side], put: bool, allowed: int) -> None:
+    """Otherwise the request would wait for its answer for ever."""
+    sender, owner = sides
+    memory, base, size = ffi.new("ucp_mem_h *"), ffi.new("uint64_t *"), ffi.new("size_t *")
+    assert lib.tu_memory_map(owner.context, ffi.NULL, 4096, -1, 0b1111, memory) == Status.OK
+    assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
+    token = bytes(range(16))
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, True, True)
+    way = ffi.new("tu_way_t *", {"messages": True, "length": 4096})
+    ffi.memmove(way.token, token, 16)
+    word = buffers(bytearray(8))
+
+    def statuses() -> list[int]:
+        """Of a transfer, or of the flush that a put is told by."""
+        operation = lib.tu_transfer(sender.endpoint, way, put, word.native, 0)
+        if put:
+            operation = lib.tu_endpoint_flush(sender.endpoint)
+        records = until(lambda: [each for each in sender.progress() if each[1] == operation], owner)
+        return [ctypes.c_int32(record[2]).value for record in records] + [lib.tu_transfers_status(sender.endpoint)]
+
+    assert statuses() == [Status.OK, Status.OK]
+    with no_memory(allowed + 4):
+        pass
+    assert lib.tu_memory_withdraw(served) == 0
+    lib.tu_memory_unmap(owner.context, memory[0])
+
+
 # ---- chains ----
 
 

@@ -635,7 +635,7 @@ async def raw_send(transports: str, spin: float | None, case: tuple[str, int]) -
 async def raw_receive(transports: str, spin: float | None, case: tuple[str, int]) -> AsyncIterator[Begin]:
     """Only a receive that has matched loses its message."""
     name, size = case
-    async with open_endpoints(transports, spin) as (one, other, client, _):
+    async with open_endpoints(transports, spin) as (_, other, client, _):
 
         def begin(number: int) -> Attempt:
             data, got, buffer = pattern(size, number), list[bytes](), bytearray(size)
