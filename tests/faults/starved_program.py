@@ -471,7 +471,8 @@ async def raw_connection(stack: AsyncExitStack, common: Common) -> Act:
                     try:
                         accepted.append(await request.accept())
                     except OSError:
-                        request.reject()
+                        with contextlib.suppress(trio.ClosedResourceError):  # UCX has answered it
+                            request.reject()
                         raise
 
                 nursery.start_soon(accept)
