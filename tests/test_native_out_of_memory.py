@@ -268,6 +268,33 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     lib.tu_memory_unmap(owner.context, memory[0])
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_owner_without_memory_says_so(sides: tuple[Side, Side], allowed: int) -> None:
+    """Otherwise the request would wait for its answer for ever."""
+    sender, owner = sides
+    memory, base, size = ffi.new("ucp_mem_h *"), ffi.new("uint64_t *"), ffi.new("size_t *")
+    assert lib.tu_memory_map(owner.context, ffi.NULL, 4096, -1, 0b1111, memory) == Status.OK
+    assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
+    token = bytes(range(16))
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, True, True)
+    way = ffi.new("tu_way_t *", {"messages": True, "length": 4096})
+    ffi.memmove(way.token, token, 16)
+    target = buffers(bytearray(8))
+
+    def get(without: bool) -> int:
+        operation = lib.tu_transfer(sender.endpoint, way, False, target.native, 0)
+        assert operation > 0
+        with no_memory(allowed if without else -1):
+            [record] = until(lambda: [each for each in sender.progress() if each[1] == operation], owner)
+        return -record[2]  # records have it without its sign
+
+    assert get(without=False) == Status.OK
+    assert get(without=True) == Status.NO_MEMORY
+    assert get(without=False) == Status.OK
+    assert lib.tu_memory_withdraw(served) == 0
+    lib.tu_memory_unmap(owner.context, memory[0])
+
+
 # ---- chains ----
 
 

@@ -116,20 +116,28 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
 }
 
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
- * tu_endpoint_free when the closing operation is over. */
+ * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
+ * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 {
-    ucp_ep_h ep = endpoint->ep;
+    unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
+    ucp_ep_h ep               = endpoint->ep;
+    ucs_status_ptr_t closing;
     tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
-    if (verdict != 0) {
-        return verdict;
+    if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
+        post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+        post.param.flags         = flags;
+        unlink_endpoint(endpoint);
+        return tu_post_end(&post, ucp_ep_close_nbx(ep, &post.param));
     }
-    post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-    post.param.flags         = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     unlink_endpoint(endpoint);
-    return tu_post_end(&post, ucp_ep_close_nbx(ep, &post.param));
+    closing = ucp_ep_close_nbx(ep, &param);
+    if (UCS_PTR_IS_PTR(closing)) {
+        ucp_request_free(closing);
+    }
+    return UCS_PTR_IS_ERR(closing) ? UCS_PTR_STATUS(closing) : 0;
 }
 
 void tu_endpoint_free(tu_endpoint_t *endpoint)

@@ -17,8 +17,10 @@
 
 /* Bytes of lines that are kept at most; later lines are lost, and counted. */
 #define LOG_BYTES (16 * 1024 * 1024)
-/* Nanoseconds that UCX waits for an error to be logged, as it may be about to end the process. */
+/* Nanoseconds that UCX waits for errors to be logged, as it may be about to end the process: at most so many in each
+ * second, because UCX can log the same error thousands of times within one call. */
 #define ERROR_PATIENCE 20000000
+#define SECOND 1000000000
 
 extern ucs_status_t ucs_global_opts_get_value(const char *name, char *value, size_t max);
 
@@ -40,6 +42,8 @@ static struct {
     unsigned readers;
     bool reading;              /* the reader is logging the line that it took */
     bool patient;              /* whether the reader keeps up, so that errors may wait for it */
+    uint64_t second;           /* when the present second began */
+    uint64_t waited;           /* nanoseconds that errors have waited in it */
     int trigger;               /* UCX ends the process at a line of this level */
     char files[256];           /* UCX_LOG_FILE_FILTER */
 } self = {
@@ -68,18 +72,35 @@ void tu_log_print(const tu_log_line_t *line)
             line->text);
 }
 
+static uint64_t now(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_REALTIME, &time);
+    return (uint64_t)time.tv_sec * SECOND + (uint64_t)time.tv_nsec;
+}
+
 static void wait_until_logged(void)
 {
-    struct timespec until;
+    uint64_t began = now();
     uint64_t end;
+    struct timespec until;
 
-    clock_gettime(CLOCK_REALTIME, &until);
-    end           = (uint64_t)until.tv_nsec + ERROR_PATIENCE;
-    until.tv_sec += (time_t)(end / 1000000000u);
-    until.tv_nsec = (long)(end % 1000000000u);
+    if (began - self.second >= SECOND) {
+        self.second = began;
+        self.waited = 0;
+    }
+    if (self.waited >= ERROR_PATIENCE) {
+        return;
+    }
+    end           = began + ERROR_PATIENCE - self.waited;
+    until.tv_sec  = (time_t)(end / SECOND);
+    until.tv_nsec = (long)(end % SECOND);
     while (self.reader != 0 && self.patient && (self.first != NULL || self.reading)) {
         self.patient = pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0;
     }
+    end           = now();
+    self.waited  += end > began ? end - began : 0;
 }
 
 /* Returns whether the line was kept. */

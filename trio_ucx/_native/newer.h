@@ -18,6 +18,12 @@
 #define TU_OLDEST_MAJOR 1
 #define TU_OLDEST_MINOR 13
 
+/* For ucp_am_send_nbx: UCX copies the header. Known to be in 1.17. */
+#define TU_AM_SEND_COPY_HEADER (1u << 3) /* UCP_AM_SEND_FLAG_COPY_HEADER */
+#if UCP_API_VERSION >= UCP_VERSION(1, 17)
+_Static_assert(TU_AM_SEND_COPY_HEADER == UCP_AM_SEND_FLAG_COPY_HEADER, "UCX's number");
+#endif
+
 /* ucp_ep_attr_t as of UCX 1.18. */
 #define TU_EP_ATTR_TRANSPORTS (1u << 3) /* UCP_EP_ATTR_FIELD_TRANSPORTS, since 1.14 */
 #define TU_EP_ATTR_USER_DATA (1u << 4)  /* UCP_EP_ATTR_FIELD_USER_DATA, since 1.18 */

@@ -63,14 +63,11 @@ static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
     return NULL;
 }
 
-static tu_kept_t take_kept(tu_worker_t *worker, tu_kept_t *kept)
+static void remove_kept(tu_worker_t *worker, tu_kept_t *kept)
 {
-    tu_kept_t taken = *kept;
-
     worker->kept_count--;
-    worker->kept_bytes -= taken.length;
+    worker->kept_bytes -= kept->length;
     memmove(kept, kept + 1, (size_t)(worker->kept + worker->kept_count - kept) * sizeof(*kept));
-    return taken;
 }
 
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
@@ -86,11 +83,12 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
         return verdict;
     }
     if (kept != NULL) {
-        tu_kept_t taken = take_kept(worker, kept);
-
-        answer          = ucp_tag_msg_recv_nbx(worker->worker, post.address, post.count, taken.message, &post.param);
-        info.length     = taken.length; /* UCX 1.13 does not set it if it completes at once */
-        info.sender_tag = taken.tag;
+        answer          = ucp_tag_msg_recv_nbx(worker->worker, post.address, post.count, kept->message, &post.param);
+        info.length     = kept->length; /* UCX 1.13 does not set it if it completes at once */
+        info.sender_tag = kept->tag;
+        if (UCS_PTR_RAW_STATUS(answer) != UCS_ERR_NO_MEMORY) { /* else it had no request, and the message stays */
+            remove_kept(worker, kept);
+        }
         return end_receive(&post, answer, &info, received);
     }
     if (worker->loses_info) {
@@ -142,7 +140,11 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool rem
     if (kept != NULL) {
         received->length = kept->length;
         received->tag    = kept->tag;
-        return remove ? (uint64_t)(uintptr_t)take_kept(worker, kept).message : 1;
+        message          = remove ? kept->message : NULL;
+        if (remove) {
+            remove_kept(worker, kept);
+        }
+        return remove ? (uint64_t)(uintptr_t)message : 1;
     }
     message = ucp_tag_probe_nb(worker->worker, tag, mask, remove, &info);
 

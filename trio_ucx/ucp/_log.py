@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import threading
@@ -29,15 +30,27 @@ if os.environ.get("UCX_LOG_LEVEL") and logger.level == logging.NOTSET:
 
 
 def open() -> None:
-    """Called before a context is opened: starts the thread with the first one."""
+    """Called before a context is opened: starts the thread with the first one.
+
+    Raises:
+        OSError: EAGAIN: no thread can be started.
+    """
     global _contexts, _thread
     with _lock:
-        _contexts += 1
         if _thread is None:
-            _thread = threading.Thread(
-                target=_log_lines, args=(lib.tu_log_open(),), name="trio_ucx log of UCX", daemon=True
-            )
-            _thread.start()
+            reader = lib.tu_log_open()
+            thread = threading.Thread(target=_log_lines, args=(reader,), name="trio_ucx log of UCX", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                lib.tu_log_close()
+                raise OSError(
+                    errno.EAGAIN,
+                    "starting UCX needs a thread, and none can be started: raise the limits of memory and of threads "
+                    "(ulimit -v, RLIMIT_AS; ulimit -u, RLIMIT_NPROC; pids.max of the control group)",
+                ) from error
+            _thread = thread
+        _contexts += 1
 
 
 def close() -> None:

@@ -61,7 +61,11 @@ class Request(metaclass=OpenedNotConstructed):
     async def _wait(self) -> Any:
         if self._pending.awaited:
             raise trio.BusyResourceError("another task is waiting for this request already")
-        return await completed(self._pending, self._engine, watch=True)
+        try:
+            return await completed(self._pending, self._engine, watch=True)
+        except RequestCancelled:
+            await trio.lowlevel.checkpoint_if_cancelled()  # what cancelled it has cancelled this task, too
+            raise
 
     @enable_ki_protection
     def cancel(self) -> None:

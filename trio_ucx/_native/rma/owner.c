@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "newer.h"
 #include "rma/transfer.h"
 
 #define BUCKETS 1024           /* hash buckets of memory, by token */
@@ -175,8 +176,8 @@ static unsigned tell_unused(tu_hook_t *hook)
 
 /* ---- answers ---- */
 
-/* Counts one more answer to a peer. NULL: as many as are allowed are in flight to it, or there is no memory. */
-static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
+/* Counts one more answer to a peer. Returns UCS_ERR_EXCEEDS_LIMIT if as many as are allowed are in flight to it. */
+static ucs_status_t begin_load(tu_rma_t *rma, ucp_ep_h ep, load_t **out)
 {
     tu_list_t *bucket = &rma->loads[(uintptr_t)ep / 64 % TU_LOAD_BUCKETS];
     load_t *load;
@@ -184,20 +185,22 @@ static load_t *begin_load(tu_rma_t *rma, ucp_ep_h ep)
     TU_LIST_FOR_EACH(load, bucket, link) {
         if (load->ep == ep) {
             if (load->count >= TU_REMOTE_LIMIT) {
-                return NULL;
+                return UCS_ERR_EXCEEDS_LIMIT;
             }
             load->count++;
-            return load;
+            *out = load;
+            return UCS_OK;
         }
     }
     load = tu_calloc(1, sizeof(*load));
     if (load == NULL) {
-        return NULL;
+        return UCS_ERR_NO_MEMORY;
     }
     load->ep    = ep;
     load->count = 1;
     tu_list_append(bucket, &load->link);
-    return load;
+    *out = load;
+    return UCS_OK;
 }
 
 static void end_load(load_t *load)
@@ -208,15 +211,38 @@ static void end_load(load_t *load)
     }
 }
 
+/* Answers a request for which there is no memory. UCX copies the answer; an older one cannot, and nothing is sent. */
+static void refuse(const tu_remote_request_t *request, ucp_ep_h ep)
+{
+    tu_remote_answer_t answer = {.kind = TU_REMOTE_ANSWER, .status = (uint8_t)-UCS_ERR_NO_MEMORY};
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
+        .flags        = UCP_AM_SEND_FLAG_EAGER | TU_AM_SEND_COPY_HEADER,
+    };
+    ucs_status_ptr_t sent;
+
+    if (!tu_ucx_has(1, 17)) {
+        return;
+    }
+    answer.id    = request->id;
+    answer.nonce = request->nonce;
+    sent         = ucp_am_send_nbx(ep, TU_REMOTE_AM_ID, &answer, sizeof(answer), NULL, 0, &param);
+    if (UCS_PTR_IS_PTR(sent)) {
+        ucp_request_free(sent);
+    }
+}
+
+/* NULL: there is no memory for it, which the peer is told; or the peer has more requests in flight than it may, and one
+ * that does not keep to that is not answered. */
 static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
 {
-    service_t *service = tu_calloc(1, sizeof(*service));
+    service_t *service  = tu_calloc(1, sizeof(*service));
+    ucs_status_t status = service == NULL ? UCS_ERR_NO_MEMORY : begin_load(rma, param->reply_ep, &service->load);
 
-    if (service == NULL) {
-        return NULL;
-    }
-    service->load = begin_load(rma, param->reply_ep);
-    if (service->load == NULL) {
+    if (status != UCS_OK) {
+        if (status == UCS_ERR_NO_MEMORY) {
+            refuse(request, param->reply_ep);
+        }
         free(service);
         return NULL;
     }
