@@ -90,7 +90,7 @@ class Forks:
         while pid not in self._statuses:
             _, ended, status = json.loads(self._socket.recv(100))
             self._statuses[ended] = status
-        return self._statuses.pop(pid)
+        return self._statuses[pid]
 
     @contextlib.asynccontextmanager
     async def open_peer(self, **arguments: Any) -> Any:
@@ -187,50 +187,53 @@ class Life:
                     await ask()
 
     async def _open(self) -> None:
-        async with ucp.open_worker(config={"TLS": self.transports}, features=FEATURES) as worker:
-            with (
-                lend(worker, self.memory) if self.memory else contextlib.nullcontext() as memory,
-                worker.open_active_messages(AM_ID, max_bytes=2**28) as queue,
-                self._scope,
-            ):
-                async with trio.open_nursery() as nursery:
-                    told = trio.Event()
+        with (
+            ucp.open_context({"TLS": self.transports}, features=FEATURES) as context,
+            lend(context, self.memory) if self.memory else contextlib.nullcontext() as memory,
+        ):
+            async with ucp.open_worker(context=context) as worker:
+                await self._work(worker, memory)
 
-                    async def handle(end: Any) -> None:
-                        await told.wait()
-                        endpoint = end.endpoint if isinstance(end, trio_ucx.Connection) else end
-                        connection = end if isinstance(end, trio_ucx.Connection) else None
-                        remote = endpoint.attach(bytes.fromhex(said["descriptor"])) if memory else None
-                        board = Board(Path(self.board))
-                        self._ends = Ends(PEER, board, worker, endpoint, connection, remote, queue)
-                        self._ends.raises = self._raises
-                        self._ends.ending = self._ending
-                        await self._run()
-                        self._over.set()
+    async def _work(self, worker: ucp.Worker, memory: ucp.Memory | None) -> None:
+        with worker.open_active_messages(AM_ID, max_bytes=2**28) as queue, self._scope:
+            async with trio.open_nursery() as nursery:
+                told = trio.Event()
 
-                    address = None
-                    options = {"worker": worker, "close_timeout": self.close_timeout}
-                    if self.opening == "connect":
-                        serve = partial(trio_ucx.serve_ucx, handle, 0, host="127.0.0.1", **options)
-                        [listener] = await nursery.start(serve)
-                        address = listener.address
-                    say([bytes(worker.address).hex(), memory.descriptor.hex() if memory else "", address])
-                    said = await ask()
-                    told.set()
-                    nursery.start_soon(self._obey)
-                    if said["fault"] is not None:
-                        self._arm(*said["fault"])
-                    if self.opening == "connect":
-                        await self._over.wait()
-                    elif self.opening == "accept":
-                        async with trio_ucx.connect(tuple(said["address"]), **options) as connection:
-                            await handle(connection)
-                    else:
-                        target = ucp.WorkerAddress(bytes.fromhex(said["worker"]))
-                        async with await worker.open_endpoint(target) as endpoint:
-                            await handle(endpoint)
-                    say("closed")
-                    await trio.sleep_forever()
+                async def handle(end: Any) -> None:
+                    await told.wait()
+                    endpoint = end.endpoint if isinstance(end, trio_ucx.Connection) else end
+                    connection = end if isinstance(end, trio_ucx.Connection) else None
+                    remote = endpoint.attach(bytes.fromhex(said["descriptor"])) if memory else None
+                    board = Board(Path(self.board))
+                    self._ends = Ends(PEER, board, worker, endpoint, connection, remote, queue)
+                    self._ends.raises = self._raises
+                    self._ends.ending = self._ending
+                    await self._run()
+                    self._over.set()
+
+                address = None
+                options = {"worker": worker, "close_timeout": self.close_timeout}
+                if self.opening == "connect":
+                    serve = partial(trio_ucx.serve_ucx, handle, 0, host="127.0.0.1", **options)
+                    [listener] = await nursery.start(serve)
+                    address = listener.address
+                say([bytes(worker.address).hex(), memory.descriptor.hex() if memory else "", address])
+                said = await ask()
+                told.set()
+                nursery.start_soon(self._obey)
+                if said["fault"] is not None:
+                    self._arm(*said["fault"])
+                if self.opening == "connect":
+                    await self._over.wait()
+                elif self.opening == "accept":
+                    async with trio_ucx.connect(tuple(said["address"]), **options) as connection:
+                        await handle(connection)
+                else:
+                    target = ucp.WorkerAddress(bytes.fromhex(said["worker"]))
+                    async with await worker.open_endpoint(target) as endpoint:
+                        await handle(endpoint)
+                say("closed")
+                await trio.sleep_forever()
 
     async def _obey(self) -> None:
         with contextlib.suppress(EOFError):

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,6 +28,7 @@ from timing import PROMPT, Noise
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._engine import shutdown
 
 from .faulty_peer import Forks
 from .peer_loads import (
@@ -36,15 +36,12 @@ from .peer_loads import (
     CHAIN_COUNTER,
     COUNTER,
     FEATURES,
-    LARGE,
     LOADS,
     PEER,
     TEST,
     Board,
     Ends,
-    Planned,
     Task,
-    Torn,
     lend,
     waiting,
 )
@@ -77,6 +74,8 @@ class Figures:
     pings: dict[tuple[str, str], list[float]] = attrs.field(factory=dict)
     runs: dict[tuple[str, str], int] = attrs.field(factory=dict)
     queues: dict[tuple[str, str], int] = attrs.field(factory=dict)
+    #: Workers that could not be destroyed.
+    left_alone: int = 0
 
     def add(self, transports: str, fault: str, told: list[float], pings: list[float], queues: int) -> None:
         key = (transports, fault)
@@ -92,6 +91,7 @@ class Figures:
                 f"{transports}, {fault}: {runs} runs, {self.queues[key]} queues stopped; "
                 f"told: {spread(self.told[key])}; pings: {spread(self.pings[key])}"
             )
+        yield f"workers that were left alone: {self.left_alone}"
 
 
 def spread(values: list[float]) -> str:
@@ -175,7 +175,9 @@ async def assert_nothing_left(before: Held, peer: int) -> None:
 
     def gone() -> bool:
         now = Held.now(peer)
-        return now.descriptors <= before.descriptors and now.threads <= before.threads and now.segments <= before.segments
+        return (
+            now.descriptors <= before.descriptors and now.threads <= before.threads and now.segments <= before.segments
+        )
 
     try:
         await until(gone, within=5)
@@ -309,6 +311,7 @@ class Trial:
         if connection is not None:
             endpoint = connection.endpoint
         else:
+            self.worker.tag_probe(0)  # or it would drop raw messages: docs/guide.md, "Raw tag messages"
             endpoint = await self.worker.open_endpoint(self.target)
         self.ends = Ends(TEST, self.board, self.worker, endpoint, connection, None, self.queue)
         if self.descriptor:
@@ -376,7 +379,7 @@ class Trial:
         bound = TOLD
         if self.worker.statistics().stopped_queues:
             bound = TOLD_OF_QUEUE
-        if self.case.load == "chains" and self.case.fault == "raise" and self.case.transports == "tcp":
+        if self.case.load.startswith("chains") and self.case.fault == "raise" and self.case.transports == "tcp":
             bound = TOLD_OF_CHAIN
         told = []
         for task in self.tasks:
@@ -392,8 +395,10 @@ class Trial:
         return told
 
     def check_cause(self, task: Task) -> None:
-        if isinstance(task.outcome, trio.BrokenResourceError):
-            assert isinstance(task.outcome.__cause__, ucp.UCXError | OSError), f"{task.name}: {task.outcome!r} from {task.outcome.__cause__!r}"
+        """What broke a connection is named, unless the peer has closed it gracefully."""
+        error = task.outcome
+        if isinstance(error, trio.BrokenResourceError) and not (LOADS[self.case.load].alone and not error.__cause__):
+            assert isinstance(error.__cause__, ucp.UCXError), f"{task.name}: {error!r} from {error.__cause__!r}"
 
     async def cancelled(self, task: Task) -> None:
         start, counter = time.monotonic(), time.perf_counter()
@@ -425,9 +430,14 @@ class Trial:
 
 @asynccontextmanager
 async def open_trial(
-    case: Case, chance: random.Random, forks: Forks, healthy: dict[str, tuple[str, int]], folder: Path
+    case: Case,
+    chance: random.Random,
+    forks: Forks,
+    healthy: dict[str, tuple[str, int]],
+    figures: Figures,
+    folder: Path,
 ) -> AsyncIterator[Trial]:
-    before = Held.now()
+    before, left_alone = Held.now(), len(shutdown.left_alone)
     kind = chance.choice(["allocated", "registered"]) if LOADS[case.load].memory else None
     board = Board.make(folder / "board")
     life = {
@@ -441,10 +451,9 @@ async def open_trial(
     with contextlib.closing(board), Noise() as noise:
         async with AsyncExitStack() as stack:
             peer = await stack.enter_async_context(forks.open_peer(**life))
-            worker = await stack.enter_async_context(
-                ucp.open_worker(config={"TLS": case.transports}, features=FEATURES)
-            )
-            memory = stack.enter_context(lend(worker, kind)) if kind else None
+            context = stack.enter_context(ucp.open_context({"TLS": case.transports}, features=FEATURES))
+            memory = stack.enter_context(lend(context, kind)) if kind else None
+            worker = await stack.enter_async_context(ucp.open_worker(context=context))
             queue = stack.enter_context(worker.open_active_messages(AM_ID, max_bytes=2**28))
             pings = await stack.enter_async_context(pinging(worker, healthy[case.transports]))
             nursery = await stack.enter_async_context(trio.open_nursery())
@@ -457,7 +466,12 @@ async def open_trial(
                 if trial.listener is not None:
                     await trial.listener.aclose()
                 nursery.cancel_scope.cancel()
-    await assert_nothing_left(before, peer.process.pid)
+    if len(shutdown.left_alone) > left_alone:
+        # docs/reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
+        assert kind is not None and case.transports != "tcp"
+        figures.left_alone += 1
+    else:
+        await assert_nothing_left(before, peer.process.pid)
 
 
 async def hear(peer: Peer, line: str) -> None:
@@ -580,7 +594,10 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
     async def fault() -> None:
         await trial.strike(signal.SIGSTOP, trial.chance.uniform(0, load.span))
         await trio.sleep(STOPPED)
-        wrong = [task for task in trial.tasks if isinstance(task.outcome, BaseException)]
+        own = (trio.ClosedResourceError, trio.EndOfChannel) if load.alone else ()  # this side, or the peer, has closed
+        wrong = [
+            task for task in trial.tasks if isinstance(task.outcome, Exception) and not isinstance(task.outcome, own)
+        ]
         assert not wrong, f"the peer was only stopped: {wrong}"
         await trial.pings.go_on()
         trial.peer.resume()
@@ -615,7 +632,7 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
 
 
 def has_messages(trial: Trial) -> bool:
-    return trial.case.load not in ("puts and gets", "atomics", "chains")
+    return not LOADS[trial.case.load].memory
 
 
 async def assert_goes_on(trial: Trial) -> None:
@@ -627,12 +644,18 @@ async def assert_goes_on(trial: Trial) -> None:
         return [sum(board[side, name] for name in names) for side in (TEST, PEER)]
 
     before = done()
-    await until(lambda: all(now > then + 1 for now, then in zip(done(), before, strict=True)), within=20)
+    both = [True, True] if "'s" not in trial.case.load else ["test" in trial.case.load, "peer's" in trial.case.load]
+
+    def moved() -> bool:
+        return all(now > then + 1 or not works for now, then, works in zip(done(), before, both, strict=True))
+
+    await until(moved, within=20)
 
 
 async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
     load = LOADS[trial.case.load]
     began = time.monotonic()
+    trial.close_timeout = CLOSE_TIMEOUT
 
     async def fault() -> None:
         await trial.strike(signal.SIGSTOP, trial.chance.uniform(0, load.span))
@@ -667,6 +690,8 @@ async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
 
 # ---- the tests ----
 
+pytestmark = pytest.mark.filterwarnings("ignore:a UCX worker was left alone:ResourceWarning")
+
 
 def cases(*faults: str) -> list[Any]:
     table = [
@@ -699,7 +724,7 @@ def repeat(
             seed = f"{request.config.option.seed} {case} {number}"
             try:
                 with trio.fail_after(60):
-                    async with open_trial(case, random.Random(seed), forks, healthy, tmp_path) as trial:
+                    async with open_trial(case, random.Random(seed), forks, healthy, figures, tmp_path) as trial:
                         await flow(trial, figures)
             except BaseException as error:
                 error.add_note(f"--seed {request.config.option.seed}, round {number} of {case}")
@@ -712,7 +737,7 @@ def repeat(
 @pytest.mark.sample(50)
 @pytest.mark.parametrize("case", cases(*ENDING))
 async def test_peer_ends(case: Case, repeat: Any, rounds: Rounds) -> None:
-    await repeat(case, peer_ends, rounds(1, 10))
+    await repeat(case, peer_ends, rounds(1, int(os.environ.get("TRIO_UCX_ROUNDS", 10))))
 
 
 @pytest.mark.sample(2)
