@@ -60,6 +60,9 @@ PING = 1.0
 STOPPED = 5.0
 #: Seconds that the graceful close to a stopped peer may take.
 CLOSE_TIMEOUT = 1.0
+#: Seconds that closing a worker may take: docs/design.md, "Of a worker", has 3 for endpoints that linger, and 2. (A raw
+#: endpoint whose close was cancelled adds its 10.)
+CLOSED = 6.0
 NS = 1_000_000_000
 
 
@@ -74,6 +77,8 @@ class Figures:
     pings: dict[tuple[str, str], list[float]] = attrs.field(factory=dict)
     runs: dict[tuple[str, str], int] = attrs.field(factory=dict)
     queues: dict[tuple[str, str], int] = attrs.field(factory=dict)
+    #: How long it took to abort the connection and close the worker.
+    ends: dict[tuple[str, str], list[float]] = attrs.field(factory=dict)
     #: Workers that could not be destroyed.
     left_alone: int = 0
 
@@ -89,7 +94,8 @@ class Figures:
             transports, fault = key
             yield (
                 f"{transports}, {fault}: {runs} runs, {self.queues[key]} queues stopped; "
-                f"told: {spread(self.told[key])}; pings: {spread(self.pings[key])}"
+                f"told: {spread(self.told[key])}; pings: {spread(self.pings[key])}; "
+                f"worker closed: {spread(self.ends.get(key, []))}"
             )
         yield f"workers that were left alone: {self.left_alone}"
 
@@ -448,11 +454,19 @@ async def open_trial(
         "memory": kind,
         "close_timeout": 10,
     }
+    ending: list[float] = []
+
+    def note_end() -> None:
+        """The worker was closed, and the peer that has stopped is still there."""
+        if ending:
+            figures.ends.setdefault((case.transports, case.fault), []).append(time.monotonic() - ending[0])
+
     with contextlib.closing(board), Noise() as noise:
         async with AsyncExitStack() as stack:
             peer = await stack.enter_async_context(forks.open_peer(**life))
             context = stack.enter_context(ucp.open_context({"TLS": case.transports}, features=FEATURES))
             memory = stack.enter_context(lend(context, kind)) if kind else None
+            stack.callback(note_end)
             worker = await stack.enter_async_context(ucp.open_worker(context=context))
             queue = stack.enter_context(worker.open_active_messages(AM_ID, max_bytes=2**28))
             pings = await stack.enter_async_context(pinging(worker, healthy[case.transports]))
@@ -461,11 +475,13 @@ async def open_trial(
             try:
                 yield trial
             finally:
+                ending.append(time.monotonic())
                 if trial.ends is not None:
                     trial.ends.abort()
                 if trial.listener is not None:
                     await trial.listener.aclose()
                 nursery.cancel_scope.cancel()
+    assert ending and time.monotonic() - ending[0] < CLOSED + 10 * trial.closes_in_background, "closing the worker"
     if len(shutdown.left_alone) > left_alone:
         # docs/reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
         assert kind is not None and case.transports != "tcp"
