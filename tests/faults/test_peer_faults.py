@@ -81,6 +81,8 @@ class Figures:
     ends: dict[tuple[str, str], list[float]] = attrs.field(factory=dict)
     #: Workers that could not be destroyed.
     left_alone: int = 0
+    #: Peers that held up the queue of a worker while they were stopped.
+    held_up: int = 0
 
     def add(self, transports: str, fault: str, told: list[float], pings: list[float], queues: int) -> None:
         key = (transports, fault)
@@ -97,7 +99,7 @@ class Figures:
                 f"told: {spread(self.told[key])}; pings: {spread(self.pings[key])}; "
                 f"worker closed: {spread(self.ends.get(key, []))}"
             )
-        yield f"workers that were left alone: {self.left_alone}"
+        yield f"workers that were left alone: {self.left_alone}; queues that were held up: {self.held_up}"
 
 
 def spread(values: list[float]) -> str:
@@ -286,6 +288,8 @@ class Trial:
     refused_at: int = 0
     close_timeout: float = 10
     closes_in_background: bool = False
+    #: The peer was stopped in the middle of writing to our queue in shared memory, which then serves nobody.
+    held_up: bool = False
 
     async def open(self, fault: tuple[str, float] | None = None) -> None:
         """Tells the peer to open its end; the fault is one of the peer's own, after so many seconds."""
@@ -358,12 +362,22 @@ class Trial:
         assert self.at
         self.at_counter = time.perf_counter() - (time.monotonic_ns() - self.at) / NS
 
+    async def others_go_on(self, figures: Figures) -> None:
+        """While the peer is stopped: pings come back, unless its stop holds up our queue in shared memory."""
+        try:
+            await self.pings.go_on()
+        except trio.TooSlowError:
+            if self.case.transports == "tcp":
+                raise
+            self.held_up = True
+            figures.held_up += 1
+
     # ---- afterwards ----
 
     def note(self, figures: Figures, told: list[float]) -> None:
         queues = self.worker.statistics().stopped_queues
         took = self.pings.took
-        if not queues:
+        if not queues and not self.held_up:
             assert max(took) < PING + self.noise.since(0, time.perf_counter()), f"a ping took {max(took):.3f} s"
         figures.add(self.case.transports, self.case.fault, told, took, queues)
 
@@ -615,8 +629,9 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
             task for task in trial.tasks if isinstance(task.outcome, Exception) and not isinstance(task.outcome, own)
         ]
         assert not wrong, f"the peer was only stopped: {wrong}"
-        await trial.pings.go_on()
+        await trial.others_go_on(figures)
         trial.peer.resume()
+        await trial.pings.go_on()
 
     assert await begin(trial, fault)
     ends, board, peer = trial.ends, trial.board, trial.peer
@@ -686,7 +701,7 @@ async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
     for task in trial.tasks:
         if task.outcome is None:
             await trial.cancelled(task)
-    await trial.pings.go_on()
+    await trial.others_go_on(figures)
     if trial.ends is not None and trial.ends.connection is not None:
         trial.at_counter = time.perf_counter()
         try:
@@ -700,6 +715,8 @@ async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
             await trial.ends.aclose()
         if waiting.cancelled_caught:
             assert trio.current_time() - waiting.deadline < PROMPT + trial.noise.since(0, time.perf_counter())
+    if trial.held_up:
+        trial.peer.signal(signal.SIGKILL)  # then the queue is known to have stopped
     await trial.pings.go_on()
     trial.note(figures, [])
 
