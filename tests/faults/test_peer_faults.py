@@ -115,10 +115,12 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
     figures = Figures()
     yield figures
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:  # not in a process of pytest-xdist's
-        reporter.write_line("")
-        for line in figures.lines():
-            reporter.write_line(line)
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    if reporter is not None and capture is not None:  # not in a process of pytest-xdist's
+        with capture.global_and_fixture_disabled():
+            reporter.write_line("")
+            for line in figures.lines():
+                reporter.write_line(line)
 
 
 # ---- what is there before and after ----
