@@ -115,10 +115,12 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
     figures = Figures()
     yield figures
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:  # not in a process of pytest-xdist's
-        reporter.write_line("")
-        for line in figures.lines():
-            reporter.write_line(line)
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    if reporter is not None and capture is not None:  # not in a process of pytest-xdist's
+        with capture.global_and_fixture_disabled():
+            reporter.write_line("")
+            for line in figures.lines():
+                reporter.write_line(line)
 
 
 # ---- what is there before and after ----
@@ -409,10 +411,15 @@ class Trial:
             if task.ended_at > self.at:
                 told.append((task.ended_at - self.at) / NS)
                 self.late(told[-1], bound, f"{task.name} was told after")
-            if isinstance(task.outcome, BaseException):
+            if isinstance(task.outcome, BaseException) and not self.lost_segment(task.outcome):
                 assert isinstance(task.outcome, task.expects), f"{task.name}: {task.outcome!r}"
                 self.check_cause(task)
         return told
+
+    def lost_segment(self, error: BaseException) -> bool:
+        """A raw send has met memory that the peer's worker has given back: docs/reliability.md, "Known limits"."""
+        raw = self.case.opening == "address" and self.case.transports != "tcp"
+        return raw and isinstance(error, ucp.UCXError) and error.status is ucp.Status.SHMEM_SEGMENT
 
     def check_cause(self, task: Task) -> None:
         """What broke a connection is named, unless the peer has closed it gracefully."""
@@ -770,7 +777,7 @@ def repeat(
 @pytest.mark.sample(50)
 @pytest.mark.parametrize("case", cases(*ENDING))
 async def test_peer_ends(case: Case, repeat: Any, rounds: Rounds) -> None:
-    await repeat(case, peer_ends, rounds(1, int(os.environ.get("TRIO_UCX_ROUNDS", 10))))
+    await repeat(case, peer_ends, rounds(1, 10))
 
 
 @pytest.mark.sample(2)
