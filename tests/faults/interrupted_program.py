@@ -254,6 +254,30 @@ async def tags_and_groups(transports: str) -> None:
 
 
 @scenario
+async def raw_streams(transports: str) -> None:
+    """By socket address."""
+    config = {"TLS": transports}
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
+    async with ucp.open_worker(config=config, features=features) as worker:
+        async with ucp.open_worker(config=config, features=features) as other:
+            async with await other.open_listener("127.0.0.1", 0) as listener:
+                client = await worker.open_endpoint(listener.address)
+                try:
+                    server = await (await listener.accept_request()).accept()
+                    try:
+                        for size in (8, 200_000):
+                            async with trio.open_nursery() as nursery:
+                                nursery.start_soon(client.stream_send, pattern(size))
+                                buffer = bytearray(size)
+                                assert await server.stream_receive(buffer, exact=True) == size
+                                assert buffer == pattern(size)
+                    finally:
+                        server.abort()
+                finally:
+                    client.abort()
+
+
+@scenario
 async def remote_memory(transports: str) -> None:
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
     with ucp.open_context({"TLS": transports}, features=features) as context:
