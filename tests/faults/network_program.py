@@ -124,6 +124,8 @@ class Side:
         self.finishing = trio.Event()
         #: Of the flow "cycle": by round, the outcome and the seconds (near), or the messages that arrived (far).
         self.cycles: dict[int, Any] = {}
+        #: Rounds of it that this side is receiving.
+        self.taking = 0
         #: By healthy peer: when each round trip began, how long it took, and the noise meanwhile.
         self.pings: dict[str, list[tuple[float, float, float]]] = {}
         self.noise = Noise()
@@ -287,6 +289,7 @@ class Side:
 
     async def take_cycle(self, number: int, connection: trio_ucx.Connection) -> None:
         self.cycles[number] = 0
+        self.taking += 1
         try:
             async with connection:
                 async for message in connection.messages(DATA):
@@ -296,6 +299,8 @@ class Side:
                     self.cycles[number] += 1
         except trio.BrokenResourceError:
             pass
+        finally:
+            self.taking -= 1
 
     async def ping(self, name: str, connection: trio_ucx.Connection) -> None:
         """Makes round trips all the time, each with the noise meanwhile."""
@@ -328,7 +333,7 @@ class Side:
                 if order == "finish":
                     self.finishing.set()
                     with trio.move_on_after(arguments[0]):
-                        while not all(flow.done for flow in self.flows.values()):
+                        while self.taking or not all(flow.done for flow in self.flows.values()):
                             await trio.sleep(0.02)
                 say(self.report())
 

@@ -170,8 +170,8 @@ LIMITED = 10.0
 FINISH = 60.0
 #: Seconds for a round trip to another peer, besides the noise.
 PING = 1.0
-#: Seconds between the first and the last task of a flow that is told.
-TOGETHER = 2.0
+#: Seconds between the first and the last task of a flow that is told: a receiver first gets what has arrived.
+TOGETHER = 5.0
 #: Seconds for one round of the flow "cycle", whose timeouts are 4 seconds each.
 CYCLE = 8.0 + MARGIN
 DEFAULT, OFF = 20, 0

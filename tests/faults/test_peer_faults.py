@@ -411,15 +411,10 @@ class Trial:
             if task.ended_at > self.at:
                 told.append((task.ended_at - self.at) / NS)
                 self.late(told[-1], bound, f"{task.name} was told after")
-            if isinstance(task.outcome, BaseException) and not self.lost_segment(task.outcome):
+            if isinstance(task.outcome, BaseException):
                 assert isinstance(task.outcome, task.expects), f"{task.name}: {task.outcome!r}"
                 self.check_cause(task)
         return told
-
-    def lost_segment(self, error: BaseException) -> bool:
-        """A raw send has met memory that the peer's worker has given back: docs/reliability.md, "Known limits"."""
-        raw = self.case.opening == "address" and self.case.transports != "tcp"
-        return raw and isinstance(error, ucp.UCXError) and error.status is ucp.Status.SHMEM_SEGMENT
 
     def check_cause(self, task: Task) -> None:
         """What broke a connection is named, unless the peer has closed it gracefully."""

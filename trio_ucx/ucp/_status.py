@@ -110,6 +110,7 @@ _BROKEN = frozenset(
         Status.FIRST_ENDPOINT_FAILURE,
         Status.ENDPOINT_TIMEOUT,
         Status.LAST_ENDPOINT_FAILURE,
+        Status.SHMEM_SEGMENT,  # the peer's worker has given back its shared memory
     }
 )
 
