@@ -64,9 +64,9 @@ class Scene:
         found: dict[str, Any] = await self.server.hear(30)
         return found
 
-    async def settled(self) -> dict[str, Any]:
-        """The server's state when nothing is left but the honest client and, for some seconds, endpoints."""
-        with trio.move_on_after(25):
+    async def settled(self, patience: float = 25) -> dict[str, Any]:
+        """The server's state when nothing is left but the honest client. Unused endpoints stay for 15 seconds."""
+        with trio.move_on_after(patience):
             while True:
                 state = await self.state()
                 handles = state["handles"]
@@ -161,7 +161,7 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
 async def test_hostile_sessions(
     transports: str, tmp_path: Path, rounds: Rounds, request: pytest.FixtureRequest
 ) -> None:
-    """The memory and descriptors of the server are the same after the second half of the sessions as after the first.
+    """The server has as many descriptors and handles as before, and as much memory as after half of the sessions.
 
     A process that ends itself over shared memory does so in Python, outside of UCX: ``test_shared_memory.py`` shows
     what becomes of a queue whose writer is killed.
@@ -170,22 +170,24 @@ async def test_hostile_sessions(
     count = rounds(60, 2000)
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
+        before = await scene.state()
         await attack(scene, seed, 0, count)
-        middle = await scene.settled()
+        middle = await scene.settled(rounds(2, 25))
         await attack(scene, seed, count, count)
         end = await scene.settled()
         grown = end["resident"] - middle["resident"]
         print(f"{transports}: {count} sessions; {grown / count:.0f} bytes each; {middle}; {end}")
         await scene.part()
     scene.check_log()
-    assert end["handles"] == middle["handles"], (seed, middle, end)
-    assert end["descriptors"] <= middle["descriptors"] + 5, (seed, middle, end)
-    assert end["threads"] == middle["threads"] and end["tasks"] == middle["tasks"], (seed, middle, end)
-    assert end["segments"] <= middle["segments"] + 2, (seed, middle, end)
+    assert end["handles"] == before["handles"], (seed, before, end)
+    assert end["descriptors"] <= before["descriptors"] + 5, (seed, before, end)
+    assert end["threads"] == before["threads"] and end["tasks"] == before["tasks"], (seed, before, end)
+    assert end["segments"] <= before["segments"] + 2, (seed, before, end)
     assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {count} sessions"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["acknowledgement", "grant"])
 async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: Path, rounds: Rounds) -> None:
     """A peer cannot fill the server with answers to its control frames. It can keep it busy as long as these are legal:
