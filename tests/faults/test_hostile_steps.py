@@ -170,7 +170,7 @@ async def test_hostile_sessions(
     count = rounds(60, 2000)
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
-        before = await scene.state()
+        before = await scene.settled()
         await attack(scene, seed, 0, count)
         middle = await scene.settled(rounds(2, 25))
         await attack(scene, seed, count, count)
