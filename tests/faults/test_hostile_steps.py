@@ -12,6 +12,8 @@ import os
 import re
 import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,11 +24,13 @@ import pytest
 import trio
 from helpers import Peer, Rounds, open_peer, resident
 
+from trio_ucx._handshake.server import LOG_INTERVAL
+
 PROGRAM = Path(__file__).parent / "hostile_steps.py"
 #: How a hostile process may end: at its end, by ``os._exit(9)``, or by SIGKILL.
 ENDS = (0, 9, -signal.SIGKILL)
-#: UCX also ends a process that closes an endpoint with much under way, sometimes (``docs/ucx-reports.md``): the hostile
-#: one, which does that all the time.
+#: Seldom the hostile process crashes inside UCX's progress, after it has aborted an endpoint with much under way. UCX
+#: has such a fault (``docs/ucx-reports.md``); whether this is that one was not established.
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 #: What may be in the server's log: a line for each peer that was refused or lost, and what UCX says about them.
 ALLOWED = re.compile(
@@ -52,6 +56,7 @@ class Scene:
     said: dict[str, Any]
     log: Path
     transports: str
+    began: float = attrs.field(factory=time.monotonic)
 
     @property
     def address(self) -> list[Any]:
@@ -64,9 +69,9 @@ class Scene:
         found: dict[str, Any] = await self.server.hear(30)
         return found
 
-    async def settled(self) -> dict[str, Any]:
-        """The server's state when nothing is left but the honest client and, for some seconds, endpoints."""
-        with trio.move_on_after(25):
+    async def settled(self, patience: float = 25) -> dict[str, Any]:
+        """The server's state when nothing is left but the honest client. Unused endpoints stay for 15 seconds."""
+        with trio.move_on_after(patience):
             while True:
                 state = await self.state()
                 handles = state["handles"]
@@ -80,7 +85,9 @@ class Scene:
         unexpected = [line for line in lines if not ALLOWED.match(line)]
         assert not unexpected, unexpected[:5]
         kinds = [re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines if "turned away" in line]
-        assert len(kinds) == len(set(kinds)) or len(kinds) < 20, kinds
+        most = 1 + (time.monotonic() - self.began) // LOG_INTERVAL
+        repeated = {kind: times for kind, times in Counter(kinds).items() if times > most}
+        assert not repeated, f"more than {most:.0f} lines of a kind: {repeated}"
 
     async def part(self, *, all_prompt: bool = True) -> None:
         """Ends the honest client, which has checked its messages, and asserts how long its round trips took.
@@ -149,19 +156,19 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
                 await process.wait()
         if process.returncode in CRASHES:
             crashes += 1
-            print(f"session {last} of seed {seed!r}: UCX ended the hostile process, {process.returncode}")
+            print(f"session {last} of seed {seed!r}: the hostile process crashed, {process.returncode}")
         else:
             assert process.returncode in ENDS, f"session {last} of seed {seed!r}: exit status {process.returncode}"
         assert scene.server.process.poll() is None, f"the server ended in session {last} of seed {seed!r}"
         first = last + 1
-    assert crashes <= 1 + count / 100, f"seed {seed!r}: UCX ended the hostile process {crashes} times"
+    assert crashes <= 1 + count / 100, f"seed {seed!r}: the hostile process crashed {crashes} times"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 async def test_hostile_sessions(
     transports: str, tmp_path: Path, rounds: Rounds, request: pytest.FixtureRequest
 ) -> None:
-    """The memory and descriptors of the server are the same after the second half of the sessions as after the first.
+    """The server has as many descriptors and handles as before, and as much memory as after half of the sessions.
 
     A process that ends itself over shared memory does so in Python, outside of UCX: ``test_shared_memory.py`` shows
     what becomes of a queue whose writer is killed.
@@ -170,22 +177,24 @@ async def test_hostile_sessions(
     count = rounds(60, 2000)
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
+        before = await scene.settled()
         await attack(scene, seed, 0, count)
-        middle = await scene.settled()
+        middle = await scene.settled(rounds(2, 25))
         await attack(scene, seed, count, count)
         end = await scene.settled()
         grown = end["resident"] - middle["resident"]
         print(f"{transports}: {count} sessions; {grown / count:.0f} bytes each; {middle}; {end}")
         await scene.part()
     scene.check_log()
-    assert end["handles"] == middle["handles"], (seed, middle, end)
-    assert end["descriptors"] <= middle["descriptors"] + 5, (seed, middle, end)
-    assert end["threads"] == middle["threads"] and end["tasks"] == middle["tasks"], (seed, middle, end)
-    assert end["segments"] <= middle["segments"] + 2, (seed, middle, end)
+    assert end["handles"] == before["handles"], (seed, before, end)
+    assert end["descriptors"] <= before["descriptors"] + 5, (seed, before, end)
+    assert end["threads"] == before["threads"] and end["tasks"] == before["tasks"], (seed, before, end)
+    assert end["segments"] <= before["segments"] + 2, (seed, before, end)
     assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {count} sessions"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["acknowledgement", "grant"])
 async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: Path, rounds: Rounds) -> None:
     """A peer cannot fill the server with answers to its control frames. It can keep it busy as long as these are legal:
