@@ -244,6 +244,11 @@ class Context(metaclass=OpenedNotConstructed):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
     @property
+    def options_in_force(self) -> dict[str, str]:
+        """Its options, with the environment's where it has none."""
+        return {**_environment(), **self.config}
+
+    @property
     def least_rendezvous_threshold(self) -> int | None:
         """The least threshold in RNDV_THRESH, which may have several (intra, inter); None if it has none."""
         parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")

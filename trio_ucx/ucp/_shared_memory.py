@@ -43,13 +43,9 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     Raises:
         OSError: no transport is left that could reach another process.
     """
-    wanted = [each.strip() for each in options.get("TLS", "all").split(",")]
+    wanted = _wanted(options)
     sysv, posix = _allows(wanted, "sysv"), _allows(wanted, "posix")
-    problems: dict[str, OSError] = {}
-    if sysv and (problem := _sysv_problem()):
-        problems["sysv"] = problem
-    if posix and (problem := _posix_problem(options)):
-        problems["posix"] = problem
+    problems = _problems(options)
     changes: dict[str, str] = {}
     if "posix" in problems or (posix and sysv and not problems and "posix" not in wanted):
         changes = {name: value for name, value in _NO_POSIX.items() if name not in options}
@@ -66,15 +62,34 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     return changes
 
 
-def explain(status: int, doing: str) -> Exception:
-    """The error for a worker that UCX could not create."""
+def explain(status: int, doing: str, options: Mapping[str, str]) -> Exception:
+    """The error for a worker that UCX could not create.
+
+    Args:
+        options: the context's, with the environment's.
+    """
     error = UCXError(status, doing)
-    problem = _sysv_problem() if error.status in _FAILURES else None
-    if problem is None:
+    problems = [*_problems(options).values()] if error.status in _FAILURES else []
+    if not problems:
         return error
-    found = OSError(problem.errno, f"{error}: {problem.strerror}")
+    found = OSError(problems[0].errno, f"{error}: {'; '.join(str(problem.strerror) for problem in problems)}")
     found.__cause__ = error
     return found
+
+
+def _wanted(options: Mapping[str, str]) -> list[str]:
+    return [each.strip() for each in options.get("TLS", "all").split(",")]
+
+
+def _problems(options: Mapping[str, str]) -> dict[str, OSError]:
+    """The kinds of shared memory that the options allow and that are not available, with the reasons."""
+    wanted = _wanted(options)
+    problems: dict[str, OSError] = {}
+    if _allows(wanted, "sysv") and (problem := _sysv_problem()):
+        problems["sysv"] = problem
+    if _allows(wanted, "posix") and (problem := _posix_problem(options)):
+        problems["posix"] = problem
+    return problems
 
 
 def _allows(wanted: list[str], transport: str) -> bool:

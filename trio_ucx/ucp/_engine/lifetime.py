@@ -83,7 +83,7 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
     if status != Status.OK:
         descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        raise shared_memory.explain(status, "creating a worker")
+        raise shared_memory.explain(status, "creating a worker", context.options_in_force)
     return out[0]
 
 
