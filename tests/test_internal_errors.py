@@ -169,7 +169,6 @@ MODULES = [
             "_rma.atomics",
             "_engine.arming",
             "_engine.batches",
-            "_engine.lifetime",
             "_engine.loop_hooks",
             "_engine.progress",
             "_memory.buffers",
@@ -485,7 +484,7 @@ FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 
 
 @pytest.mark.cut_off
-@pytest.mark.sample(16)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
 @pytest.mark.parametrize("name", MODULES)
 def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:

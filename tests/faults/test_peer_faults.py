@@ -769,7 +769,7 @@ def repeat(
 
 
 @pytest.mark.cut_off
-@pytest.mark.sample(50)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", cases(*ENDING))
 async def test_peer_ends(case: Case, repeat: Any, rounds: Rounds) -> None:
     await repeat(case, peer_ends, rounds(1, 10))

@@ -27,7 +27,8 @@ SHARED = "tcp,sm,self"
 #: What an error about missing descriptors or memory must say.
 CLEAR = re.compile(
     r"needs \d+ file descriptors|running out of file descriptors|Too many open files|the client was told"
-    r"|needs a thread|Out of memory|Cannot allocate memory|no memory|gave up the connection|shared memory"
+    r"|needs a thread|Out of memory|Cannot allocate memory|no memory|gave up the connection"
+    r"|[Ss]hared memory|no System V segments|/dev/shm (cannot be written to|has \d+ bytes left)"
     r"|BrokenResourceError"
 )
 

@@ -18,7 +18,7 @@ from ._status import Status, UCXError
 
 logger = logging.getLogger("trio_ucx")
 
-#: Sizes of a worker's System V segments: its queue, and buffers for 512 messages.
+#: Sizes of a worker's segments: its queue, and buffers for 512 messages.
 _QUEUE, _BUFFERS = 64 << 10, 4608 << 10
 #: With less free space in /dev/shm UCX leaves posix out (POSIX_SHM_MIN_SIZE).
 _POSIX_MINIMUM = 16 << 20
@@ -60,6 +60,21 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
             )
         logger.warning("UCX does without shared memory: %s", reasons)
     return changes
+
+
+def check(options: Mapping[str, str]) -> None:
+    """Refuses to create a worker with POSIX shared memory if /dev/shm has no room for it, or cannot be written to.
+
+    :func:`restrict` saw that it had; UCX 1.22 crashes now and then (SIGSEGV).
+
+    Raises:
+        OSError: it has not.
+    """
+    if options.get("POSIX_SHM_MIN_SIZE") == "inf" or not _allows(_wanted(options), "posix"):
+        return
+    problem = _posix_problem(options, _QUEUE + _BUFFERS)
+    if problem is not None:
+        raise problem
 
 
 def explain(status: int, doing: str, options: Mapping[str, str]) -> Exception:
@@ -138,7 +153,7 @@ def _limit(name: str) -> str:
         return "?"
 
 
-def _posix_problem(options: Mapping[str, str]) -> OSError | None:
+def _posix_problem(options: Mapping[str, str], minimum: int = _POSIX_MINIMUM) -> OSError | None:
     """Why a worker cannot have POSIX shared memory; None if it can."""
     folder = options.get("POSIX_DIR", "/dev/shm")
     try:
@@ -148,6 +163,6 @@ def _posix_problem(options: Mapping[str, str]) -> OSError | None:
     if state.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
         return OSError(errno.EROFS, f"{folder} cannot be written to")
     free = state.f_bavail * state.f_bsize
-    if free < _POSIX_MINIMUM and "POSIX_SHM_MIN_SIZE" not in options:
-        return OSError(errno.ENOSPC, f"{folder} has {free} bytes left, of {_POSIX_MINIMUM} that UCX asks for")
+    if free < minimum and "POSIX_SHM_MIN_SIZE" not in options:
+        return OSError(errno.ENOSPC, f"{folder} has {free} bytes left, of {minimum} that UCX asks for")
     return None

@@ -79,6 +79,7 @@ def open_engine(
 def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
     doing = "opening a worker"
     descriptors.require(context.descriptors_per_worker, doing)
+    shared_memory.check(context.options_in_force)
     out = ffi.new("tu_worker_t **")
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
     if status != Status.OK:
