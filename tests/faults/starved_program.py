@@ -344,6 +344,14 @@ async def listener(stack: AsyncExitStack, common: Common) -> Act:
     return act
 
 
+async def connected(stack: AsyncExitStack, common: Common) -> tuple[trio_ucx.Connection, trio_ucx.Connection]:
+    client = await trio_ucx.connect(common.listener.address, worker=common.one).__aenter__()
+    stack.callback(client.abort)
+    server = await common.listener.accept()
+    stack.callback(server.abort)
+    return client, server
+
+
 async def exchange(client: trio_ucx.Connection, server: trio_ucx.Connection, size: int) -> None:
     data = os.urandom(size)
     for one, other in ((client, server), (server, client)):
@@ -487,19 +495,13 @@ async def raw_connection(stack: AsyncExitStack, common: Common) -> Act:
 
 @thing
 async def first_message(stack: AsyncExitStack, common: Common) -> Act:
-    client = await trio_ucx.connect(common.listener.address, worker=common.one).__aenter__()
-    stack.callback(client.abort)
-    server = await common.listener.accept()
-    stack.callback(server.abort)
+    client, server = await connected(stack, common)
     return lambda: exchange(client, server, SMALL)
 
 
 @thing
 async def large_message(stack: AsyncExitStack, common: Common) -> Act:
-    client = await trio_ucx.connect(common.listener.address, worker=common.one).__aenter__()
-    stack.callback(client.abort)
-    server = await common.listener.accept()
-    stack.callback(server.abort)
+    client, server = await connected(stack, common)
     return lambda: exchange(client, server, LARGE)
 
 
@@ -530,10 +532,7 @@ async def active_message(stack: AsyncExitStack, common: Common) -> Act:
 @thing
 async def waiting(stack: AsyncExitStack, common: Common) -> Act:
     """A parked worker is woken."""
-    client = await trio_ucx.connect(common.listener.address, worker=common.one).__aenter__()
-    stack.callback(client.abort)
-    server = await common.listener.accept()
-    stack.callback(server.abort)
+    client, server = await connected(stack, common)
     await exchange(client, server, SMALL)
 
     async def act() -> None:

@@ -140,11 +140,12 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool rem
     if (kept != NULL) {
         received->length = kept->length;
         received->tag    = kept->tag;
-        message          = remove ? kept->message : NULL;
-        if (remove) {
-            remove_kept(worker, kept);
+        if (!remove) {
+            return 1;
         }
-        return remove ? (uint64_t)(uintptr_t)message : 1;
+        message = kept->message;
+        remove_kept(worker, kept);
+        return (uint64_t)(uintptr_t)message;
     }
     message = ucp_tag_probe_nb(worker->worker, tag, mask, remove, &info);
 

@@ -105,9 +105,12 @@ class Lingering:
         """Closes those whose time is over."""
         now = time.monotonic()
         for core in [core for core, (_, closes, _) in self._endpoints.items() if closes <= now]:
-            handle, closes, latest = self._endpoints.get(core, (None, now, None))  # closing one may end another
-            if handle is None or latest is not None or now > closes + MOST_UNSENT or not core.has_unsent(handle):
-                self.close_one(core)
+            if core not in self._endpoints:  # closing one may end another
+                continue
+            handle, closes, latest = self._endpoints[core]
+            if latest is None and now <= closes + MOST_UNSENT and core.has_unsent(handle):
+                continue
+            self.close_one(core)
 
     def close_all(self) -> None:
         for core in list(self._endpoints):
