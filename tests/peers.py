@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -488,22 +488,38 @@ async def busy(address: list[Any], transports: str) -> None:
             while True:
                 async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                     for number in range(20):
-                        async with trio.open_nursery() as nursery:
-                            nursery.start_soon(connection.send, pattern(3000 * number, number), 1)
-                            nursery.start_soon(connection.send_all, pattern(100 * number))
-                            if await connection.receive(1) != pattern(3000 * number, number):
-                                raise AssertionError("wrong data")
-                            nursery.start_soon(connection.receive_some)
-                            with trio.move_on_after(0.001):
-                                await connection.receive(0)
-                            connection.send_nowait(b"x", 0)
-                            await connection.receive(0)
-                            with trio.move_on_after(0):
-                                await connection.send(bytes(100_000), 2)
-                            nursery.cancel_scope.cancel()
+                        await in_nursery(use_at_once, connection, number)
                     if not ready:
                         ready = True
                         say("ready")
+
+
+@trio.lowlevel.disable_ki_protection
+async def use_at_once(nursery: trio.Nursery, connection: trio_ucx.Connection, number: int) -> None:
+    """Uses the connection to an echo in several ways at once."""
+    nursery.start_soon(connection.send, pattern(3000 * number, number), 1)
+    nursery.start_soon(connection.send_all, pattern(100 * number))
+    if await connection.receive(1) != pattern(3000 * number, number):
+        raise AssertionError("wrong data")
+    nursery.start_soon(connection.receive_some)
+    with trio.move_on_after(0.001):
+        await connection.receive(0)
+    connection.send_nowait(b"x", 0)
+    await connection.receive(0)
+    with trio.move_on_after(0):
+        await connection.send(bytes(100_000), 2)
+    nursery.cancel_scope.cancel()
+
+
+@trio.lowlevel.enable_ki_protection
+async def in_nursery(function: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    """Calls ``function(nursery, *arguments)`` in a nursery of its own.
+
+    Protected, because Trio (0.35) does not bear a KeyboardInterrupt between the making and the awaiting of
+    ``Nursery.__aexit__()``, which happens in the frame of its user ("Nursery stack corrupted").
+    """
+    async with trio.open_nursery() as nursery:
+        await function(nursery, *arguments)
 
 
 @role

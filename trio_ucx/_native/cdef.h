@@ -29,6 +29,8 @@ typedef struct tu_served tu_served_t;  /* memory that peers may get and put by m
                                   one after the other, from the offset `pointer` of the arena on, until the worker is
                                   progressed again */
 #define TU_RECORD_UNUSED 8     /* peers' requests no longer use some memory that was withdrawn */
+#define TU_RECORD_RUN_OVER 9   /* id, status: the run of a chain is over, but UCX still has requests of it: the record of
+                                  the operation comes when it has none */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
 #define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
@@ -218,6 +220,7 @@ int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address,
                           tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              tu_endpoint_t **out);
+void tu_endpoint_linger(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
@@ -291,7 +294,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
                   ucp_rkey_h rkey);
 
-/* rma/transfer.c: puts and gets without UCX's own; fences and flushes, which are about these and UCX's */
+/* rma/transfer.c: puts, gets and atomics without UCX's own; fences and flushes, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
 #define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
 #define TU_EAGER_GET 98304     /* the data of longer gets stays with the owner until it is fetched */
@@ -307,13 +310,18 @@ typedef struct tu_way {
 
 int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
                     uint64_t offset);
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
+                           uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 int tu_worker_fence(tu_worker_t *worker);
 
 /* rma/owner.c */
+#define TU_ACCESS_READ 1
+#define TU_ACCESS_WRITE 2
+#define TU_ACCESS_ATOMIC 4
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
-                             uint64_t length, bool readable, bool writable);
+                             uint64_t length, unsigned access);
 unsigned tu_memory_withdraw(tu_served_t *served);
 bool tu_memory_unused(tu_served_t *served);
 void tu_worker_stop_serving(tu_worker_t *worker);
@@ -469,6 +477,7 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain/run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
+uint64_t tu_chains_under_way(tu_endpoint_t *endpoint);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
 bool tu_chain_busy(const tu_chain_t *chain);

@@ -115,6 +115,18 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
     tu_list_remove(&endpoint->link);
 }
 
+/* Its user has closed it, or it has failed; UCX's endpoint is closed later. Nobody waits for its operations any more. */
+void tu_endpoint_linger(tu_endpoint_t *endpoint)
+{
+    tu_extension_t *extension;
+
+    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
+        if (extension->endpoint_lingers != NULL) {
+            extension->endpoint_lingers(endpoint);
+        }
+    }
+}
+
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */

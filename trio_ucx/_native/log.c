@@ -40,7 +40,7 @@ static struct {
     uint64_t lost;
     unsigned reader;           /* the number of the thread that takes lines; 0: none */
     unsigned readers;
-    bool reading;              /* the reader is logging the line that it took */
+    line_t *taken;             /* the reader is logging this line */
     bool patient;              /* whether the reader keeps up, so that errors may wait for it */
     uint64_t second;           /* when the present second began */
     uint64_t waited;           /* nanoseconds that errors have waited in it */
@@ -80,6 +80,19 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * SECOND + (uint64_t)time.tv_nsec;
 }
 
+static struct timespec time_at(uint64_t nanoseconds)
+{
+    return (struct timespec){
+        .tv_sec  = (time_t)(nanoseconds / SECOND),
+        .tv_nsec = (long)(nanoseconds % SECOND),
+    };
+}
+
+static bool is_logged(void)
+{
+    return self.first == NULL && self.taken == NULL;
+}
+
 static void wait_until_logged(void)
 {
     uint64_t began = now();
@@ -93,14 +106,29 @@ static void wait_until_logged(void)
     if (self.waited >= ERROR_PATIENCE) {
         return;
     }
-    end           = began + ERROR_PATIENCE - self.waited;
-    until.tv_sec  = (time_t)(end / SECOND);
-    until.tv_nsec = (long)(end % SECOND);
-    while (self.reader != 0 && self.patient && (self.first != NULL || self.reading)) {
+    until = time_at(began + ERROR_PATIENCE - self.waited);
+    while (self.reader != 0 && self.patient && !is_logged()) {
         self.patient = pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0;
     }
-    end           = now();
-    self.waited  += end > began ? end - began : 0;
+    end          = now();
+    self.waited += end > began ? end - began : 0;
+}
+
+/* UCX is about to end the process: the earlier lines are logged first, or written to stderr after a second. */
+static void log_the_rest(void)
+{
+    struct timespec until = time_at(now() + SECOND);
+    line_t *line;
+
+    while (self.reader != 0 && !is_logged() &&
+           pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0) {
+    }
+    if (self.taken != NULL) {
+        tu_log_print(&self.taken->line); /* perhaps for the second time */
+    }
+    for (line = self.first; line != NULL; line = line->next) {
+        tu_log_print(&line->line);
+    }
 }
 
 /* Returns whether the line was kept. */
@@ -137,6 +165,9 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     bool kept;
 
     if ((int)level <= self.trigger) {
+        pthread_mutex_lock(&self.mutex);
+        log_the_rest();
+        pthread_mutex_unlock(&self.mutex);
         return UCS_LOG_FUNC_RC_CONTINUE; /* UCX writes it to stderr, and aborts */
     }
     if ((level > component->log_level && level != UCS_LOG_LEVEL_PRINT) ||
@@ -167,7 +198,7 @@ static void after_fork(void)
     self.bytes   = 0;
     self.lost    = 0;
     self.reader  = 0;
-    self.reading = false;
+    self.taken   = NULL;
 }
 
 /* Installs the handler of UCX's log lines. */
@@ -226,7 +257,7 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
         free(TU_ITEM(before, line_t, line));
     }
     pthread_mutex_lock(&self.mutex);
-    self.reading = false;
+    self.taken = NULL;
     if (self.first == NULL) {
         self.patient = true;
         pthread_cond_broadcast(&self.logged);
@@ -240,8 +271,8 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
         if (self.first == NULL) {
             self.last = &self.first;
         }
-        self.bytes  -= line->size;
-        self.reading = true;
+        self.bytes -= line->size;
+        self.taken  = line;
     }
     *lost     = self.lost;
     self.lost = 0;

@@ -45,6 +45,9 @@ class Feature(enum.IntFlag):
     ALL = TAG | RMA | AMO32 | AMO64 | WAKEUP | STREAM | AM
 
 
+#: Any of these lets a context register memory.
+_MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
+
 #: Tag messages, which Connections need, and active messages, by which trio_ucx peers get and put remote memory.
 DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
 
@@ -305,11 +308,11 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def serves_memory(self) -> bool:
-        """Whether its workers get and put memory by messages to its owner, and answer such messages."""
-        return Feature.RMA | Feature.AM in self.features
+        """Whether its workers use memory by messages to its owner, and answer such messages."""
+        return Feature.AM in self.features and bool(self.features & _MEMORY)
 
     def _require_memory(self) -> None:
-        if not self.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
+        if not self.features & _MEMORY:
             self.require(Feature.RMA, "registering memory")
 
     def _close(self) -> None:

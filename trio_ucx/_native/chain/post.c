@@ -199,13 +199,19 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Reads or writes without UCX's puts and gets, and returns true, if that is possible. When it completes, it has
- * happened at the owner. */
-static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char *buffer, int memory)
+/* Whether a target's memory can be reached without UCX's puts, gets and atomics, with local memory of this kind. */
+static bool needs_no_ucx(const tu_target_t *target, int memory)
+{
+    return target->way.messages || (target->way.local != NULL && memory <= TU_MEMORY_HOST);
+}
+
+/* Reads, writes or does an atomic in that way. When it completes, it has happened at the owner. */
+static void transfer(tu_node_t *node, const tu_target_t *target, tu_transfer_kind_t kind, char *buffer, int memory,
+                     const tu_atomic_terms_t *atomic)
 {
     tu_transfer_params_t params = {
         .way    = &target->way,
-        .put    = put,
+        .kind   = kind,
         .late   = true,
         .buffer = buffer,
         .length = node->length,
@@ -217,10 +223,10 @@ static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char 
     tu_transfer_t *transfer;
     ucs_status_t status;
 
-    if (!target->way.messages && (target->way.local == NULL || memory > TU_MEMORY_HOST)) {
-        return false;
+    if (atomic != NULL) {
+        params.atomic = *atomic;
     }
-    node->stored = put;
+    node->stored = kind == TU_TRANSFER_PUT;
     node->state  = TU_CHAIN_POSTED; /* before the call, in which it may complete */
     node->chain->in_flight++;
     node->chain->worker->background.steps++;
@@ -229,7 +235,6 @@ static bool transfer(tu_node_t *node, const tu_target_t *target, bool put, char 
         node->chain->in_flight--;
         tu_node_completed(node, status);
     }
-    return true;
 }
 
 /* Gets what was chosen to the node's result. */
@@ -238,7 +243,8 @@ static void read_remote(tu_node_t *node, tu_target_t *target)
     int memory = node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST;
     ucp_request_param_t param;
 
-    if (transfer(node, target, false, node->result, memory)) {
+    if (needs_no_ucx(target, memory)) {
+        transfer(node, target, TU_TRANSFER_GET, node->result, memory, NULL);
         return;
     }
     begin_post(node, &param, memory);
@@ -275,7 +281,8 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
         done_at_once(node);
         return;
     }
-    if (transfer(node, target, true, (char *)data, node->request.memory)) {
+    if (needs_no_ucx(target, node->request.memory)) {
+        transfer(node, target, TU_TRANSFER_PUT, (char *)data, node->request.memory, NULL);
         return;
     }
     target->written = true;
@@ -289,6 +296,7 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
 {
     size_t size = node->request.size;
     char *reply = node->result;
+    tu_atomic_terms_t atomic;
     ucp_request_param_t param;
     tu_integer_t operand, swapped;
 
@@ -300,8 +308,18 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
         out_of_bounds(node, UCS_ERR_INVALID_PARAM);
         return;
     }
+    if (needs_no_ucx(target, TU_MEMORY_HOST)) {
+        atomic = (tu_atomic_terms_t){
+            .operation = node->request.atomic,
+            .operand   = (uint64_t)operand,
+            .swapped   = (uint64_t)swapped,
+        };
+        transfer(node, target, TU_TRANSFER_ATOMIC, reply, TU_MEMORY_HOST, &atomic);
+        return;
+    }
     tu_integer_store(node->operand, operand, size, false);
     tu_integer_store(reply, swapped, size, false);
+    node->placed = true;
     target->endpoint->atomics++;
     begin_post(node, &param, TU_MEMORY_HOST);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
@@ -395,10 +413,11 @@ static void follow_arrived(tu_node_t *node)
     }
 }
 
-/* Whether as many atomics are under way on its endpoint as may be. */
+/* Whether as many of UCX's atomics are under way on its endpoint as may be. */
 static bool is_full(const tu_target_t *target)
 {
-    return target->endpoint != NULL && target->endpoint->atomics >= target->atomics;
+    return target->endpoint != NULL && !needs_no_ucx(target, TU_MEMORY_HOST) &&
+           target->endpoint->atomics >= target->atomics;
 }
 
 /* Whether it must wait for a place among the atomics of its endpoint. _rma/atomics.py says why their number is limited. */
@@ -489,12 +508,13 @@ void tu_node_go_on(tu_node_t *node)
     tu_target_t *target = chain->targets[node->target];
     int kind            = node->request.kind;
 
-    if (kind == TU_CHAIN_ATOMIC && target->endpoint != NULL) {
+    if (node->placed && target->endpoint != NULL) {
         target->endpoint->atomics--;
         if (chain->worker->chains->places == TU_PLACES_AWAITED) {
             chain->worker->chains->places = TU_PLACES_FREE;
         }
     }
+    node->placed = false;
     if (node->status != UCS_OK) {
         if (node->flushing) {
             target->status = node->status; /* the flush was for other puts, too */

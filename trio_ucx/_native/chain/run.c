@@ -244,8 +244,17 @@ void tu_node_false(tu_node_t *node)
 
 void tu_chain_lost_less(tu_chain_t *chain)
 {
+    tu_operation_t *operation = chain->operation;
+
     chain->lost--;
-    if (chain->freed && !chain->running && chain->lost == 0) {
+    if (chain->running || chain->lost > 0) {
+        return;
+    }
+    chain->operation = NULL;
+    if (operation != NULL) {
+        tu_operation_done(operation, NULL, UCS_OK, 0, 0);
+    }
+    if (chain->freed) {
         tu_chain_destroy(chain);
     }
 }
@@ -326,18 +335,22 @@ static void end_run(tu_chain_t *chain)
 {
     tu_operation_t *operation = chain->operation;
     tu_chains_t *chains       = chain->worker->chains;
+    ucs_status_t status       = chain->cancelled ? UCS_ERR_CANCELED : UCS_OK;
 
     blame_flushes(chain);
     dequeue(chain);
-    chain->running   = false;
-    chain->operation = NULL;
+    chain->running = false;
     tu_list_remove(&chain->running_link);
     chain->worker->background.sequences--;
     if (tu_list_is_empty(&chains->running)) {
         tu_hook_remove(&chains->hook);
     }
-    if (operation != NULL) {
-        tu_operation_done(operation, NULL, chain->cancelled ? UCS_ERR_CANCELED : UCS_OK, chain->lost, 0);
+    tu_ring_unreserve(chain->worker);
+    if (operation != NULL && chain->lost > 0 && !chain->lost_for_good) {
+        tu_ring_append(chain->worker, TU_RECORD_RUN_OVER, operation->id, status, 0, 0, 0);
+    } else if (operation != NULL) {
+        chain->operation = NULL;
+        tu_operation_done(operation, NULL, status, chain->lost, 0);
     }
     if (chain->freed && chain->lost == 0) {
         tu_chain_destroy(chain);
@@ -543,15 +556,19 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (verdict != 0) {
         return verdict;
     }
+    if (!tu_ring_reserve(worker)) { /* for TU_RECORD_RUN_OVER */
+        return tu_post_end(&post, UCS_STATUS_PTR(UCS_ERR_NO_MEMORY));
+    }
     if (chain->room > 0) {
         memset(chain->ready, 0, (chain->room + 63) / 64 * sizeof(*chain->ready));
     }
-    chain->running    = true;
-    chain->cancelled  = false;
-    chain->blocked    = false;
-    chain->wake_at    = 0;
-    chain->unfinished = chain->count;
-    chain->cursor     = 0;
+    chain->running       = true;
+    chain->cancelled     = false;
+    chain->lost_for_good = false;
+    chain->blocked       = false;
+    chain->wake_at       = 0;
+    chain->unfinished    = chain->count;
+    chain->cursor        = 0;
     tu_list_prepend(&worker->chains->running, &chain->running_link);
     worker->background.sequences++;
     tu_hook_add(worker, &worker->chains->hook);
@@ -614,10 +631,11 @@ void tu_chain_cancel(tu_chain_t *chain)
     }
 }
 
-/* Gives up waiting for the requests of a target, which UCX will not complete. */
-static void lose(tu_chain_t *chain, uint32_t index)
+/* Gives up waiting for the requests of a target. */
+static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
 {
     tu_target_t *target = chain->targets[index];
+    uint32_t before     = chain->lost;
     uint32_t i;
 
     if (target->flushing) {
@@ -631,7 +649,8 @@ static void lose(tu_chain_t *chain, uint32_t index)
         tu_node_t *node = chain->nodes[i];
 
         if (node->state == TU_CHAIN_POSTED && !tu_list_is_linked(&node->completed_link) && node->target == index) {
-            node->lost = true;
+            node->lost   = true;
+            node->placed = false;
             chain->lost++;
             chain->in_flight--;
             if (node->flushing) {
@@ -640,10 +659,30 @@ static void lose(tu_chain_t *chain, uint32_t index)
             tu_node_fail(node, UCS_ERR_NOT_CONNECTED);
         }
     }
+    chain->lost_for_good |= for_good && chain->lost > before;
 }
 
-/* Nothing more is posted to the endpoint. UCX completes what it has, unless the endpoint has no error handling. */
-static void endpoint_closing(tu_endpoint_t *endpoint)
+/* The bytes of an endpoint's requests under way. */
+uint64_t tu_chains_under_way(tu_endpoint_t *endpoint)
+{
+    uint64_t bytes = 0;
+    tu_chain_t *chain;
+    uint32_t i;
+
+    TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
+        for (i = 0; chain->in_flight > 0 && i < chain->count; i++) {
+            const tu_node_t *node = chain->nodes[i];
+
+            if (node->state == TU_CHAIN_POSTED && chain->targets[node->target]->endpoint == endpoint) {
+                bytes += node->length;
+            }
+        }
+    }
+    return bytes;
+}
+
+/* Nothing more is posted to an endpoint, nor waited for unless UCX is about to complete it. */
+static void forget_endpoint(tu_endpoint_t *endpoint, bool completes)
 {
     tu_chain_t *chain;
     uint32_t i;
@@ -652,13 +691,23 @@ static void endpoint_closing(tu_endpoint_t *endpoint)
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
                 chain->targets[i]->endpoint = NULL;
-                if (!endpoint->error_handling) {
-                    lose(chain, i);
+                if (!completes) {
+                    lose(chain, i, !endpoint->error_handling);
                 }
                 enqueue(chain);
             }
         }
     }
+}
+
+static void endpoint_closing(tu_endpoint_t *endpoint)
+{
+    forget_endpoint(endpoint, endpoint->error_handling);
+}
+
+static void endpoint_lingers(tu_endpoint_t *endpoint)
+{
+    forget_endpoint(endpoint, false);
 }
 
 static void worker_destroyed(tu_worker_t *worker)
@@ -683,6 +732,7 @@ ucs_status_t tu_chains_open(tu_worker_t *worker)
     worker->chains                     = chains;
     chains->worker                     = worker;
     chains->extension.endpoint_closing = endpoint_closing;
+    chains->extension.endpoint_lingers = endpoint_lingers;
     chains->extension.worker_destroyed = worker_destroyed;
     tu_list_append(&worker->extensions, &chains->extension.link);
     tu_hook_init(&chains->hook, progress);

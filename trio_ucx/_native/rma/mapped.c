@@ -1,4 +1,4 @@
-/* Remote memory that this process has mapped: it is copied by load and store.
+/* Remote memory that this process has mapped: it is copied by load and store, and the processor does the atomics.
  *
  * Copies longer than TU_MAPPED_PIECE go on with the worker's progress, one piece at a time, so that other tasks can
  * run.
@@ -53,15 +53,57 @@ void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length)
     }
 }
 
+/* ---- atomics ---- */
+
+#define DEFINE_ATOMIC(type)                                                                                        \
+    static type atomic_##type(const tu_atomic_terms_t *atomic, type *at)                                           \
+    {                                                                                                              \
+        type operand = (type)atomic->operand;                                                                      \
+                                                                                                                   \
+        switch (atomic->operation) {                                                                               \
+        case TU_ATOMIC_ADD:                                                                                        \
+            return __atomic_fetch_add(at, operand, __ATOMIC_SEQ_CST);                                              \
+        case TU_ATOMIC_AND:                                                                                        \
+            return __atomic_fetch_and(at, operand, __ATOMIC_SEQ_CST);                                              \
+        case TU_ATOMIC_OR:                                                                                         \
+            return __atomic_fetch_or(at, operand, __ATOMIC_SEQ_CST);                                               \
+        case TU_ATOMIC_XOR:                                                                                        \
+            return __atomic_fetch_xor(at, operand, __ATOMIC_SEQ_CST);                                              \
+        case TU_ATOMIC_SWAP:                                                                                       \
+            return __atomic_exchange_n(at, operand, __ATOMIC_SEQ_CST);                                             \
+        default:                                                                                                   \
+            __atomic_compare_exchange_n(at, &operand, (type)atomic->swapped, false, __ATOMIC_SEQ_CST,              \
+                                        __ATOMIC_SEQ_CST);                                                         \
+            return operand; /* now what was there */                                                               \
+        }                                                                                                          \
+    }
+
+DEFINE_ATOMIC(uint32_t)
+DEFINE_ATOMIC(uint64_t)
+
+/* Does an atomic to an aligned integer of 4 or 8 bytes. Returns what was there before. */
+uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length)
+{
+    return length == 4 ? atomic_uint32_t(atomic, (uint32_t *)(void *)at) :
+                         atomic_uint64_t(atomic, (uint64_t *)(void *)at);
+}
+
 /* ---- copies that go on ---- */
 
-/* Copies one piece of the next transfer. */
+/* Copies one piece of the next transfer, or does the atomic that it is. */
 static unsigned copy_piece(tu_hook_t *hook)
 {
     tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
     tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
     uint64_t length         = transfer->length - transfer->copied;
+    uint64_t old;
 
+    if (transfer->kind == TU_TRANSFER_ATOMIC) {
+        old = tu_mapped_atomic(&transfer->atomic, transfer->local, transfer->length);
+        tu_transfer_store_integer(transfer->buffer, old, transfer->length);
+        tu_transfer_conclude(transfer, UCS_OK);
+        return 1;
+    }
     length = length < TU_MAPPED_PIECE ? length : TU_MAPPED_PIECE;
     tu_mapped_copy(transfer->kind == TU_TRANSFER_PUT, transfer->buffer + transfer->copied,
                    transfer->local + transfer->copied, length);

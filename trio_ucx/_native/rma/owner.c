@@ -1,4 +1,4 @@
-/* The owner's side of remote memory: answers the requests by which peers get and put it.
+/* The owner's side of remote memory: answers the requests by which peers get and put it, and do atomics on it.
  *
  * Everything in a request is checked: the kind, the token of the memory, the access rights, the range. Answers in
  * flight hold the memory, so that it is not unmapped meanwhile, and are counted for each peer. When a peer goes away,
@@ -22,7 +22,7 @@ struct tu_served {
     ucp_mem_h memory;
     char *address;
     uint64_t length;
-    bool readable, writable;
+    unsigned access;           /* TU_ACCESS_... */
     unsigned uses;             /* requests in flight */
     bool withdrawn;
 };
@@ -42,7 +42,8 @@ typedef struct service {
     load_t *load;
     ucp_ep_h ep;
     uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
-    tu_remote_answer_t answer; /* UCX sends it from here */
+    tu_remote_answer_t answer; /* UCX sends it from here, and an atomic's old value */
+    tu_le64_t old;
 } service_t;
 
 /* The memory of all contexts; workers of several threads read it. */
@@ -62,9 +63,9 @@ static tu_list_t *bucket_of(const char *token)
     return bucket;
 }
 
-/* Lets peers that know the token (random bytes) get and put memory. NULL: there is no memory for this. */
+/* Lets peers that know the token (random bytes) use memory as `access` says. NULL: there is no memory for this. */
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
-                             uint64_t length, bool readable, bool writable)
+                             uint64_t length, unsigned access)
 {
     tu_served_t *served = tu_calloc(1, sizeof(*served));
 
@@ -76,8 +77,7 @@ tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char
     served->memory   = memory;
     served->address  = (char *)(uintptr_t)address;
     served->length   = length;
-    served->readable = readable;
-    served->writable = writable;
+    served->access   = access;
     pthread_mutex_lock(&mutex);
     tu_list_prepend(bucket_of(token), &served->link);
     pthread_mutex_unlock(&mutex);
@@ -128,7 +128,7 @@ static tu_served_t *find(const char *token)
 }
 
 /* Finds and holds the memory of a request, or returns why it is refused. */
-static ucs_status_t hold(const tu_remote_request_t *request, bool put, uint64_t length, tu_served_t **out)
+static ucs_status_t hold(const tu_remote_request_t *request, unsigned access, uint64_t length, tu_served_t **out)
 {
     uint64_t offset     = tu_le64_to(request->offset);
     ucs_status_t status = UCS_ERR_NO_ELEM;
@@ -137,7 +137,7 @@ static ucs_status_t hold(const tu_remote_request_t *request, bool put, uint64_t 
     *out = NULL;
     pthread_mutex_lock(&mutex);
     served = find(request->token);
-    if (served != NULL && (put ? served->writable : served->readable)) {
+    if (served != NULL && (served->access & access) != 0) {
         status = UCS_ERR_INVALID_ADDR;
         if (length > 0 && length <= served->length && offset <= served->length - length) {
             served->uses++;
@@ -347,7 +347,7 @@ static void put_received(void *request, ucs_status_t status, size_t length, void
 static void get(service_t *service, const tu_remote_request_t *request)
 {
     uint64_t length     = tu_le64_to(request->length);
-    ucs_status_t status = hold(request, false, length, &service->served);
+    ucs_status_t status = hold(request, TU_ACCESS_READ, length, &service->served);
     unsigned flags      = length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
                                   UCP_AM_SEND_FLAG_RNDV :
                                   UCP_AM_SEND_FLAG_EAGER;
@@ -363,7 +363,7 @@ static ucs_status_t put(service_t *service, const tu_remote_request_t *request, 
                         const ucp_am_recv_param_t *param)
 {
     bool rendezvous           = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-    ucs_status_t status       = hold(request, true, length, &service->served);
+    ucs_status_t status       = hold(request, TU_ACCESS_WRITE, length, &service->served);
     ucp_request_param_t taken = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
         .cb.recv_am   = put_received,
@@ -393,6 +393,45 @@ static ucs_status_t put(service_t *service, const tu_remote_request_t *request, 
     return UCS_OK;
 }
 
+/* Does the atomic of a request, if that is one and is allowed. */
+static ucs_status_t do_atomic(service_t *service, const tu_remote_request_t *request, const void *data, size_t length)
+{
+    uint64_t size            = tu_le64_to(request->length);
+    tu_atomic_terms_t atomic = {.operation = request->flags};
+    tu_remote_operands_t operands;
+    ucs_status_t status;
+    char *at;
+
+    if (length != sizeof(operands) || (size != 4 && size != 8) || atomic.operation > TU_ATOMIC_XOR) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    status = hold(request, TU_ACCESS_ATOMIC, size, &service->served);
+    if (status != UCS_OK) {
+        return status;
+    }
+    at = service->served->address + tu_le64_to(request->offset);
+    if ((uintptr_t)at % size == 0) {
+        memcpy(&operands, data, sizeof(operands));
+        atomic.operand = tu_le64_to(operands.operand);
+        atomic.swapped = tu_le64_to(operands.swapped);
+        service->old   = tu_le64_from(tu_mapped_atomic(&atomic, at, size));
+    } else {
+        status = UCS_ERR_INVALID_ADDR;
+    }
+    release(service->worker->rma, service->served);
+    service->served = NULL; /* the answer does not use it */
+    return status;
+}
+
+static ucs_status_t atomic(service_t *service, const tu_remote_request_t *request, const void *data, size_t length,
+                           bool rendezvous)
+{
+    ucs_status_t status = rendezvous ? UCS_ERR_INVALID_PARAM : do_atomic(service, request, data, length);
+
+    answer(service, status, &service->old, status == UCS_OK ? sizeof(service->old) : 0, UCP_AM_SEND_FLAG_EAGER);
+    return rendezvous ? status : UCS_OK;
+}
+
 /* A message from any peer: a request, or an answer to a request of this worker. */
 static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                     const ucp_am_recv_param_t *param)
@@ -411,8 +450,11 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
         }
     } else if (header_length == sizeof(request) && (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP)) {
         memcpy(&request, header, sizeof(request));
-        if (request.kind == TU_REMOTE_GET || request.kind == TU_REMOTE_PUT) {
+        if (request.kind == TU_REMOTE_GET || request.kind == TU_REMOTE_PUT || request.kind == TU_REMOTE_ATOMIC) {
             service = begin(rma, &request, param);
+            if (service != NULL && request.kind == TU_REMOTE_ATOMIC) {
+                return atomic(service, &request, data, length, rendezvous);
+            }
             if (service != NULL && request.kind == TU_REMOTE_PUT) {
                 return put(service, &request, data, length, param);
             }
@@ -427,7 +469,8 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 
 ucs_status_t tu_owner_open(tu_rma_t *rma)
 {
-    const uint64_t needed = UCP_FEATURE_RMA | UCP_FEATURE_AM;
+    const uint64_t memory = UCP_FEATURE_RMA | UCP_FEATURE_AMO32 | UCP_FEATURE_AMO64;
+    uint64_t features     = rma->worker->context->features;
     size_t i;
 
     tu_list_init(&rma->services);
@@ -435,7 +478,7 @@ ucs_status_t tu_owner_open(tu_rma_t *rma)
         tu_list_init(&rma->loads[i]);
     }
     tu_hook_init(&rma->unused_hook, tell_unused);
-    if ((rma->worker->context->features & needed) != needed) {
+    if ((features & UCP_FEATURE_AM) == 0 || (features & memory) == 0) {
         return UCS_OK;
     }
     return tu_am_handle(rma->worker, TU_REMOTE_AM_ID, message_arrived, rma);

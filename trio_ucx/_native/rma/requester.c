@@ -53,9 +53,19 @@ ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, 
     if (status != UCS_OK) {
         return status;
     }
-    request->kind = transfer->kind == TU_TRANSFER_PUT ? TU_REMOTE_PUT : TU_REMOTE_GET;
-    if (transfer->kind == TU_TRANSFER_GET && transfer->memory > TU_MEMORY_HOST) {
-        request->flags = TU_REMOTE_RENDEZVOUS;
+    switch (transfer->kind) {
+    case TU_TRANSFER_ATOMIC:
+        request->kind              = TU_REMOTE_ATOMIC;
+        request->flags             = (uint8_t)transfer->atomic.operation;
+        transfer->operands.operand = tu_le64_from(transfer->atomic.operand);
+        transfer->operands.swapped = tu_le64_from(transfer->atomic.swapped);
+        break;
+    case TU_TRANSFER_PUT:
+        request->kind = TU_REMOTE_PUT;
+        break;
+    default:
+        request->kind  = TU_REMOTE_GET;
+        request->flags = transfer->memory > TU_MEMORY_HOST ? TU_REMOTE_RENDEZVOUS : 0;
     }
     request->nonce  = tu_le64_from(transfer->endpoint->transfers.nonce);
     request->offset = tu_le64_from(offset);
@@ -71,7 +81,7 @@ static void request_left(tu_transfer_t *transfer, ucs_status_t status)
         tu_transfer_conclude(transfer, transfer->status);
     } else if (status != UCS_OK) {
         tu_transfer_conclude(transfer, status);
-    } else if (transfer->kind == TU_TRANSFER_PUT && !transfer->late) {
+    } else if (transfer->kind != TU_TRANSFER_GET && !transfer->late) {
         tu_transfer_tell(transfer, UCS_OK);
     }
 }
@@ -86,7 +96,8 @@ void tu_requester_send(tu_transfer_t *transfer)
 {
     tu_endpoint_t *endpoint   = transfer->endpoint;
     tu_rma_t *rma             = endpoint->worker->rma;
-    bool put                  = transfer->kind == TU_TRANSFER_PUT;
+    const void *data          = NULL;
+    uint64_t length           = 0;
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
         .flags        = UCP_AM_SEND_FLAG_REPLY,
@@ -95,9 +106,16 @@ void tu_requester_send(tu_transfer_t *transfer)
     };
     ucs_status_ptr_t answer;
 
-    if (put) {
+    if (transfer->kind == TU_TRANSFER_PUT) {
+        data   = transfer->buffer;
+        length = transfer->length;
         tu_set_memory(&param, transfer->memory);
-        param.flags |= transfer->length > EAGER_PUT ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
+        param.flags |= length > EAGER_PUT ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
+    } else if (transfer->kind == TU_TRANSFER_ATOMIC) {
+        data   = &transfer->operands;
+        length = sizeof(transfer->operands);
+        tu_set_memory(&param, TU_MEMORY_HOST);
+        param.flags |= UCP_AM_SEND_FLAG_EAGER;
     }
     transfer->id         = ++rma->last_id;
     transfer->request.id = tu_le64_from(transfer->id);
@@ -106,7 +124,7 @@ void tu_requester_send(tu_transfer_t *transfer)
     endpoint->transfers.begun++;
     tu_list_prepend(bucket_of(rma, transfer->id), &transfer->awaiting_link);
     answer = ucp_am_send_nbx(endpoint->ep, TU_REMOTE_AM_ID, &transfer->request, sizeof(transfer->request),
-                             put ? transfer->buffer : NULL, put ? transfer->length : 0, &param);
+                             data, length, &param);
     if (!UCS_PTR_IS_PTR(answer)) {
         request_left(transfer, UCS_PTR_RAW_STATUS(answer));
     }
@@ -159,6 +177,17 @@ static ucs_status_t refusal(uint8_t status)
     }
 }
 
+/* Takes the answer to an atomic. */
+static void take_old_value(tu_transfer_t *transfer, const void *data, size_t length, bool rendezvous)
+{
+    if (rendezvous || length != sizeof(tu_le64_t)) {
+        tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR);
+        return;
+    }
+    tu_transfer_store_integer(transfer->buffer, tu_le64_load(data), transfer->length);
+    tu_transfer_conclude(transfer, UCS_OK);
+}
+
 /* Checks and takes an answer. It may come from a peer that only claims to be the owner. */
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length, bool rendezvous)
 {
@@ -171,6 +200,8 @@ void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void
         tu_transfer_conclude(transfer, refusal(answer->status));
     } else if (transfer->kind == TU_TRANSFER_PUT) {
         tu_transfer_conclude(transfer, UCS_OK);
+    } else if (transfer->kind == TU_TRANSFER_ATOMIC) {
+        take_old_value(transfer, data, length, rendezvous);
     } else if (length != transfer->length || (!rendezvous && transfer->memory > TU_MEMORY_HOST)) {
         tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR);
     } else if (!rendezvous) {

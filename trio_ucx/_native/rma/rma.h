@@ -1,7 +1,8 @@
-/* Remote memory between two trio_ucx peers, without UCX's own puts and gets, as far as the rest of the C code needs it.
+/* Remote memory between two trio_ucx peers, without UCX's own puts, gets and atomics, as far as the rest of the C code
+ * needs it.
  *
- *   transfer.c    puts and gets in the order of their posting; fences, flushes, cancelling
- *   mapped.c      memory that this process has mapped: load and store
+ *   transfer.c    puts, gets and atomics in the order of their posting; fences, flushes, cancelling
+ *   mapped.c      memory that this process has mapped: load, store, and the processor's atomics
  *   requester.c   memory that it has not: messages to the owner, and its answers
  *   owner.c       the owner's side: memory that peers may use, and answers to them
  *   memory.c      registered memory and remote keys; UCX's own puts, gets and atomics
@@ -16,14 +17,30 @@
 /* Called when a transfer has completed: its buffer belongs to the caller again. */
 typedef void (*tu_transfer_done_t)(void *owner, ucs_status_t status);
 
-/* A put or get that is to begin. A put completes when its buffer is free; with `late`, when it has happened at the
- * memory's owner. */
+typedef enum tu_transfer_kind {
+    TU_TRANSFER_GET,
+    TU_TRANSFER_PUT,
+    TU_TRANSFER_ATOMIC,
+    TU_TRANSFER_FLUSH,
+    TU_TRANSFER_WHOLE,         /* a long transfer by messages: its parts are in the endpoint's list, it is not */
+} tu_transfer_kind_t;
+
+/* What an atomic does to an integer. Of smaller integers the low bits count. */
+typedef struct tu_atomic_terms {
+    int operation;             /* TU_ATOMIC_... */
+    uint64_t operand;          /* of a compare-and-swap: what it compares with */
+    uint64_t swapped;          /* what a compare-and-swap stores */
+} tu_atomic_terms_t;
+
+/* A put, get or atomic that is to begin. A put completes when its buffer is free, an atomic when its request has left;
+ * with `late`, when it has happened at the memory's owner. */
 typedef struct tu_transfer_params {
     const tu_way_t *way;
-    bool put;
+    tu_transfer_kind_t kind;
     bool late;
-    char *buffer;
-    uint64_t length;
+    char *buffer;              /* of an atomic: where the old value goes; NULL unless it is late */
+    uint64_t length;           /* of an atomic: 4 or 8 */
+    tu_atomic_terms_t atomic;
     int memory;                /* the kind of memory of `buffer` */
     uint64_t offset;           /* in the remote memory */
     tu_transfer_done_t done;

@@ -1,5 +1,5 @@
-/* Puts and gets without UCX's own, in the order of their posting: by load and store if this process has mapped the
- * memory (mapped.c), else by messages to its owner (requester.c).
+/* Puts, gets and atomics without UCX's own, in the order of their posting: by load, store and the processor's atomics if
+ * this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
  *
  * An endpoint's transfers are in a list until they have happened at the owner. They begin in the order of the list, up
  * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry
@@ -8,6 +8,8 @@
  * A transfer by messages that is longer than the way's `part` is a WHOLE: it is not in the list itself, but its parts
  * are, as transfers like others.
  */
+#include <string.h>
+
 #include "rma/transfer.h"
 
 static void advance(tu_endpoint_t *endpoint);
@@ -95,6 +97,16 @@ static void leave(tu_transfer_t *transfer)
     transfer->endpoint = NULL;
 }
 
+/* Stores the old value of an atomic's integer. NULL: nobody wants it. */
+void tu_transfer_store_integer(char *to, uint64_t value, uint64_t length)
+{
+    uint32_t four = (uint32_t)value;
+
+    if (to != NULL) {
+        memcpy(to, length == 4 ? (const void *)&four : (const void *)&value, length);
+    }
+}
+
 static void dispose(tu_transfer_t *transfer)
 {
     tu_list_remove(&transfer->all_link);
@@ -126,7 +138,8 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
         } else if (transfer->state == TU_TRANSFER_COPYING) {
             tu_mapped_end(transfer);
         }
-        if (status != UCS_OK && transfer->kind == TU_TRANSFER_PUT && transfer->done == NULL && endpoint != NULL) {
+        if (status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
+            (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC)) {
             endpoint->transfers.put_status = status; /* the next flush of the memory reports it */
         }
         leave(transfer);
@@ -182,8 +195,7 @@ static void advance(tu_endpoint_t *endpoint)
 /* Adds a transfer to the endpoint's list; by messages if `local` is NULL. */
 static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, char *local, tu_transfer_t **out)
 {
-    tu_transfer_t *transfer = enter(endpoint, params->put ? TU_TRANSFER_PUT : TU_TRANSFER_GET, params->done,
-                                    params->owner);
+    tu_transfer_t *transfer = enter(endpoint, params->kind, params->done, params->owner);
     ucs_status_t status;
 
     if (transfer == NULL) {
@@ -193,6 +205,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->buffer = params->buffer;
     transfer->length = params->length;
     transfer->memory = params->memory;
+    transfer->atomic = params->atomic;
     transfer->local  = local;
     status           = local != NULL ? UCS_OK : tu_requester_prepare(transfer, params->way, params->offset);
     if (status != UCS_OK) {
@@ -265,7 +278,12 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
     }
     if (local != NULL && params->length <= TU_MAPPED_PIECE && transfers->waiting == NULL &&
         !(transfers->fence && !tu_list_is_empty(&transfers->list))) {
-        tu_mapped_copy(params->put, params->buffer, local, params->length);
+        if (params->kind == TU_TRANSFER_ATOMIC) {
+            tu_transfer_store_integer(params->buffer, tu_mapped_atomic(&params->atomic, local, params->length),
+                                      params->length);
+        } else {
+            tu_mapped_copy(params->kind == TU_TRANSFER_PUT, params->buffer, local, params->length);
+        }
         return UCS_OK;
     }
     if (local == NULL && way->part > 0 && params->length > way->part && on_host) {
@@ -328,10 +346,47 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
     }
     params = (tu_transfer_params_t){
         .way    = way,
-        .put    = put,
+        .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
         .buffer = buffers->addresses[0],
         .length = buffers->lengths[0],
         .memory = buffers->memory,
+        .offset = offset,
+        .done   = operation_done,
+        .owner  = post.operation,
+    };
+    status = tu_transfer_begin(endpoint, &params, &transfer);
+    return status == UCS_INPROGRESS ? pending(&post, transfer) : tu_post_end(&post, UCS_STATUS_PTR(status));
+}
+
+/* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
+ * value goes, `length` bytes that must stay until the operation is over; NULL: the operation is over when the request
+ * has left. Returns a verdict. */
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
+                           uint64_t operand, uint64_t swapped, void *old, uint64_t offset)
+{
+    tu_transfer_params_t params;
+    tu_transfer_t *transfer;
+    ucs_status_t status;
+    tu_post_t post;
+    int64_t verdict;
+
+    if ((length != 4 && length != 8) || offset > way->length || length > way->length - offset ||
+        operation < TU_ATOMIC_ADD || operation > TU_ATOMIC_XOR ||
+        (way->local != NULL && (uintptr_t)(way->local + offset) % length != 0)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    verdict = tu_post_begin(&post, endpoint->worker, NULL);
+    if (verdict != 0) {
+        return verdict;
+    }
+    params = (tu_transfer_params_t){
+        .way    = way,
+        .kind   = TU_TRANSFER_ATOMIC,
+        .late   = old != NULL,
+        .buffer = old,
+        .length = length,
+        .atomic = {.operation = operation, .operand = operand, .swapped = swapped},
+        .memory = TU_MEMORY_HOST,
         .offset = offset,
         .done   = operation_done,
         .owner  = post.operation,

@@ -11,6 +11,7 @@
 #define TU_REMOTE_GET 1
 #define TU_REMOTE_PUT 2
 #define TU_REMOTE_ANSWER 3
+#define TU_REMOTE_ATOMIC 4
 
 /* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
@@ -22,7 +23,7 @@
 /* The heads of the active messages, as they go over the wire. */
 typedef struct tu_remote_request {
     uint8_t kind;
-    uint8_t flags;
+    uint8_t flags;             /* of an atomic: TU_ATOMIC_... */
     uint8_t reserved[6];
     tu_le64_t id;
     tu_le64_t nonce;           /* of the endpoint; only its peer knows it */
@@ -39,15 +40,15 @@ typedef struct tu_remote_answer {
     tu_le64_t nonce;
 } tu_remote_answer_t;
 
+/* The data of an atomic's request. The data of its answer is the old value, as a tu_le64_t. */
+typedef struct tu_remote_operands {
+    tu_le64_t operand;
+    tu_le64_t swapped;
+} tu_remote_operands_t;
+
+_Static_assert(sizeof(tu_remote_operands_t) == 16, "docs/wire.md");
 _Static_assert(sizeof(tu_remote_request_t) == 56, "docs/wire.md");
 _Static_assert(sizeof(tu_remote_answer_t) == 24, "docs/wire.md");
-
-typedef enum tu_transfer_kind {
-    TU_TRANSFER_GET,
-    TU_TRANSFER_PUT,
-    TU_TRANSFER_FLUSH,
-    TU_TRANSFER_WHOLE,         /* a long transfer by messages: its parts are in the endpoint's list, it is not */
-} tu_transfer_kind_t;
 
 typedef enum tu_transfer_state {
     TU_TRANSFER_WAITING,
@@ -79,8 +80,10 @@ struct tu_transfer {
     uint64_t copied;
     ucs_status_t status;
     uint64_t parts;            /* of a WHOLE: those that are not over */
+    tu_atomic_terms_t atomic;
     uint64_t id;               /* of its request */
-    tu_remote_request_t request; /* UCX sends it from here */
+    tu_remote_request_t request; /* UCX sends it from here, and the operands */
+    tu_remote_operands_t operands;
 };
 
 /* A worker's remote memory, both sides. */
@@ -101,6 +104,7 @@ struct tu_rma {
  * too. Tell calls `done` now. */
 void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status);
 void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status);
+void tu_transfer_store_integer(char *to, uint64_t value, uint64_t length);
 
 /* mapped.c */
 #define TU_MAPPED_PIECE (1024 * 1024)
@@ -108,6 +112,7 @@ void tu_mapped_open(tu_rma_t *rma);
 void tu_mapped_close(tu_rma_t *rma);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
+uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
 void tu_mapped_begin(tu_transfer_t *transfer);
 void tu_mapped_end(tu_transfer_t *transfer);
 

@@ -224,12 +224,14 @@ class Target:
         if self.core.problem() is not None:
             return
         try:
-            if self.atomic:
+            self.way = await (
+                self.thing._reach_without_ucx() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
+            )
+            if self.way is not None:
+                self.core = self.way.core
+            else:
                 self.core = self.thing._chain_atomics_endpoint()
                 await connect(self.core)
-            else:
-                self.way = await self.thing._reach(lib.TU_MEMORY_HOST)
-                self.core = self.way.core
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # its requests say so
 
@@ -243,12 +245,11 @@ class Target:
         if isinstance(self.thing, Endpoint):
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
             return None
-        if self.atomic:
+        if self.way is None:
             key = self.thing._key(ATOMICS, core)
             limit = LIMIT_OVER_TCP if core.over_tcp() else LIMIT
             lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, ffi.NULL)
             return key
-        assert self.way is not None
         handle = ffi.NULL if self.way.key is None else self.way.key.handle
         lib.tu_chain_bind(native, self.index, core.handle, handle, 0, self.way.native)
         return self.way.key

@@ -104,6 +104,9 @@ class InFlight(Protocol):
     def complete(self, status: int, length: int, tag: int) -> None:
         """UCX has completed it."""
 
+    def conclude(self, status: int, length: int, tag: int) -> None:
+        """Ends the wait for it with what came of it; UCX completes it later, or has."""
+
     def finish(self, result: Outcome[Any]) -> None:
         """Ends the wait for it, whatever UCX does."""
 

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import attrs
 import trio
 
-from .pending import Signal
+from .pending import Pending, Signal
 
 #: Seconds that an endpoint lingers whose peer has closed, aborted or vanished: with little under way, and with much.
 AFTER_PEER, AFTER_PEER_WITH_MUCH = 1.0, 5.0
@@ -34,11 +35,22 @@ class ClosedEndpoint(Protocol):
     def pending(self) -> Collection[object]:
         """Its operations that have not ended."""
 
-    def has_unsent(self, handle: Any) -> bool:
-        """Whether UCX has something to write that the sockets have not taken yet."""
+    def begin_flush(self, handle: Any) -> Pending | None:
+        """Begins to flush UCX's endpoint; None: there is nothing to be written any more, or it cannot be found out."""
 
     def close_native(self, handle: Any) -> None:
         """Closes UCX's endpoint by force."""
+
+
+@attrs.define
+class _Entry:
+    #: UCX's endpoint.
+    handle: Any
+    #: When it is closed.
+    closes: float
+    #: The latest time for that, if it is closed as soon as nothing is under way.
+    latest: float | None
+    flush: Pending | None = None
 
 
 class Lingering:
@@ -56,14 +68,13 @@ class Lingering:
 
     def __init__(self, progress: Callable[[], None]) -> None:
         self._progress = progress
-        #: UCX's endpoint of each, when it is closed, and the latest time for that if it is closed as soon as nothing is
-        #: under way; in the order in which they were added.
-        self._endpoints: dict[ClosedEndpoint, tuple[Any, float, float | None]] = {}
+        #: In the order in which they were added.
+        self._endpoints: dict[ClosedEndpoint, _Entry] = {}
         self._ended: list[Signal] = []
 
     async def wait_ended(self) -> None:
         """Waits until none lingers, except for those that only wait for the network."""
-        while due := [closes for _, closes, _ in self._endpoints.values() if closes > time.monotonic()]:
+        while due := [entry.closes for entry in self._endpoints.values() if entry.closes > time.monotonic()]:
             ended = Signal()
             self._ended.append(ended)
             with trio.move_on_after(min(due) - time.monotonic()):
@@ -76,41 +87,46 @@ class Lingering:
     @property
     def drains(self) -> bool:
         """Whether one of them goes on until its operations have ended."""
-        return any(latest is not None for _, _, latest in self._endpoints.values())
+        return any(entry.latest is not None for entry in self._endpoints.values())
 
     def add(self, core: ClosedEndpoint, handle: Any, seconds: float, until_drained: bool) -> None:
         now = time.monotonic()
-        self._endpoints[core] = handle, now + seconds, now + MOST_BEFORE_PEER if until_drained else None
+        self._endpoints[core] = _Entry(handle, now + seconds, now + MOST_BEFORE_PEER if until_drained else None)
         if len(self._endpoints) > MAX_LINGERING:
             self.close_one(next(iter(self._endpoints)))
 
     def close_one(self, core: ClosedEndpoint) -> None:
         """Closes one now. If it does not linger: no effect."""
         if core in self._endpoints:
-            handle, _, _ = self._endpoints.pop(core)
-            core.close_native(handle)
+            core.close_native(self._endpoints.pop(core).handle)
             self._progress()
             while not self._endpoints and self._ended:
                 self._ended.pop().set()
 
     def operation_ended(self, core: ClosedEndpoint) -> None:
         """One of its operations has ended."""
-        handle, _, latest = self._endpoints.get(core, (None, 0.0, None))
-        if latest is not None and core.pending:
-            self._endpoints[core] = handle, min(time.monotonic() + BEFORE_PEER, latest), latest
-        elif latest is not None:
+        entry = self._endpoints.get(core)
+        if entry is None or entry.latest is None:
+            return
+        if core.pending:
+            entry.closes = min(time.monotonic() + BEFORE_PEER, entry.latest)
+        else:
             self.close_one(core)
 
     def close_due(self) -> None:
         """Closes those whose time is over."""
         now = time.monotonic()
-        for core in [core for core, (_, closes, _) in self._endpoints.items() if closes <= now]:
-            if core not in self._endpoints:  # closing one may end another
-                continue
-            handle, closes, latest = self._endpoints[core]
-            if latest is None and now <= closes + MOST_UNSENT and core.has_unsent(handle):
-                continue
-            self.close_one(core)
+        for core, entry in list(self._endpoints.items()):
+            if entry.closes <= now and not self._has_unsent(core, entry, now):
+                self.close_one(core)  # it may be closed already: closing one may end another
+
+    def _has_unsent(self, core: ClosedEndpoint, entry: _Entry, now: float) -> bool:
+        """Whether it waits for the network to take what UCX has to write."""
+        if entry.latest is not None or core not in self._endpoints:
+            return False
+        if entry.flush is None:
+            entry.flush = core.begin_flush(entry.handle)
+        return entry.flush is not None and entry.flush.outcome is None and now <= entry.closes + MOST_UNSENT
 
     def close_all(self) -> None:
         for core in list(self._endpoints):

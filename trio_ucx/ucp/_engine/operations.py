@@ -69,6 +69,10 @@ class Operation(Pending):
     def complete(self, status: int, length: int, tag: int) -> None:
         """UCX is done with it. Called once, by the engine."""
         self.release()
+        self.conclude(status, length, tag)
+
+    def conclude(self, status: int, length: int, tag: int) -> None:
+        """Finishes with what came of it. UCX completes it later, or has."""
         if status == Status.OK:
             try:
                 value = self.value(length, tag)
@@ -195,7 +199,6 @@ class EndpointCore:
         "error",
         "exposed",
         "facade",
-        "flush",
         "forcible",
         "handle",
         "id",
@@ -258,8 +261,6 @@ class EndpointCore:
         self.unflushed = False
         #: Whether an operation of the user's has reported that it broke: then closing it need not.
         self.told = False
-        #: The latest flush that :meth:`has_unsent` has begun.
-        self.flush: Operation | None = None
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
         engine.endpoints[id] = self
@@ -469,25 +470,27 @@ class EndpointCore:
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
     def _much_under_way(self) -> bool:
-        return sum(operation.pins.size for operation in self.pending if operation.pins) > MUCH
+        sent = sum(operation.pins.size for operation in self.pending if operation.pins)
+        return sent > MUCH or lib.tu_chains_under_way(self.handle) > MUCH
 
     def _linger(self, seconds: float, *, until_drained: bool) -> None:
         if self.forcible:
+            lib.tu_endpoint_linger(self.handle)
             self.engine.lingering.add(self, self._let_go(), seconds, until_drained)
             self.engine.watch_events()
+            self.engine.progress()  # request chains go on without it
         else:
             self._force_close()
 
-    def has_unsent(self, handle: Any) -> bool:
-        """Whether UCX has something to write that the sockets have not taken yet."""
-        if self.flush is None or self.flush.outcome is not None:
-            verdict = lib.tu_endpoint_flush(handle)
-            if verdict <= 0:
-                return False
-            self.flush = Operation(self.engine, verdict, None, "flushing an endpoint")
-            self.flush.detach()
-            self.engine.progress()
-        return self.flush.outcome is None
+    def begin_flush(self, handle: Any) -> Pending | None:
+        """Begins to flush UCX's endpoint; None: there is nothing to be written any more, or it cannot be found out."""
+        verdict = lib.tu_endpoint_flush(handle)
+        if verdict <= 0:
+            return None
+        flush = Operation(self.engine, verdict, None, "flushing an endpoint")
+        flush.detach()
+        self.engine.progress()
+        return flush
 
     def close_native(self, handle: Any) -> None:
         verdict = lib.tu_endpoint_close(handle)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Access(enum.IntFlag):
     """What peers may do with registered memory."""
 
-    READ = 1
-    WRITE = 2
-    ATOMIC = 4
+    READ = lib.TU_ACCESS_READ
+    WRITE = lib.TU_ACCESS_WRITE
+    ATOMIC = lib.TU_ACCESS_ATOMIC
     ALL = 7
 
 
@@ -48,7 +48,7 @@ _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 #: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the token; the
 #: lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
 _DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQ16sII")
-_MAGIC, _VERSION = b"TURM", 2
+_MAGIC, _VERSION = b"TURM", 3
 #: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
@@ -396,8 +396,7 @@ def _map(
     memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
     if on_host and context.serves_memory:
         memory._token = os.urandom(lib.TU_TOKEN_SIZE)
-        readable, writable = Access.READ in access, Access.WRITE in access
-        memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, readable, writable)
+        memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access)
         if memory._served == ffi.NULL:
             lib.tu_memory_unmap(native, out[0])
             memory._handle = memory._served = None

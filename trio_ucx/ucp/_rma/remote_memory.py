@@ -41,15 +41,23 @@ from .ways import Key, Way, connect, find_way, try_connect
 
 
 class _Transfer(Operation):
-    """A put or a get under way: holds the key."""
+    """A put, a get or an atomic under way, not by UCX's atomics: holds the key, and where an old value goes."""
 
-    __slots__ = ("_key",)
+    __slots__ = ("_key", "_old")
 
     def __init__(
-        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None, key: Key | None
+        self,
+        engine: Engine,
+        id: int,
+        pins: Pinned | None,
+        doing: str,
+        core: EndpointCore | None,
+        key: Key | None,
+        old: Any = None,
     ) -> None:
         super().__init__(engine, id, pins, doing, core)
         self._key = key
+        self._old = old
         if key is not None:
             key.hold()
 
@@ -65,8 +73,8 @@ class _Transfer(Operation):
             self._key.let_go()
 
 
-class _Atomic(Operation):
-    """An atomic under way: holds the key, its words, and a place in the atomics endpoint's window."""
+class _UCXAtomic(Operation):
+    """An atomic of UCX's under way: holds the key, its words, and a place in the atomics endpoint's window."""
 
     __slots__ = ("_fetches", "_key", "_window", "_words")
 
@@ -370,6 +378,27 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine = self._core.engine
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
+        way = await self._reach_without_ucx()
+        if way is None:
+            return await self._atomic_by_ucx(kind, size, operand, reply, offset, fetch)
+        core, key = way.core, way.key
+        core.check()
+        old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
+        self._core.unflushed = True
+        verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
+        operation = pending_operation(
+            engine,
+            verdict,
+            None,
+            "an atomic operation",
+            core,
+            lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key, old),
+        )
+        await completed(operation, engine)
+        return int(old[0]) if fetch else 0
+
+    async def _atomic_by_ucx(self, kind: int, size: int, operand: int, reply: int, offset: int, fetch: bool) -> int:
+        engine = self._core.engine
         core = self._atomics_endpoint()
         await connect(core)
         core.check()
@@ -384,7 +413,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         except BaseException:
             window.leave()
             raise
-        words = ffi.new(f"uint{bits}_t[2]", [operand, reply])
+        words = ffi.new(f"uint{8 * size}_t[2]", [operand, reply])
         self._core.unflushed = True
         remote = self._descriptor.address + offset
         verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
@@ -396,7 +425,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             None,
             "an atomic operation",
             core,
-            lambda engine, id, pins, doing, core: _Atomic(engine, id, pins, doing, core, window, fetch, key, words),
+            lambda engine, id, pins, doing, core: _UCXAtomic(engine, id, pins, doing, core, window, fetch, key, words),
         )
         await completed(operation, engine)
         return int(words[1])
@@ -463,14 +492,17 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return pins
 
     async def _reach(self, memory: int) -> Way:
-        """Finds the way for local memory of this kind. No checkpoint if it is known."""
+        """Finds the way of gets and puts for local memory of this kind. No checkpoint if it is known."""
+        way = await self._reach_without_ucx()
+        return way if way is not None and way.takes(memory) else await self._reach_by_ucx()
+
+    async def _reach_without_ucx(self) -> Way | None:
+        """Finds the way without UCX's puts, gets and atomics; None: there is none. No checkpoint if it is known."""
         if self._way is None:
             await connect(self._core)
             self._check_open()
             self._way = self._way or self._find_way()
-        if self._way is not None and self._way.takes(memory):
-            return self._way
-        return await self._reach_by_ucx()
+        return self._way
 
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
