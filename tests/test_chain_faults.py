@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import nothing_happens, open_peer, tasks_begin, until
+from helpers import assert_free, nothing_happens, open_pair, open_peer, tasks_begin, until
 from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
 from remote import SOON, Ground, error_of, has_begun, open_ground, open_owner, open_two, open_way, released, value_of
+from timing import Stopwatch
 
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
@@ -402,14 +403,50 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
 
 
 @pytest.mark.cut_off
+@pytest.mark.parametrize("side", ["the peer", "we"])
+@pytest.mark.parametrize("size", [8, 16 * 2**20])
+async def test_chains_end_with_their_connection(size: int, side: str) -> None:
+    """At once, although UCX's endpoint over TCP lingers with the requests that it has."""
+    with trio.fail_after(60):
+        async with open_two("tcp") as (worker, owner), open_pair(worker, owner) as (connection, peer):
+            memory = owner.context.register(bytearray(size))
+            chain, buffer = worker.new_chain(), bytearray(size)
+            with memory, connection.endpoint.attach(memory.descriptor) as remote:
+                written = chain.put(remote, buffer)
+                read = chain.get(remote, 0, 8, after=written)
+                gate = chain.check(read.u64() == 1, on_false=ucp.Retry(10**9, again=[written, read]))
+                outcomes: list[ucp.Outcomes] = []
+
+                async def run() -> None:
+                    outcomes.append(await chain.run())
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(run)
+                    await has_begun(worker)
+                    await trio.sleep(0.02)
+                    with Stopwatch(0.3):
+                        (peer if side == "the peer" else connection).abort()
+                        while not outcomes:
+                            await trio.sleep(0.001)
+                failure = trio.BrokenResourceError if side == "the peer" else trio.ClosedResourceError
+                errors = [outcome.error for outcome in outcomes[0] if isinstance(outcome, Error)]
+                assert any(isinstance(error, failure) for error in errors), errors
+                assert isinstance(outcomes[0][gate], Error)
+                await chain.wait_idle()  # until UCX has let go of the requests
+                assert (await chain.run()).error_count == len(chain)
+                chain.close()
+                assert_free(buffer)
+
+
+@pytest.mark.cut_off
 @pytest.mark.parametrize("how", ["chain", "plain"])
 @pytest.mark.parametrize("since", ["connecting", "under way"])
 @pytest.mark.parametrize("turns", [0, 2, 10])
 @pytest.mark.parametrize("end", ["the peer is killed", "the worker is closed"])
 async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, since: str, how: str) -> None:
     """UCX would end our process for it."""
-    async with open_owner("tcp", "worker", 64) as (peer, endpoint, memory):
-        await memory.get(0, 8)
+    async with open_owner("tcp", "worker", 64, protocol="ucx") as (peer, endpoint, memory):
+        await endpoint.flush()
         chain = endpoint.worker.new_chain()
         added = chain.fetch_add(memory, 1)
         doing = "running a request chain" if how == "chain" else "an atomic operation"
@@ -445,9 +482,11 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
 
 
 @pytest.mark.cut_off
-@pytest.mark.parametrize("doing", ["get", "atomic", "both"])
-async def test_killed_peer(transports: str, doing: str) -> None:
-    async with open_owner(transports, "worker", 4096) as (peer, endpoint, memory):
+@pytest.mark.parametrize(
+    ("doing", "protocol"), [("get", "trio_ucx"), ("atomic", "trio_ucx"), ("atomic", "ucx"), ("both", "trio_ucx")]
+)
+async def test_killed_peer(transports: str, doing: str, protocol: str) -> None:
+    async with open_owner(transports, "worker", 4096, "registered", protocol) as (peer, endpoint, memory):
         chain = endpoint.worker.new_chain()
         last = []
         if doing != "atomic":
@@ -479,8 +518,8 @@ async def test_killed_peer(transports: str, doing: str) -> None:
         with trio.fail_after(SOON):
             try:
                 await chain.wait_idle()
-            except trio.BrokenResourceError as error:  # UCX keeps an atomic
-                assert "another chain" in str(error)
+            except trio.BrokenResourceError as error:
+                assert "another chain" in str(error) and protocol == "ucx"
                 with pytest.raises(trio.BusyResourceError):
                     await chain.run()
             else:

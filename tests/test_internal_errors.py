@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import trio
 from helpers import open_pair, open_peer, open_raw_pair, pattern
+from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
@@ -369,6 +370,10 @@ async def raw_operations(worker: ucp.Worker) -> None:
             chain.put(remote, b"data", offset=64, when=got.u64(0) == 10)
             await chain.run()
             chain.close()
+        with worker.context.register(bytearray(8)) as memory, client.attach(for_ucx(memory.descriptor)) as remote:
+            async with trio.open_nursery() as nursery:
+                for _ in range(10):
+                    nursery.start_soon(remote.fetch_add, 1, 0)
 
 
 #: Exceptions that a user's task may get after an internal error.

@@ -15,7 +15,7 @@ import trio
 from helpers import pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remote import open_two
+from remote import for_ucx, open_two
 from samples import ALL, some_facts
 
 import trio_ucx
@@ -538,7 +538,7 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
     async with open_two(transports) as workers:
         listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
         raw: list[ucp.Endpoint] = []
-        memories = [worker.context.allocate(64) for worker in workers]
+        memories = [worker.context.register(bytearray(64)) for worker in workers]
         async with trio.open_nursery() as servers:
 
             async def echo(connection: trio_ucx.Connection) -> None:
@@ -565,11 +565,11 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
                 connection.abort()
 
             async def interlude(number: int, atomics: bool) -> None:
-                """A raw endpoint in one direction, which for atomics opens another one without error handling."""
+                """A raw endpoint in one direction, which for UCX's atomics opens another one without error handling."""
                 endpoint = await workers[number].open_endpoint(workers[1 - number].address)
                 raw.append(endpoint)
                 if atomics:
-                    with endpoint.attach(memories[1 - number].descriptor) as memory:
+                    with endpoint.attach(for_ucx(memories[1 - number].descriptor)) as memory:
                         await memory.fetch_add(1)
 
             with trio.fail_after(50):

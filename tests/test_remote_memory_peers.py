@@ -1,4 +1,4 @@
-"""The library's own protocol for puts and gets: owners whose peers are killed, and requests that an owner refuses."""
+"""The library's own protocol for remote memory: owners whose peers are killed, and requests that an owner refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ PEERS = 4
 #: The layout of requests and answers (docs/wire.md).
 REQUEST = struct.Struct("<BB6xQQQQ16s")
 ANSWER = struct.Struct("<BB6xQQ")
-GET, PUT = 1, 2
+GET, PUT, ATOMIC = 1, 2, 4
+#: The operands of an atomic.
+OPERANDS = struct.Struct("<QQ")
+ADD, COMPARE_SWAP, XOR = 0, 2, 5
 ID = 4095
 
 
@@ -202,12 +205,63 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         assert await ask(GET, 0, 8, token) == (0, b"secret!!")
 
 
+@pytest.mark.parametrize("transports", ["tcp", "sm,self"])
+async def test_an_owner_checks_every_atomic(transports: str) -> None:
+    no_elem, invalid = 12, 7
+    async with open_asker(transports) as (endpoint, memory, answers):
+        token = token_of(memory)
+        view = memory.memoryview
+        start = bytes(view)
+
+        async def ask(
+            operation: int, offset: int, size: int, data: bytes = OPERANDS.pack(1, 2), key: bytes = token
+        ) -> tuple[int, bytes]:
+            header = REQUEST.pack(ATOMIC, operation, 77, 99, offset, size, key)
+            with suppress(ucp.UCXError):  # data by rendezvous are refused
+                await endpoint.am_send(ID, data, header=header, reply=True)
+            with trio.fail_after(5), await answers.receive() as answer:
+                said, status, id, nonce = ANSWER.unpack(answer.header)
+                assert (said, id, nonce) == (3, 77, 99)
+                return status, await answer.receive()
+
+        for operation in (XOR + 1, 77, 255):
+            assert (await ask(operation, 0, 8))[0] != 0
+        for size in (0, 1, 2, 3, 5, 7, 9, 16, 64, 2**32 + 8, 2**64 - 8, 2**64 - 1):
+            assert (await ask(ADD, 0, size))[0] != 0
+        for offset, size in (
+            (64, 8),
+            (60, 8),
+            (64, 4),
+            (2**64 - 8, 8),
+            (2**64 - 4, 4),
+            (1, 8),
+            (4, 8),
+            (2, 4),
+            (61, 4),
+        ):
+            assert await ask(ADD, offset, size) == (invalid, b"")
+        for data in (b"", bytes(8), bytes(15), bytes(17), bytes(100_000), bytes(2**20)):
+            assert (await ask(ADD, 0, 8, data))[0] != 0
+        for bad in (bytes(16), bytes([token[0] ^ 1]) + token[1:]):
+            assert await ask(ADD, 0, 8, key=bad) == (no_elem, b"")
+        assert bytes(view) == start
+        assert await ask(COMPARE_SWAP, 8, 8, OPERANDS.pack(0, 5)) == (0, b"secret!!")
+        assert bytes(view) == start
+        old = int.from_bytes(b"secret!!", "little")
+        assert await ask(COMPARE_SWAP, 8, 8, OPERANDS.pack(old, 5)) == (0, b"secret!!")
+        assert await ask(ADD, 56, 4, OPERANDS.pack(2**64 - 1, 0)) == (0, b"secr" + bytes(4))
+        assert view[8:16] == (5).to_bytes(8, "little")
+        assert view[56:] == b"recret!!"
+        del view
+
+
 async def test_an_owner_allows_no_more_than_it_said() -> None:
-    for access, allowed in ((ucp.Access.READ, GET), (ucp.Access.WRITE, PUT), (ucp.Access.ATOMIC, 0)):
+    data = {GET: b"", PUT: b"x", ATOMIC: OPERANDS.pack(1, 2)}
+    for access, allowed in ((ucp.Access.READ, GET), (ucp.Access.WRITE, PUT), (ucp.Access.ATOMIC, ATOMIC)):
         async with open_asker("tcp", access) as (endpoint, memory, answers):
-            for kind in (GET, PUT):
-                header = REQUEST.pack(kind, 0, 1, 1, 0, 1, token_of(memory))
-                await endpoint.am_send(ID, b"x" if kind == PUT else b"", header=header, reply=True)
+            for kind in data:
+                header = REQUEST.pack(kind, 0, 1, 1, 0, 8, token_of(memory))
+                await endpoint.am_send(ID, data[kind], header=header, reply=True)
                 with trio.fail_after(5), await answers.receive() as answer:
                     assert (ANSWER.unpack(answer.header)[1] == 0) == (kind == allowed)
 

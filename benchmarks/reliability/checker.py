@@ -30,9 +30,6 @@ class Bounds:
             socket.
         queue: docs/guide.md, "Killed peers and shared memory": a stopped queue is noticed "within about two seconds".
             It takes the place of ``reported`` when the worker counted a stopped queue.
-        chain: docs/design.md, "The close": UCX's endpoint closes "a second later, or 5 seconds later if more than 2 MiB
-            are under way", and only then do the requests of a chain end that are in flight there. The worker's timer
-            looks each second, and a flush may be due before. It takes the place of ``reported`` for request chains.
         cancelled: docs/guide.md, "Cancellation and timeouts": "returns promptly". The tests allow 0.1 s and
             the noise that they measure (``tests/timing.py``); here the noise is not measured.
         ping: the documents have no figure. It is as soon as a lost peer is noticed; the percentiles are reported.
@@ -45,7 +42,6 @@ class Bounds:
 
     reported: float = 1.0
     queue: float = 3.0
-    chain: float = 9.0
     cancelled: float = 1.0
     ping: float = 1.0
     stall: float = 3.0
@@ -197,7 +193,6 @@ class Figures:
     pings: list[int] = attrs.field(factory=list)
     reported: list[int] = attrs.field(factory=list)
     stopped_queues: int = 0
-    unsupported: int = 0
     processes: dict[str, int] = attrs.field(factory=Counter)
     slopes: list[Slope] = attrs.field(factory=list)
     #: From the begin of the load to the end of the last process.
@@ -511,8 +506,9 @@ class Checker:
         if gone is None or gone.t >= end.t or op.kind == "connect":
             return
         since = max(gone.t, op.begin.t)
-        bound = self.bounds.chain if op.kind in ("chain", "wait_idle") else self.bounds.reported
-        self._suspect(op, "reported late", "ended too late after its peer was gone", since, end.t, bound, gone, end)
+        self._suspect(
+            op, "reported late", "ended too late after its peer was gone", since, end.t, self.bounds.reported, gone, end
+        )
         waited = end.kind == "end" and end["o"] == "broken" and op.begin.t < gone.t
         if waited and gone.kind in ("kill", "exit") and not self._process(op.side.pid).was_stopped(gone.t):
             self.figures.reported.append(end.t - gone.t)
@@ -531,8 +527,6 @@ class Checker:
         elif outcome == "end":
             if other is None or other.ending is None or other.ending["how"] != "close":
                 self._violation("wrong outcome", f"{what} says end, and the peer has not closed", op.begin, end)
-        elif "UNSUPPORTED" in end.get("why", ""):
-            self.figures.unsupported += 1  # docs/guide.md, "Atomics while connections are being opened"
         elif outcome == "broken":
             if op.side.ending is None and self._gone(other) is None and (other is None or other.ending is None):
                 text = f"{what} broke, and nobody had ended the connection: {end.get('why')}"
@@ -551,10 +545,7 @@ class Checker:
         if not harmed and not self._process(op.side.pid).was_stopped(op.begin.t):
             text = f"connecting as {op.connection.name} failed, and a server was there: {end.get('why')}"
             violation = Violation("not connected", text, (str(op.begin), str(end)))
-            if "UNSUPPORTED" in end.get("why", ""):
-                self.figures.unsupported += 1
-            else:
-                self._unexplained.append(((op.side.pid, server.pid), op.begin.t, end.t, violation))
+            self._unexplained.append(((op.side.pid, server.pid), op.begin.t, end.t, violation))
 
     def _ended_send(self, op: Operation, end: Event, outcome: str) -> None:
         sent = op.connection.queues[op.begin["d"], op.begin["q"]].sent.get(op.begin["n"])

@@ -256,26 +256,9 @@ async def cycles(address: list[Any], seed: str, first: int, count: int, together
                 nursery.start_soon(some, worker)
 
 
-async def atomics(address: list[Any], memory: str, count: int) -> None:
-    """So many connections, one after the other, that use atomics. Reports our descriptors after the first and last."""
-    counts = []
-    async with ucp.open_worker(features=FEATURES) as worker:
-        for number in range(count + 1):
-            async with trio_ucx.connect((address[0], address[1]), worker=worker) as connection:
-                with connection.endpoint.attach(bytes.fromhex(memory)) as remote:
-                    await remote.fetch_add(1, 0)
-                    with worker.new_chain() as chain:
-                        chain.fetch_add(remote, 1, 8)
-                        (await chain.run()).values()
-            if number in (0, count):
-                counts.append(len(os.listdir("/proc/self/fd")))
-        say(counts)
-        await ask()
-
-
 def main() -> None:
     role, arguments = sys.argv[1:]
-    functions: dict[str, Callable[..., Any]] = {"serve": serve, "crowd": crowd, "cycles": cycles, "atomics": atomics}
+    functions: dict[str, Callable[..., Any]] = {"serve": serve, "crowd": crowd, "cycles": cycles}
     trio.run(lambda: functions[role](*json.loads(arguments)))
 
 

@@ -50,7 +50,6 @@ def facts(figures: Figures, violations: Sequence[Violation]) -> Table:
     table.add_row("processes", _counts(figures.processes))
     table.add_row("faults", _counts(figures.faults) or "none")
     table.add_row("stopped queues in shared memory", str(figures.stopped_queues))
-    table.add_row("operations that UCX calls UNSUPPORTED", str(figures.unsupported))
     for name, values in (("ping, no fault near", figures.pings), ("from kill or exit to the report", figures.reported)):
         ordered = sorted(values)
         if ordered:

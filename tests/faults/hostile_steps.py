@@ -58,6 +58,8 @@ MEMORY = 1 << 16
 LONGEST = 4 << 20
 #: Messages of 1000 bytes for which a window of 1 MiB has room.
 WINDOWFUL = 2**20 // 1288
+#: Lengths of the data of a request for remote memory, by its kind: a put's, an atomic's.
+_DATA = {2: [0, 0, 1, 100, 60_000, 100_000, 1 << 20], 4: [16, 16, 16, 0, 15, 17, 100_000]}
 #: Sessions until the hostile process takes new workers.
 GENERATION = 100
 #: What a session can fail with: it is the peer's own fault.
@@ -623,16 +625,17 @@ class Session:
         chance = self.chance
         assert self.endpoint is not None
         token = chance.choice([each.token for each in self._descriptors()] + [chance.randbytes(16)])
-        length = chance.choice([0, 1, 100, MEMORY, MEMORY + 1, 2**40, 2**64 - 1])
-        offset = chance.choice([0, 1, MEMORY - 1, MEMORY, 2**63, 2**64 - 1])
-        kind = chance.choice([1, 1, 1, 2, 2, 3, 0, 77])
+        kind = chance.choice([1, 1, 1, 2, 2, 3, 4, 4, 4, 0, 77])
+        lengths = [0, 1, 100, MEMORY, MEMORY + 1, 2**40, 2**64 - 1, *([4, 8] * 5 if kind == 4 else [])]
+        length = chance.choice(lengths)
+        offset = chance.choice([0, 1, 8, MEMORY - 8, MEMORY - 1, MEMORY, 2**63, 2**64 - 1])
         if kind == 3:
             header = struct.pack("<BB6xQQ", kind, chance.randrange(256), chance.randrange(10), chance.randrange(2**64))
         else:
             header = struct.pack(
                 "<BB6xQQQQ16s",
                 kind,
-                chance.choice([0, 0, 1, 255]),
+                chance.choice([0, 0, 1, 2, 5, 6, 255]),
                 chance.randrange(2**64),
                 chance.randrange(2**64),
                 offset,
@@ -641,7 +644,7 @@ class Session:
             )
         if chance.random() < 0.2:
             header = _changed(header, chance)[: chance.choice([len(header), chance.randrange(len(header))])]
-        data = bytes(chance.choice([0, 0, 1, 100, 60_000, 100_000, 1 << 20])) if kind == 2 else b""
+        data = chance.randbytes(chance.choice(_DATA.get(kind, [0])))
         for _ in range(chance.choice([1, 1, 5, 300 if len(data) < 1000 else 5])):
             self._later(self.endpoint.am_send, REMOTE_ID, data, header, reply=chance.random() < 0.8)
 
@@ -659,16 +662,19 @@ class Session:
             await trio.sleep(chance.choice([0, 0.01]))
 
     async def _remote_memory(self) -> None:
-        """Legal gets and puts, cancelled at a random moment."""
+        """Legal gets, puts and atomics, cancelled at a random moment."""
         chance = self.chance
         assert self.endpoint is not None
         memory = self.endpoint.attach(chance.choice(self._descriptors()))
         length = chance.choice([1, 8, 1000, MEMORY])
         for _ in range(chance.choice([1, 5, 70])):
-            if chance.random() < 0.5:
+            what = chance.randrange(4)
+            if what == 0:
                 self._later(memory.get, 0, length)
-            else:
+            elif what == 1:
                 self._later(memory.put, bytes(length), 0)
+            else:
+                self._later(memory.fetch_add if what == 2 else memory.add, 1, 0)
         await trio.sleep(chance.choice([0, 0.005]))
         memory.close()
 

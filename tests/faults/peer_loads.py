@@ -383,10 +383,7 @@ async def idle(ends: Ends, task: Task) -> None:
 
 
 def lend(context: ucp.Context, kind: str) -> ucp.Memory:
-    """Memory of this side's, all zero, of a kind, "allocated" or "registered".
-
-    Close it after the worker: UCX executes atomics that arrive late wherever they point.
-    """
+    """Memory of this side's, all zero, of a kind, "allocated" or "registered"."""
     memory = context.allocate(NBYTES) if kind == "allocated" else context.register(bytearray(NBYTES))
     memory.memoryview[:] = bytes(NBYTES)
     return memory
@@ -495,9 +492,7 @@ LOADS = {
     "byte stream": Load(both_ways(STREAMED, mixed), both_ways(STREAMED, mixed)),
     "active messages": Load(both_ways(ACTIVE, mixed, in_order=False), both_ways(ACTIVE, mixed, in_order=False)),
     "puts and gets": Load(one_task("put", put_and_get), one_task("put", put_and_get), memory=True),
-    # One way at a time: see docs/ucx-reports.md, "TCP: atomics in both directions".
-    "atomics, the test's": Load(one_task("count", count_up), nothing, memory=True),
-    "atomics, the peer's": Load(nothing, one_task("count", count_up), memory=True),
+    "atomics": Load(one_task("count", count_up), one_task("count", count_up), memory=True),
     "chains, the test's": Load(one_task("chain", run_chains), nothing, memory=True),
     "chains, the peer's": Load(nothing, one_task("chain", run_chains), memory=True),
     "close, the test's": Load(

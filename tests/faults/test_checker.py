@@ -394,12 +394,6 @@ def test_broken_by_a_stopped_queue(story: Story) -> None:
     assert story.kinds() == []
 
 
-def test_documented_failure_of_atomics(story: Story) -> None:
-    story.do(10, 20, CLIENT, "fetch_add", "error", server=SERVER, got={"why": "UCXError(UNSUPPORTED)"})
-    story.end(50)
-    assert story.kinds() == []
-
-
 @pytest.mark.parametrize(("begin", "kinds"), [(6000, ["not connected"]), (1000, [])])
 def test_not_connected(story: Story, begin: float, kinds: list[str]) -> None:
     """A server that has just been started need not listen yet."""
@@ -439,8 +433,8 @@ def test_killed_while_it_ended_itself(story: Story) -> None:
     assert story.kinds() == []
 
 
-@pytest.mark.parametrize(("took", "kinds"), [(2500, []), (9500, ["reported late", "stalled"])])
-def test_chains_end_with_the_endpoint(story: Story, took: float, kinds: list[str]) -> None:
+@pytest.mark.parametrize(("took", "kinds"), [(900, []), (3500, ["reported late", "stalled"])])
+def test_chains_end_with_their_connection(story: Story, took: float, kinds: list[str]) -> None:
     story.say(100, SERVER, "ending", c=NAME, side="server", how="abort")
     story.do(99, 100 + took, CLIENT, "chain", "broken", server=SERVER, sum=5)
     assert sorted(story.kinds()) == kinds

@@ -52,8 +52,6 @@ OPENINGS = ["connect", "accept", "address"]
 TOLD = 1.0
 #: The same, when the kill has stopped a queue in shared memory: docs/guide.md, "What UCX cannot do".
 TOLD_OF_QUEUE = 3.0
-#: The same for request chains over TCP whose peer aborts: docs/reliability.md, "Known limits".
-TOLD_OF_CHAIN = 9.0
 #: What pings take at most. The documents have no figure: as soon as a lost peer is noticed.
 PING = 1.0
 #: Seconds for which a peer is stopped before it goes on.
@@ -401,8 +399,6 @@ class Trial:
         bound = TOLD
         if self.worker.statistics().stopped_queues:
             bound = TOLD_OF_QUEUE
-        if self.case.load.startswith("chains") and self.case.fault == "raise" and self.case.transports == "tcp":
-            bound = TOLD_OF_CHAIN
         told = []
         for task in self.tasks:
             if task.outcome is None:

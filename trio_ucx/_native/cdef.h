@@ -313,6 +313,7 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
 int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
                            uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
+int64_t tu_endpoint_write(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 int tu_worker_fence(tu_worker_t *worker);
 

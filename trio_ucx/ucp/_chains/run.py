@@ -224,9 +224,7 @@ class Target:
         if self.core.problem() is not None:
             return
         try:
-            self.way = await (
-                self.thing._reach_without_ucx() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
-            )
+            self.way = await (self.thing._reach_without_ucx() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST))
             if self.way is not None:
                 self.core = self.way.core
             else:

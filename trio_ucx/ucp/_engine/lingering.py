@@ -35,8 +35,8 @@ class ClosedEndpoint(Protocol):
     def pending(self) -> Collection[object]:
         """Its operations that have not ended."""
 
-    def begin_flush(self, handle: Any) -> Pending | None:
-        """Begins to flush UCX's endpoint; None: there is nothing to be written any more, or it cannot be found out."""
+    def begin_write(self, handle: Any) -> Pending | None:
+        """Ends when the sockets have taken what UCX has to write; None: they have, or it cannot be found out."""
 
     def close_native(self, handle: Any) -> None:
         """Closes UCX's endpoint by force."""
@@ -50,7 +50,7 @@ class _Entry:
     closes: float
     #: The latest time for that, if it is closed as soon as nothing is under way.
     latest: float | None
-    flush: Pending | None = None
+    write: Pending | None = None
 
 
 class Lingering:
@@ -124,9 +124,11 @@ class Lingering:
         """Whether it waits for the network to take what UCX has to write."""
         if entry.latest is not None or core not in self._endpoints:
             return False
-        if entry.flush is None:
-            entry.flush = core.begin_flush(entry.handle)
-        return entry.flush is not None and entry.flush.outcome is None and now <= entry.closes + MOST_UNSENT
+        if entry.write is None:
+            entry.write = core.begin_write(entry.handle)
+            if entry.write is not None:
+                entry.write.notify = lambda _: self.close_due()
+        return entry.write is not None and entry.write.outcome is None and now <= entry.closes + MOST_UNSENT
 
     def close_all(self) -> None:
         for core in list(self._endpoints):

@@ -482,15 +482,15 @@ class EndpointCore:
         else:
             self._force_close()
 
-    def begin_flush(self, handle: Any) -> Pending | None:
-        """Begins to flush UCX's endpoint; None: there is nothing to be written any more, or it cannot be found out."""
-        verdict = lib.tu_endpoint_flush(handle)
+    def begin_write(self, handle: Any) -> Pending | None:
+        """Ends when the sockets have taken what UCX has to write; None: they have, or it cannot be found out."""
+        verdict = lib.tu_endpoint_write(handle)
         if verdict <= 0:
             return None
-        flush = Operation(self.engine, verdict, None, "flushing an endpoint")
-        flush.detach()
+        write = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
+        write.detach()
         self.engine.progress()
-        return flush
+        return write
 
     def close_native(self, handle: Any) -> None:
         verdict = lib.tu_endpoint_close(handle)
