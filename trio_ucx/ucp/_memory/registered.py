@@ -90,7 +90,8 @@ class MemoryDescriptor:
         nbytes: its length.
         rkey: UCX's packed remote key.
         access: what peers may do. UCX itself checks that only with RDMA hardware.
-        worker: the address of a worker of the memory's context; atomics need one (:class:`RemoteMemory`).
+        worker: the address of a worker of the memory's context; UCX's own atomics need one
+            (:class:`RemoteMemory`).
         process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
         token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
             empty for memory of programs without trio_ucx.
@@ -232,7 +233,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def descriptor(self) -> bytes:
         """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
 
-        Includes the address of a worker of the context, if one is open: atomics need it.
+        Includes the address of a worker of the context, if one is open: UCX's own atomics need it.
 
         Raises:
             ValueError: it was closed.

@@ -1,4 +1,4 @@
-"""How many atomics may be under way on an atomics endpoint (``_rma/remote_memory.py``).
+"""How many of UCX's own atomics may be under way on an atomics endpoint (``_rma/remote_memory.py``).
 
 UCX ends the process when an endpoint or a worker goes that has atomics which it could not send yet ("'abort' is not
 implemented for protocol amo/fetch/sw"). So there are never more under way than surely fit into a shared-memory queue.

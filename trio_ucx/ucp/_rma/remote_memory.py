@@ -1,9 +1,9 @@
 """Memory of a peer: put, get, and atomics.
 
-Theory of atomics
-=================
+Theory of UCX's own atomics
+===========================
 
-UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
+They are used where UCX's puts and gets are (``_rma/ways.py``). UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
 handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
 ever; nor can it be closed by force. So the first atomic gives an endpoint an *atomics endpoint*: a second endpoint to
 the same process, by worker address, without error handling. When the endpoint fails or is closed, operations that wait
@@ -113,11 +113,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
     left our memory, not yet reached the peer's: :meth:`flush` says when it has.
 
-    Atomics need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with
-    error handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies,
-    waiting tasks get BrokenResourceError, and the atomic may or may not have happened. They are not ordered with puts
-    and gets: flush in between. They are atomic towards UCX atomics of the same width; over TCP and shared memory, which
-    are done by processors, also towards atomic instructions of the owner's.
+    Puts, gets and atomics of several tasks are not ordered: :meth:`Worker.fence` orders them. Atomics are done by
+    processors, and are atomic towards all others of the same width, the owner's own atomic instructions included.
+
+    UCX's own atomics are used for programs without trio_ucx, contexts without ``Feature.AM``, and RDMA hardware. They
+    need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with error
+    handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies, waiting
+    tasks get BrokenResourceError. They are not ordered with puts and gets, not even by a fence: flush in between. With
+    RDMA hardware they are atomic only towards other UCX atomics of the same width.
 
     Attributes:
         nbytes: its length in bytes.
@@ -254,7 +257,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Adds to an integer of the peer's (``ucp_atomic_op_nbx`` with ADD). Returns before that has happened: flush.
+        """Adds to an integer of the peer's: by the processor, by a message to its owner, or by ``ucp_atomic_op_nbx``.
+
+        Returns before that has happened: :meth:`flush` waits for it, and raises what the owner refused.
 
         Args:
             value: what to add; negative numbers as two's complement. The sum wraps around.
@@ -265,9 +270,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
-                :attr:`access`; no worker's address; closed.
+                :attr:`access`; closed; UCX's own atomics are needed, and no worker's address is known.
             RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
-            OSError: the first atomic cannot open the connection for atomics.
+            OSError: the connection for UCX's own atomics cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
@@ -308,7 +313,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`add`; UCXError: the owner refused. NO_ELEM: it has closed the memory.
         """
         return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
 
@@ -318,7 +323,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`fetch_add`.
         """
         return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
 
@@ -328,7 +333,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`fetch_add`.
         """
         return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
 
@@ -338,7 +343,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`fetch_add`.
         """
         return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
 
@@ -348,7 +353,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`fetch_add`.
         """
         return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
 
@@ -358,7 +363,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`fetch_add`.
         """
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 

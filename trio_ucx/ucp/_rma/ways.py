@@ -1,17 +1,18 @@
-"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts and gets.
+"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts, gets and atomics.
 
 Theory
 ======
 
-Over TCP, and over shared memory for memory that the owner did not allocate, UCX does puts and gets by messages of its
-own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid them:
+Over TCP, and over shared memory for memory that the owner did not allocate, UCX does puts, gets and atomics by messages
+of its own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid
+them:
 
-* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces
-  (``rma/transfer.c``).
+* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and the
+  processor does the atomics (``rma/transfer.c``).
 * Otherwise trio_ucx's own active messages ask the owner (``rma/transfer.c``, and ``rma/owner.c`` at the owner), if the
   memory's descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks
   each request. docs/wire.md describes these messages.
-* UCX's puts and gets do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
+* UCX's puts, gets and atomics do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Way:
 
 
 def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
-    """The way to a peer's memory without UCX's puts and gets; None if there is none.
+    """The way to a peer's memory without UCX's puts, gets and atomics; None if there is none.
 
     Args:
         core: an endpoint that is up.
