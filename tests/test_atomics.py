@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,6 +354,12 @@ async def test_killed_clients(transports: str, kind: str, chance: random.Random)
             before = now
         await owner.tell(["word", 0])
         assert await owner.hear() >= before
+
+
+def test_killed_while_atomics_go_both_ways() -> None:
+    program = Path(__file__).parent / "faults" / "atomics_both_ways.py"
+    result = subprocess.run([sys.executable, program, "6"], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, (result.stdout, result.stderr)
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
