@@ -3,12 +3,13 @@
 Theory of UCX's own atomics
 ===========================
 
-They are used where UCX's puts and gets are (``_rma/ways.py``). UCX cannot run atomics on an endpoint with error handling: they fail, and over TCP the endpoint with them. Without error
-handling they work, but such an endpoint never notices that its peer died: what is under way then stays pending for
-ever; nor can it be closed by force. So the first atomic gives an endpoint an *atomics endpoint*: a second endpoint to
-the same process, by worker address, without error handling. When the endpoint fails or is closed, operations that wait
-on its atomics endpoint fail, too. What UCX still has pending there ends with the worker. UCX bears that for atomics
-that were sent, but not for others, so only as many are under way as surely can be sent (``_rma/atomics.py``).
+They are used where UCX's puts and gets are (``_rma/ways.py``). UCX cannot run them on an endpoint with error handling:
+they fail, and over TCP the endpoint with them. Without error handling they work, but such an endpoint never notices
+that its peer died: what is under way then stays pending for ever; nor can it be closed by force. So the first atomic
+gives an endpoint an *atomics endpoint*: a second endpoint to the same process, by worker address, without error
+handling. When the endpoint fails or is closed, operations that wait on its atomics endpoint fail, too. What UCX still
+has pending there ends with the worker. UCX bears that for atomics that were sent, but not for others, so only as many
+are under way as surely can be sent (``_rma/atomics.py``).
 
 What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
 an atomics endpoint's connection to a dead peer is freed only with the worker.
@@ -272,6 +273,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
                 :attr:`access`; closed; UCX's own atomics are needed, and no worker's address is known.
             RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
+            UCXError: the owner refused; if nothing is fetched, :meth:`flush` raises that. NO_ELEM: it has closed the
+                memory.
             OSError: the connection for UCX's own atomics cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -313,7 +316,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`add`; UCXError: the owner refused. NO_ELEM: it has closed the memory.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
 
@@ -323,7 +326,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`fetch_add`.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
 
@@ -333,7 +336,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`fetch_add`.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
 
@@ -343,7 +346,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`fetch_add`.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
 
@@ -353,7 +356,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`fetch_add`.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
 
@@ -363,7 +366,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Cancellation: as :meth:`add`.
 
-        Raises: as :meth:`fetch_add`.
+        Raises: as :meth:`add`.
         """
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 
