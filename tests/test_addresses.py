@@ -1,7 +1,11 @@
-"""Addresses as text, and as pairs."""
+"""Addresses as text, and as pairs; and the addresses of workers."""
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._address import in_another_network
+from trio_ucx.ucp._process import NOBODY, Process
 
 PAIRS = {
     "10.0.0.5:13337": ("10.0.0.5", 13337),
@@ -74,3 +80,88 @@ async def test_what_listeners_give_and_connect_takes(worker: ucp.Worker, tmp_pat
             with trio.fail_after(10):
                 async with trio_ucx.connect(text, worker=worker) as client, await listener.accept():
                     assert client.remote_address == listener.address
+
+
+# ---- worker addresses ----
+
+
+def with_checksum(data: bytes) -> bytes:
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+def moved(address: ucp.WorkerAddress, network_namespace: int, process: Process | None = None) -> ucp.WorkerAddress:
+    """The address as one of a worker in this network namespace."""
+    return ucp.WorkerAddress._create(address.ucx, process or address.process, network_namespace, address.shared_memory)
+
+
+async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
+    address = worker.address
+    assert address.network_namespace == os.stat("/proc/self/ns/net").st_ino
+    foreign = ucp.WorkerAddress.from_ucx(address.ucx)
+    assert (foreign.process, foreign.network_namespace, foreign.shared_memory) == (NOBODY, 0, False)
+    for one in (address, foreign, moved(address, 2**64 - 1)):
+        again = ucp.WorkerAddress(bytes(one))
+        assert again == one and again.network_namespace == one.network_namespace
+    assert moved(address, 1) != address
+
+
+async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
+    """The magic, the version and the checksum end an address, whatever the version."""
+    data = bytes(worker.address)
+    version = data[-5]
+    for other in (version + 1, version - 1, 0, 255):
+        changed = with_checksum(b"fields of another version" + data[-9:-5] + bytes([other]))
+        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks version {version}"):
+            ucp.WorkerAddress(changed)
+        with pytest.raises(ValueError, match="no worker address, or damaged"):
+            ucp.WorkerAddress(data[:-5] + bytes([other]) + data[-4:])
+
+
+@pytest.mark.parametrize("length", [0, 1, 44, 45])
+async def test_worker_address_that_is_too_short(worker: ucp.Worker, length: int) -> None:
+    """...for its fields, or has nothing of UCX's before them."""
+    end = bytes(worker.address)[-9:-4]
+    with pytest.raises(ValueError, match="contradicts itself"):
+        ucp.WorkerAddress(with_checksum(bytes(length) + end))
+
+
+async def test_another_network(worker: ucp.Worker) -> None:
+    """...of this machine: numbers of namespaces mean nothing between machines."""
+    address = worker.address
+    own = address.network_namespace
+    assert not in_another_network(address)
+    assert in_another_network(moved(address, own + 1))
+    assert in_another_network(moved(address, own + 1, Process(address.process.host, 5, 6, 7)))
+    assert not in_another_network(moved(address, 0))
+    assert not in_another_network(moved(address, own + 1, NOBODY))
+    assert not in_another_network(moved(address, own + 1, Process(bytes(range(16)))))
+    assert not in_another_network(ucp.WorkerAddress.from_ucx(address.ucx, process=address.process))
+
+
+@pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
+async def test_endpoint_to_another_network_has_no_shared_memory(mode: ucp.ErrorMode) -> None:
+    """The other network namespace is the address's claim here; tests/test_namespaces.py has real ones."""
+    async with ucp.open_worker() as ours, ucp.open_worker() as theirs:
+        for address, shared in (theirs.address, True), (moved(theirs.address, 1), False):
+            endpoint = await ours.open_endpoint(address, error_mode=mode)
+            with trio.fail_after(10):
+                await endpoint.tag_send(b"x", 1)
+                await theirs.tag_receive(bytearray(1), 1)
+                names = {each.name for each in endpoint.transports}
+            endpoint.abort()
+            assert bool(names & {"sysv", "posix"}) is shared and ("tcp" in names or shared), names
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ("sm,self", "sm,self", "it has shared memory only, and its worker is in another network namespace"),
+        ("tcp,sm,self", "sm,self", "it has shared memory only, and its worker is in another network namespace"),
+        ("sm,self", "tcp,sm,self", "transports in use here: sm,self; it is in another network namespace"),
+    ],
+)
+async def test_endpoint_to_another_network_needs_tcp(ours: str, theirs: str, message: str) -> None:
+    async with ucp.open_worker(config={"TLS": ours}) as one, ucp.open_worker(config={"TLS": theirs}) as other:
+        with pytest.raises(OSError, match=message) as caught:
+            await one.open_endpoint(moved(other.address, 1))
+        assert caught.value.errno == errno.EHOSTUNREACH

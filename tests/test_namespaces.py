@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import Peer, open_peer
+from helpers import Peer, open_peer, pattern
 from networks import (
     LOOPBACK,
     QUIET,
@@ -27,6 +30,7 @@ from networks import (
     open_network,
     unshare,
 )
+from timing import Noise
 
 
 @attrs.frozen
@@ -209,6 +213,115 @@ async def test_ipv6_only(hosts: Hosts) -> None:
     meeting = await meet(six, seven, SEVEN)
     meeting.assert_tcp()
     assert meeting.client[2][0] == SIX and meeting.client[3][0] == SEVEN
+
+
+# ---- raw endpoints between networks ----
+
+#: How long the receiver has slept before each message, and the longest time that a message then takes. When a wake-up
+#: is lost, the worker looks once a second by itself, and counts a missed event.
+ASLEEP, SOON = 0.1, 0.5
+SIDE = Path(__file__).parent / "raw_side.py"
+
+
+@asynccontextmanager
+async def open_sides(hosts: Hosts, answers_after: float = 0.0, **environment: str) -> AsyncIterator[tuple[Peer, ...]]:
+    """Two processes, whose hosts are joined by a cable."""
+    start = partial(open_peer, "side", program=SIDE, **environment)
+    async with (
+        start(None, answers_after, under=hosts.one.under) as one,
+        start(TWO, answers_after, under=hosts.two.under) as two,
+    ):
+        yield one, two
+
+
+async def told(peer: Peer, *order: Any) -> Any:
+    await peer.tell(order)
+    return await peer.hear(40)
+
+
+async def use_everything(noise: Noise, sender: Peer, receiver: Peer, message: str = "ask") -> None:
+    """Sends each kind of message, each size, to a side that sleeps.
+
+    Args:
+        message: whether an active message asks for an answer: "ask", or "am".
+    """
+
+    async def timed(order: str, argument: int, limit: float = SOON) -> Any:
+        await trio.sleep(ASLEEP)
+        start = time.perf_counter()
+        said = await told(sender, order, argument)
+        if order in ("tag", "am"):
+            assert await receiver.hear() == hashlib.sha256(pattern(argument, argument)).hexdigest()
+        now = time.perf_counter()
+        assert now - start - noise.since(start, now) < limit, (order, argument)
+        return said
+
+    for size in SIZES:
+        assert await timed("tag", size) is True
+        assert await timed(message, size, ASLEEP + SOON) is True
+        assert await timed("put", size) is True
+        assert await timed("get", size) is True
+    assert [await timed("add", number) for number in (5, 2**40, 0)] == [0, 5, 5 + 2**40]
+    assert not SHARED_MEMORY & set(await told(sender, "transports", 0))
+
+
+async def end_without_missed_events(*sides: Peer) -> None:
+    for each in sides:
+        assert await told(each, "end") == 0
+
+
+@pytest.mark.parametrize("mode", ["PEER", "NONE"])
+@pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
+async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) -> None:
+    async with open_sides(hosts, ASLEEP) as (one, two):
+        addresses = [await each.hear() for each in (one, two)]
+        for each, theirs in zip((one, two), reversed(addresses), strict=True):
+            assert await told(each, "open", theirs["worker"], mode, theirs["descriptor"], by_ucx) == "open"
+        with Noise() as noise:
+            await use_everything(noise, one, two)
+            await use_everything(noise, two, one)
+        await end_without_missed_events(one, two)
+
+
+@pytest.mark.parametrize("by", ["worker", "socket"])
+@pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
+async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> None:
+    """The other side answers gets, large messages and atomics by an endpoint that UCX makes, or by the accepted one. By
+    socket address, UCX's atomics use a second endpoint, by the worker address in the descriptor; the first one needs an
+    option (docs/reliability.md).
+    """
+    async with open_sides(hosts, ASLEEP, **({"UCX_CM_USE_ALL_DEVICES": "n"} if by == "socket" else {})) as (one, two):
+        _, theirs = await one.hear(), await two.hear()
+        assert await told(one, "open", theirs[by], "PEER", theirs["descriptor"], by_ucx) == "open"
+        with Noise() as noise:
+            await use_everything(noise, one, two, "ask" if by == "socket" else "am")
+        await end_without_missed_events(one, two)
+
+
+async def test_raw_endpoint_has_only_shared_memory(hosts: Hosts) -> None:
+    """An error says why there is no endpoint, whichever side has nothing else."""
+    for kinds in ("sm,self", "sm,self"), ("sm,self", "all"), ("all", "sm,self"):
+        async with (
+            open_peer("side", None, 0, program=SIDE, under=hosts.one.under, UCX_TLS=kinds[0]) as one,
+            open_peer("side", None, 0, program=SIDE, under=hosts.two.under, UCX_TLS=kinds[1]) as two,
+        ):
+            _, theirs = await one.hear(), await two.hear()
+            said = await told(one, "open", theirs["worker"], "PEER", theirs["descriptor"], False)
+            assert said.startswith(f"{errno.EHOSTUNREACH}: ") and "another network namespace" in said, said
+            await end_without_missed_events(one, two)
+
+
+async def test_raw_endpoints_in_one_network_share_memory(hosts: Hosts) -> None:
+    """...although it is not the network of the test itself."""
+    async with (
+        open_peer("side", None, ASLEEP, program=SIDE, under=hosts.one.under) as one,
+        open_peer("side", None, ASLEEP, program=SIDE, under=hosts.one.under) as other,
+    ):
+        _, theirs = await one.hear(), await other.hear()
+        assert await told(one, "open", theirs["worker"], "PEER", theirs["descriptor"], False) == "open"
+        assert await told(one, "add", 1) == 0
+        assert SHARED_MEMORY & set(await told(one, "transports", 0))
+        await end_without_missed_events(one, other)
 
 
 # ---- forwarded control sockets ----

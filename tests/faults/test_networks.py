@@ -31,13 +31,12 @@ RATE = ("rate", "40mbit", "burst", "64k", "latency", "100ms")
 CYCLE_MESSAGES = 5
 #: Kinds of Connections' flows.
 KINDS = ["idle", "messages", "large", "stream"]
-#: By name: how the worker of raw endpoints is opened. Hosts here are on one machine: without TLS=tcp UCX would use
-#: shared memory.
+#: By name: how the worker of raw endpoints is opened.
 RAW: dict[str, dict[str, Any]] = {
-    "default": {"config": {"TLS": "tcp"}},
-    "1": {"keepalive_interval": 1, "config": {"TLS": "tcp"}},
-    "off": {"keepalive_interval": 0, "config": {"TLS": "tcp"}},
-    "limited": {"keepalive_interval": 1, "config": {"TLS": "tcp", "TCP_USER_TIMEOUT": "3s"}},
+    "default": {},
+    "1": {"keepalive_interval": 1},
+    "off": {"keepalive_interval": 0},
+    "limited": {"keepalive_interval": 1, "config": {"TCP_USER_TIMEOUT": "3s"}},
 }
 
 

@@ -254,7 +254,10 @@ class Handshake:
         Raises:
             OSError, UCXError: UCX cannot reach the peer.
         """
-        address = WorkerAddress.from_ucx(self._peer_address, process=self.peer.facts.host.process)
+        facts = self.peer.facts
+        address = WorkerAddress.from_ucx(
+            self._peer_address, process=facts.host.process, shared_memory=facts.error_handling
+        )
         try:
             core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
         except OSError as error:  # its message has only the worker address

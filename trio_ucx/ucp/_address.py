@@ -12,14 +12,17 @@ import attrs
 import trio
 
 from .._native import ffi, lib
-from ._process import NOBODY, Process, check_process, this_process
+from ._process import NOBODY, Process, check_process, this_host
 from ._status import read_sized
 from ._util import check_integer
 
-#: After UCX's bytes: magic, the process (host, pid namespace, pid, start time), flags, checksum of everything before.
-#: UCX ignores what follows its own bytes, and would crash on damaged ones, so the checksum is compared first.
-_TRAILER = struct.Struct("<4s16sQIQBI")
-_MAGIC = b"TUWD"
+#: After UCX's bytes: the process (host, PID namespace, pid, start time), its network namespace, and flags.
+_FACTS = struct.Struct("<16sQIQQB")
+#: The end, in every version: magic, the version of the facts, and a checksum of everything before. UCX would crash on
+#: damaged bytes, so the checksum is compared first.
+_END = struct.Struct("<4sBI")
+_MAGIC, _VERSION = b"TUWA", 5
+_CHECKSUM = struct.Struct("<I")
 _SHARED_MEMORY = 1
 
 #: A socket address as people write it.
@@ -36,11 +39,13 @@ class WorkerAddress:
         data: what ``bytes(address)`` gave.
 
     Raises:
-        ValueError: ``data`` is damaged or something else. (UCX itself would crash.)
+        ValueError: ``data`` is damaged, of another version, or something else. (UCX itself would crash.)
     """
 
     ucx: bytes
     process: Process
+    #: Of that process, see :class:`Host`; 0 if not known.
+    network_namespace: int
     #: A flag: endpoints with error handling can reach the worker over shared memory.
     shared_memory: bool
 
@@ -48,16 +53,23 @@ class WorkerAddress:
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(f"a worker address is made from bytes, not {type(data).__name__}")
         data = bytes(data)
-        body, trailer = data[: -_TRAILER.size], data[-_TRAILER.size :]
-        if len(trailer) == _TRAILER.size and body:
-            magic, *process, flags, checksum = _TRAILER.unpack(trailer)
-            if magic == _MAGIC and checksum == zlib.crc32(data[:-4]):
-                self.__attrs_init__(body, check_process(*process), bool(flags & _SHARED_MEMORY))
-                return
-        raise ValueError(
-            f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP program "
-            "without trio_ucx use WorkerAddress.from_ucx"
-        )
+        body, end = data[: -_END.size], data[-_END.size :]
+        magic, version, checksum = _END.unpack(end) if len(end) == _END.size else (b"", 0, 0)
+        if magic != _MAGIC or checksum != zlib.crc32(data[: -_CHECKSUM.size]):
+            raise ValueError(
+                f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP "
+                "program without trio_ucx use WorkerAddress.from_ucx"
+            )
+        if version != _VERSION:
+            raise ValueError(
+                f"a worker address of version {version}: this trio_ucx speaks version {_VERSION}; use one release of "
+                "trio_ucx on both sides"
+            )
+        blob, facts = body[: -_FACTS.size], body[-_FACTS.size :]
+        if not blob:
+            raise ValueError("this worker address contradicts itself")
+        *process, network_namespace, flags = _FACTS.unpack(facts)
+        self.__attrs_init__(blob, check_process(*process), network_namespace, bool(flags & _SHARED_MEMORY))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> WorkerAddress:
@@ -65,7 +77,7 @@ class WorkerAddress:
 
         Raises:
             TypeError: ``data`` is not bytes.
-            ValueError: ``data`` is damaged or something else. (UCX itself would crash.)
+            ValueError: ``data`` is damaged, of another version, or something else. (UCX itself would crash.)
         """
         return cls(data)
 
@@ -73,7 +85,8 @@ class WorkerAddress:
     def from_ucx(cls, blob: bytes, *, process: Process = NOBODY, shared_memory: bool = False) -> WorkerAddress:
         """Makes an address from the bytes that ``ucp_worker_get_address`` gives any UCP program.
 
-        UCX does not check them: damaged bytes crash the process.
+        UCX does not check them: damaged bytes crash the process. They do not say in which network namespace the program
+        runs: if it is another one of this machine, shared memory must be left out by the option TLS.
 
         Args:
             blob: those bytes.
@@ -87,8 +100,12 @@ class WorkerAddress:
         """
         if not isinstance(blob, (bytes, bytearray, memoryview)):
             raise TypeError(f"an address of UCX's is bytes, not {type(blob).__name__}")
+        return cls._create(bytes(blob), process, 0, bool(shared_memory))
+
+    @classmethod
+    def _create(cls, ucx: bytes, process: Process, network_namespace: int, shared_memory: bool) -> WorkerAddress:
         address = cls.__new__(cls)
-        address.__attrs_init__(bytes(blob), process, bool(shared_memory))
+        address.__attrs_init__(ucx, process, network_namespace, shared_memory)
         return address
 
     @property
@@ -103,8 +120,9 @@ class WorkerAddress:
 
     def __bytes__(self) -> bytes:
         flags = _SHARED_MEMORY if self.shared_memory else 0
-        body = self.ucx + _TRAILER.pack(_MAGIC, *attrs.astuple(self.process), flags, 0)[:-4]
-        return body + struct.pack("<I", zlib.crc32(body))
+        facts = _FACTS.pack(*attrs.astuple(self.process), self.network_namespace, flags)
+        body = self.ucx + facts + _END.pack(_MAGIC, _VERSION, 0)[: -_CHECKSUM.size]
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
@@ -118,7 +136,17 @@ def worker_address(worker: Any, *, shared_memory: bool, network_only: bool = Fal
         network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
     """
     blob = read_sized(lambda *out: lib.tu_worker_address(worker, network_only, *out), "asking for the worker's address")
-    return WorkerAddress.from_ucx(blob, process=this_process(), shared_memory=shared_memory)
+    host = this_host()
+    return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory)
+
+
+def in_another_network(address: WorkerAddress) -> bool:
+    """Whether a worker is known to be on this machine in another network namespace: it cannot be woken there over
+    shared memory, because UCX does that by abstract Unix sockets.
+    """
+    own = this_host()
+    known = any(address.process.host) and address.network_namespace != 0 and own.network_namespace != 0
+    return known and address.process.host == own.process.host and address.network_namespace != own.network_namespace
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from typing import Any
 from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
-from ._address import Resolved, WorkerAddress, format_address
+from ._address import Resolved, WorkerAddress, format_address, in_another_network
 from ._address_format import PADDING
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
@@ -50,36 +50,9 @@ def accept_request(engine: Engine, request: int, client: tuple[str, int], option
 
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    core = _make_to_worker(engine, address, options, repr(address), raw=True, blob=_usable(engine, address, options))
+    core = _make_to_worker(engine, address, options, repr(address), raw=True)
     watch_process(core, address.process)
     return core
-
-
-def _usable(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> bytes:
-    """The part of an address that an endpoint can use: with error handling, shared memory only if the peer's has it.
-
-    UCX would choose shared memory whatever the peer's configuration, which UCX's addresses do not contain; the peer
-    could not answer.
-
-    Raises:
-        OSError: no part of it can be used.
-    """
-    both = address.shared_memory or not engine.context.shared_memory_handles_errors
-    if options.error_mode is ErrorMode.NONE or both:
-        return address.ucx
-    try:
-        rest = without_shared_memory(address.ucx)
-    except ValueError:
-        return address.ucx  # of a layout that we do not know: UCX decides
-    if rest is None:
-        raise OSError(
-            errno.EHOSTUNREACH,
-            f"connecting to {address!r}: it has shared memory only, and its program is not known to run with "
-            "MM_ERROR_HANDLING=y, without which it could not answer an endpoint with error handling. If it does, say "
-            "so: WorkerAddress.from_ucx(..., shared_memory=True); else use error_mode=ErrorMode.NONE on both sides, or "
-            "let it use tcp, too",
-        )
-    return rest
 
 
 def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
@@ -131,16 +104,10 @@ def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool)
 
 
 def _make_to_worker(
-    engine: Engine,
-    address: WorkerAddress,
-    options: EndpointOptions,
-    label: str,
-    *,
-    raw: bool,
-    blob: bytes | None = None,
+    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
-    # ``blob`` is the part of the address to use.
-    native, how = ffi.from_buffer("char[]", (blob or address.ucx) + PADDING), options.native(None)
+    blob = _usable_part(engine, address, options)
+    native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:
         status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
@@ -153,6 +120,45 @@ def _make_to_worker(
     core.peer = address.process
     core.peer_address = address
     return core
+
+
+def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> bytes:
+    """The part of an address that an endpoint can use: without shared memory, if the two sides cannot use that.
+
+    The peer answers over the transports of this part, because UCX tells it which ones the endpoint has.
+
+    Raises:
+        OSError: no part of it can be used.
+    """
+    obstacle = _obstacle_to_shared_memory(engine, address, options)
+    if obstacle is None:
+        return address.ucx
+    try:
+        rest = without_shared_memory(address.ucx)
+    except ValueError:
+        return address.ucx  # of a layout that we do not know: UCX decides
+    if rest is None:
+        raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: it has shared memory only, and {obstacle}")
+    return rest
+
+
+def _obstacle_to_shared_memory(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> str | None:
+    """Why an endpoint cannot use shared memory although UCX would choose it, and what to do; None if it can."""
+    if in_another_network(address):
+        return (
+            "its worker is in another network namespace of this machine, where messages over shared memory would not "
+            "wake it: let both sides use tcp, too, as in TLS=tcp,sm,self, or run both in one network namespace"
+        )
+    if options.error_mode is ErrorMode.NONE or not engine.context.shared_memory_handles_errors:
+        return None
+    # UCX's addresses do not say how the peer is configured.
+    if not address.shared_memory:
+        return (
+            "its program is not known to run with MM_ERROR_HANDLING=y, without which it could not answer an endpoint "
+            "with error handling. If it does, say so: WorkerAddress.from_ucx(..., shared_memory=True); else use "
+            "error_mode=ErrorMode.NONE on both sides, or let it use tcp, too"
+        )
+    return None
 
 
 def _make(

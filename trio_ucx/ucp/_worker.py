@@ -190,7 +190,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
-                see :meth:`WorkerAddress.from_ucx`.
+                see :meth:`WorkerAddress.from_ucx`. None uses it to another network namespace of this machine, if the
+                address names that: nothing would wake the peer.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
@@ -198,9 +199,10 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no endpoint is opened.
 
         Raises:
-            OSError: unknown host; not of the worker's address family; no transport reaches the peer; its process has
-                ended (noticed at once over shared memory only); ``local_address`` is not ours, or of another family
-                than ``address``; too few file descriptors are left (EMFILE).
+            OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
+                memory would, and it is in another network namespace (EHOSTUNREACH); its process has ended (noticed at
+                once over shared memory only); ``local_address`` is not ours, or of another family than ``address``; too
+                few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.ClosedResourceError: the worker was closed.
