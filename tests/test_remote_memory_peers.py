@@ -16,7 +16,7 @@ from peers import REMOTE
 from remote import open_endpoint_and_context, open_two, open_way
 
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp._rma import ways as _ways
 
 MB = 2**20
@@ -153,9 +153,10 @@ async def open_asker(
     """An endpoint that sends requests written by the test, the owner's memory, and the answers."""
     config = {"TLS": transports}
     async with (
-        ucp.open_worker(config=config) as worker,  # without RMA: the id is free
+        ucp.open_worker(config=config) as worker,
         ucp.open_worker(config=config, features=REMOTE) as owner,
     ):
+        del internals(worker).am_ids[ID]  # the test takes the place of the library
         with (
             owner.context.register(bytearray(b"secret!!" * 8), access=access) as memory,
             worker.open_active_messages(ID) as answers,
@@ -296,6 +297,20 @@ async def test_closed_memory_is_refused(way: str) -> None:
                 await until(lambda: not live_handles().get("memory"))
         assert_free(buffer)
         assert endpoint.alive
+
+
+@pytest.mark.parametrize("transports", ["tcp", "sm,self"])
+async def test_memory_of_another_context_of_the_process(transports: str) -> None:
+    """The worker that the endpoint leads to has neither RMA nor atomics; another context has the memory."""
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config, features=REMOTE) as worker, ucp.open_worker(config=config) as server:
+        with ucp.open_context(config, features=REMOTE) as context, context.register(bytearray(64)) as memory:
+            endpoint = await worker.open_endpoint(server.address)
+            with endpoint.attach(memory.descriptor) as remote, trio.fail_after(5):
+                await remote.put(b"12345678")
+                assert await remote.fetch_add(1) == int.from_bytes(b"12345678", "little")
+                assert await remote.get(0, 8) == b"22345678"
+            endpoint.abort()
 
 
 # ---- order, and the loop ----

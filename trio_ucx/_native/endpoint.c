@@ -121,9 +121,7 @@ void tu_endpoint_linger(tu_endpoint_t *endpoint)
     tu_extension_t *extension;
 
     TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
-        if (extension->endpoint_lingers != NULL) {
-            extension->endpoint_lingers(endpoint);
-        }
+        extension->endpoint_lingers(endpoint);
     }
 }
 

@@ -253,11 +253,11 @@ const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, u
 {
     line_t *line;
 
+    pthread_mutex_lock(&self.mutex);
+    self.taken = NULL;
     if (before != NULL) {
         free(TU_ITEM(before, line_t, line));
     }
-    pthread_mutex_lock(&self.mutex);
-    self.taken = NULL;
     if (self.first == NULL) {
         self.patient = true;
         pthread_cond_broadcast(&self.logged);

@@ -148,7 +148,7 @@ typedef struct tu_hook {
 typedef struct tu_extension {
     tu_list_t link;
     void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX still has the endpoint; nothing more is posted to it */
-    void (*endpoint_lingers)(tu_endpoint_t *endpoint); /* the same, but it is closed later; NULL: of no interest */
+    void (*endpoint_lingers)(tu_endpoint_t *endpoint); /* the same, but it is closed later */
     void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker has gone, and no callback will come any more */
 } tu_extension_t;
 
@@ -170,7 +170,7 @@ typedef struct tu_transfers {
     unsigned begun;            /* requests that the owner has not answered */
     bool fence;                /* the next transfer waits for all before it */
     bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
-    ucs_status_t put_status;   /* of a put that had returned before the owner refused it */
+    ucs_status_t refused;      /* why the owner refused a put or an atomic that had returned before; UCS_OK: none */
     uint64_t nonce;            /* in this endpoint's requests; 0: none yet */
 } tu_transfers_t;
 

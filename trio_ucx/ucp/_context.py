@@ -308,8 +308,9 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def serves_memory(self) -> bool:
-        """Whether its workers use memory by messages to its owner, and answer such messages."""
-        return Feature.AM in self.features and bool(self.features & _MEMORY)
+        """Whether its workers use memory by messages to its owner, and answer such messages, for all the process's
+        memory."""
+        return Feature.AM in self.features
 
     def _require_memory(self) -> None:
         if not self.features & _MEMORY:

@@ -469,8 +469,6 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 
 ucs_status_t tu_owner_open(tu_rma_t *rma)
 {
-    const uint64_t memory = UCP_FEATURE_RMA | UCP_FEATURE_AMO32 | UCP_FEATURE_AMO64;
-    uint64_t features     = rma->worker->context->features;
     size_t i;
 
     tu_list_init(&rma->services);
@@ -478,7 +476,7 @@ ucs_status_t tu_owner_open(tu_rma_t *rma)
         tu_list_init(&rma->loads[i]);
     }
     tu_hook_init(&rma->unused_hook, tell_unused);
-    if ((features & UCP_FEATURE_AM) == 0 || (features & memory) == 0) {
+    if ((rma->worker->context->features & UCP_FEATURE_AM) == 0) {
         return UCS_OK;
     }
     return tu_am_handle(rma->worker, TU_REMOTE_AM_ID, message_arrived, rma);

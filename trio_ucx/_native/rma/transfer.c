@@ -140,7 +140,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
         }
         if (status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
             (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC)) {
-            endpoint->transfers.put_status = status; /* the next flush of the memory reports it */
+            endpoint->transfers.refused = status; /* the next flush of the memory reports it */
         }
         leave(transfer);
         transfer->state  = TU_TRANSFER_OVER;
@@ -451,12 +451,12 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     return verdict;
 }
 
-/* The status of a put that the owner refused after it had returned; reported once. */
+/* Why the owner refused a put or an atomic after it had returned; reported once. */
 int tu_transfers_status(tu_endpoint_t *endpoint)
 {
-    ucs_status_t status = endpoint->transfers.put_status;
+    ucs_status_t status = endpoint->transfers.refused;
 
-    endpoint->transfers.put_status = UCS_OK;
+    endpoint->transfers.refused = UCS_OK;
     return status;
 }
 
@@ -513,6 +513,17 @@ void tu_transfer_cancel(tu_transfer_t *transfer)
     }
 }
 
+/* Nothing more is begun. */
+static void endpoint_lingers(tu_endpoint_t *endpoint)
+{
+    tu_transfers_t *transfers = &endpoint->transfers;
+
+    transfers->advancing = true;
+    while (transfers->waiting != NULL) {
+        tu_transfer_conclude(transfers->waiting, UCS_ERR_CANCELED);
+    }
+}
+
 /* No answer will come. UCX completes its parts of the transfers. */
 static void endpoint_closing(tu_endpoint_t *endpoint)
 {
@@ -549,6 +560,7 @@ ucs_status_t tu_rma_open(tu_worker_t *worker)
     worker->rma                     = rma;
     rma->worker                     = worker;
     rma->extension.endpoint_closing = endpoint_closing;
+    rma->extension.endpoint_lingers = endpoint_lingers;
     rma->extension.worker_destroyed = worker_destroyed;
     tu_list_append(&worker->extensions, &rma->extension.link);
     tu_list_init(&rma->transfers);

@@ -415,7 +415,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_open()
         if self._starting or lib.tu_chain_busy(self._native.handle):
             raise trio.BusyResourceError(
-                "this request chain is running, or UCX still has requests of a run that was cancelled: wait_idle(), or "
+                "this request chain is running, or UCX still has requests of an earlier run: wait_idle(), or "
                 "make another"
             )
 

@@ -95,7 +95,8 @@ class RequestChain(ChainBuilder):
             DependencyReferenceError, NoDependencyResource: see there.
             RuntimeError: the context was opened without the feature that this needs.
             trio.ClosedResourceError: the chain, the endpoint or the worker was closed.
-            trio.BusyResourceError: the chain is running, or a run that was cancelled is not over.
+            trio.BusyResourceError: the chain is running, or UCX still has requests of an earlier run: see
+                :meth:`wait_idle`.
             trio.BrokenResourceError: the endpoint, or the worker, broke.
         """
         self._check_access(remote, Access.READ, "read")
@@ -423,7 +424,7 @@ class RequestChain(ChainBuilder):
         Raises:
             ValueError: remote memory that it refers to was closed, or has no worker's address for atomics.
             OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
-            trio.BusyResourceError: it is running, or a run that was cancelled is not over.
+            trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
         """
@@ -435,7 +436,14 @@ class RequestChain(ChainBuilder):
         except BaseException:
             self._native.restart(lib.TU_CHAIN_CANCELLED)
             raise
+        for key in keys:
+            key.hold()
         verdict = lib.tu_chain_run(self._native.handle)
+        if verdict <= 0:
+            for key in keys:
+                key.let_go()
+        if verdict < 0:
+            self._native.restart(lib.TU_CHAIN_CANCELLED)
         operation = pending_operation(
             self._engine,
             verdict,
@@ -472,9 +480,10 @@ class RequestChain(ChainBuilder):
 
     @enable_ki_protection
     async def wait_idle(self) -> None:
-        """Waits until the chain can be run or changed: no run goes on, and no request of a cancelled one is in flight.
+        """Waits until the chain can be run or changed: no run goes on, and UCX has no request of an earlier one.
 
-        Requests of a cancelled run complete when the peer answers, or is lost.
+        Requests of a cancelled run complete when the peer answers, or is lost. Those over a connection that has ended
+        complete up to some seconds later.
 
         Cancellation: nothing has happened.
 
@@ -541,7 +550,7 @@ class RequestChain(ChainBuilder):
         """Removes all requests, so that others can be added. Whatever refers to one of them is refused from now on.
 
         Raises:
-            trio.BusyResourceError: it is running, or a run that was cancelled is not over.
+            trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: the chain or the worker was closed; the worker broke.
         """
         self._check()

@@ -243,6 +243,9 @@ class Target:
         if isinstance(self.thing, Endpoint):
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
             return None
+        if self.way is None and not self.atomic:  # the way was lost while it was looked for
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
+            return None
         if self.way is None:
             key = self.thing._key(ATOMICS, core)
             limit = LIMIT_OVER_TCP if core.over_tcp() else LIMIT
@@ -261,7 +264,7 @@ class Target:
 
 
 class Run(Operation):
-    """A chain that runs: it holds the remote keys, and the chain itself; its buffers, once that was closed."""
+    """A chain that runs. It has the chain; the remote keys, which are held for it; the buffers, once that was closed."""
 
     __slots__ = ("_chain", "_keys", "_lost", "buffers")
 
@@ -271,8 +274,6 @@ class Run(Operation):
         self._lost = False
         self.buffers = Buffers()
         super().__init__(engine, id, None, "running a request chain")
-        for key in keys:
-            key.hold()
 
     def error(self, status: int) -> Exception:
         return trio.ClosedResourceError("this request chain was closed while it ran")
@@ -295,6 +296,10 @@ class Run(Operation):
             self.engine.kept.append(self._let_go)
         else:
             self._let_go()
+
+    def worker_destroyed(self) -> None:
+        super().worker_destroyed()
+        self._let_go()
 
     def _let_go(self) -> None:
         self.buffers.release()

@@ -50,6 +50,8 @@ class _Entry:
     closes: float
     #: The latest time for that, if it is closed as soon as nothing is under way.
     latest: float | None
+    #: Whether request chains have requests there, which are no operations of it: then all is written first.
+    chains: bool
     write: Pending | None = None
 
 
@@ -89,9 +91,10 @@ class Lingering:
         """Whether one of them goes on until its operations have ended."""
         return any(entry.latest is not None for entry in self._endpoints.values())
 
-    def add(self, core: ClosedEndpoint, handle: Any, seconds: float, until_drained: bool) -> None:
+    def add(self, core: ClosedEndpoint, handle: Any, seconds: float, *, until_drained: bool, chains: bool) -> None:
         now = time.monotonic()
-        self._endpoints[core] = _Entry(handle, now + seconds, now + MOST_BEFORE_PEER if until_drained else None)
+        latest = now + MOST_BEFORE_PEER if until_drained else None
+        self._endpoints[core] = _Entry(handle, now + seconds, latest, chains)
         if len(self._endpoints) > MAX_LINGERING:
             self.close_one(next(iter(self._endpoints)))
 
@@ -108,7 +111,7 @@ class Lingering:
         entry = self._endpoints.get(core)
         if entry is None or entry.latest is None:
             return
-        if core.pending:
+        if core.pending or entry.chains:
             entry.closes = min(time.monotonic() + BEFORE_PEER, entry.latest)
         else:
             self.close_one(core)
@@ -122,13 +125,14 @@ class Lingering:
 
     def _has_unsent(self, core: ClosedEndpoint, entry: _Entry, now: float) -> bool:
         """Whether it waits for the network to take what UCX has to write."""
-        if entry.latest is not None or core not in self._endpoints:
+        if core not in self._endpoints or (entry.latest is not None and not entry.chains):
             return False
+        latest = entry.closes + MOST_UNSENT if entry.latest is None else entry.latest
         if entry.write is None:
             entry.write = core.begin_write(entry.handle)
             if entry.write is not None:
                 entry.write.notify = lambda _: self.close_due()
-        return entry.write is not None and entry.write.outcome is None and now <= entry.closes + MOST_UNSENT
+        return entry.write is not None and entry.write.outcome is None and now <= latest
 
     def close_all(self) -> None:
         for core in list(self._endpoints):

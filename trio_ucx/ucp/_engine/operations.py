@@ -475,8 +475,9 @@ class EndpointCore:
 
     def _linger(self, seconds: float, *, until_drained: bool) -> None:
         if self.forcible:
+            chains = lib.tu_chains_under_way(self.handle) > 0
             lib.tu_endpoint_linger(self.handle)
-            self.engine.lingering.add(self, self._let_go(), seconds, until_drained)
+            self.engine.lingering.add(self, self._let_go(), seconds, until_drained=until_drained, chains=chains)
             self.engine.watch_events()
             self.engine.progress()  # request chains go on without it
         else:

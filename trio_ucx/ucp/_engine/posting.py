@@ -81,7 +81,7 @@ def pending_operation(
         try:
             operation = kind(engine, verdict, pins, doing, core)
         except BaseException:
-            engine.keep(verdict, pins)
+            engine.keep(verdict, (pins, kind))  # `kind` has what else must live as long
             raise
         engine.progress()
         return operation

@@ -295,6 +295,8 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _close_unasked(self) -> None:
         """Closes it at the end of its context. Memory that is in use stays."""
+        if self._handle is None:
+            return  # it was closed while peers' requests were in flight
         warn_resource(f"unclosed {self!r}", self)
         with suppress(BufferError):
             self.close()

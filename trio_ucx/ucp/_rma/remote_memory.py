@@ -42,7 +42,10 @@ from .ways import Key, Way, connect, find_way, try_connect
 
 
 class _Transfer(Operation):
-    """A put, a get or an atomic under way, not by UCX's atomics: holds the key, and where an old value goes."""
+    """A put, a get or an atomic under way, not by UCX's atomics. Lets go of the key, which is held for it already.
+
+    Keeps the memory to which an atomic's old value goes.
+    """
 
     __slots__ = ("_key", "_old")
 
@@ -59,8 +62,6 @@ class _Transfer(Operation):
         super().__init__(engine, id, pins, doing, core)
         self._key = key
         self._old = old
-        if key is not None:
-            key.hold()
 
     def error(self, status: int) -> Exception:
         return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
@@ -75,7 +76,7 @@ class _Transfer(Operation):
 
 
 class _UCXAtomic(Operation):
-    """An atomic of UCX's under way: holds the key, its words, and a place in the atomics endpoint's window."""
+    """An atomic of UCX's under way: as :class:`_Transfer`, with a place in the atomics endpoint's window."""
 
     __slots__ = ("_fetches", "_key", "_window", "_words")
 
@@ -96,7 +97,6 @@ class _UCXAtomic(Operation):
         self._fetches = fetches
         self._key = key
         self._words = words
-        key.hold()
 
     def release(self) -> None:
         super().release()
@@ -224,7 +224,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await flush(self._core)
         if self._core.handle is None:  # another task has closed it meanwhile
             self._core.check()
-        error = refusal(lib.tu_transfers_status(self._core.handle), "a put before this flush")
+        error = refusal(lib.tu_transfers_status(self._core.handle), "a put or an atomic before this flush")
         if error is not None:
             raise error
 
@@ -393,7 +393,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         core.check()
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._core.unflushed = True
+        if key is not None:
+            key.hold()
         verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
+        if verdict <= 0 and key is not None:
+            key.let_go()
         operation = pending_operation(
             engine,
             verdict,
@@ -424,8 +428,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         words = ffi.new(f"uint{8 * size}_t[2]", [operand, reply])
         self._core.unflushed = True
         remote = self._descriptor.address + offset
+        key.hold()
         verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
         if verdict <= 0:
+            key.let_go()
             window.leave() if fetch or verdict < 0 else window.sent()
         operation = pending_operation(
             engine,
@@ -545,12 +551,16 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         except BaseException:
             pins.release()
             raise
+        if key is not None:
+            key.hold()
         if way.native != ffi.NULL:
             verdict = lib.tu_transfer(core.handle, way.native, put, pins.native_list(), offset)
         else:
             assert key is not None
             call = lib.tu_put if put else lib.tu_get
             verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+        if verdict <= 0 and key is not None:
+            key.let_go()
         operation = pending_operation(
             core.engine,
             verdict,
