@@ -123,8 +123,10 @@ class AttackedServer:
                         client.send_nowait(pattern(100_000))
                         assert await client.receive() == pattern(100_000)
         assert self.peer.process.poll() is None, "the server ended"
-        found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in self.lines())
-        assert all(line.startswith("INFO turned away") for line in self.lines()), self.lines()[:5]
+        # A damaged address can name a port at which somebody else listens, and hangs up: UCX says so.
+        lines = [line for line in self.lines() if not line.startswith("ERROR tcp_cm.c")]
+        assert all(line.startswith("INFO turned away") for line in lines), lines[:5]
+        found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines)
         assert all(count == 1 for count in found.values()), found
         if kinds is not None:
             assert len(found) == kinds, found

@@ -14,7 +14,7 @@ import pytest
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
-from trio_ucx.ucp import Status
+from trio_ucx.ucp import Access, Status
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feature.RMA | ucp.Feature.WAKEUP
 FULL = 2**64 - 1
@@ -243,7 +243,7 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     assert lib.tu_memory_map(owner.context, ffi.NULL, length, -1, 0b1111, memory) == Status.OK
     assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
     token = bytes(range(16))
-    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, True, True)
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, Access.ALL)
     seen = memoryview(ffi.buffer(ffi.cast("char *", base[0]), length))
     seen[:] = bytes(length)
     way = ffi.new("tu_way_t *", {"messages": True, "length": length})
@@ -276,7 +276,7 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side], allowed: int) ->
     assert lib.tu_memory_map(owner.context, ffi.NULL, 4096, -1, 0b1111, memory) == Status.OK
     assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
     token = bytes(range(16))
-    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, True, True)
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, Access.ALL)
     way = ffi.new("tu_way_t *", {"messages": True, "length": 4096})
     ffi.memmove(way.token, token, 16)
     target = buffers(bytearray(8))

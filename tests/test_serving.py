@@ -12,6 +12,7 @@ import pytest
 import trio
 from helpers import open_pair, open_peer, pattern, until
 from injected_faults import break_worker
+from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
@@ -288,8 +289,8 @@ async def test_a_connection_owns_its_memory_and_atomics_endpoints(transports: st
     open_worker = partial(ucp.open_worker, config={"TLS": transports}, features=remote)
     async with open_worker() as mine, open_worker() as theirs:
         async with open_pair(mine, theirs) as (connection, _), contextlib.AsyncExitStack() as stack:
-            memory = stack.enter_context(theirs.context.allocate(64))
-            remote_memory = stack.enter_context(connection.endpoint.attach(memory.descriptor))
+            memory = stack.enter_context(theirs.context.register(bytearray(64)))
+            remote_memory = stack.enter_context(connection.endpoint.attach(for_ucx(memory.descriptor)))
             await remote_memory.put(bytes(8), 0)
             assert await remote_memory.fetch_add(1, 0) == 0
             core = internals(connection).core

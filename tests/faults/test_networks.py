@@ -469,7 +469,7 @@ async def test_for_good(network: Network, name: str, again: int, request: pytest
     await check(network, name, FOR_GOOD[name], f"{request.config.option.seed} {name} {again}", intervals)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("again", range(3))
 @pytest.mark.parametrize("name", FOR_A_WHILE)
 async def test_for_a_while(network: Network, name: str, again: int, request: pytest.FixtureRequest) -> None:

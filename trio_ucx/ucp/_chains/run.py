@@ -264,7 +264,7 @@ class Target:
 
 
 class Run(Operation):
-    """A chain that runs. It has the chain; the remote keys, which are held for it; the buffers, once that was closed."""
+    """A chain that runs: it has the chain, the keys that are held for it, and the buffers of a closed chain."""
 
     __slots__ = ("_chain", "_keys", "_lost", "buffers")
 
