@@ -123,7 +123,7 @@ class AttackedServer:
                         client.send_nowait(pattern(100_000))
                         assert await client.receive() == pattern(100_000)
         assert self.peer.process.poll() is None, "the server ended"
-        # A damaged address can name a port at which somebody else listens, and hangs up: UCX says so.
+        # A damaged address can name another program's port; UCX logs an error when that program hangs up.
         lines = [line for line in self.lines() if not line.startswith("ERROR tcp_cm.c")]
         assert all(line.startswith("INFO turned away") for line in lines), lines[:5]
         found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines)

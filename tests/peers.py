@@ -515,8 +515,8 @@ async def use_at_once(nursery: trio.Nursery, connection: trio_ucx.Connection, nu
 async def in_nursery(function: Callable[..., Awaitable[None]], *arguments: Any) -> None:
     """Calls ``function(nursery, *arguments)`` in a nursery of its own.
 
-    Protected, because Trio (0.35) does not bear a KeyboardInterrupt between the making and the awaiting of
-    ``Nursery.__aexit__()``, which happens in the frame of its user ("Nursery stack corrupted").
+    Protected, because Trio 0.35 breaks ("Nursery stack corrupted") if a KeyboardInterrupt comes between calling and
+    awaiting ``Nursery.__aexit__()``.
     """
     async with trio.open_nursery() as nursery:
         await function(nursery, *arguments)

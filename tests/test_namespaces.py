@@ -270,6 +270,7 @@ async def end_without_missed_events(*sides: Peer) -> None:
         assert await told(each, "end") == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["PEER", "NONE"])
 @pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
 async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) -> None:
@@ -283,6 +284,7 @@ async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) ->
         await end_without_missed_events(one, two)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("by", ["worker", "socket"])
 @pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
 async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> None:

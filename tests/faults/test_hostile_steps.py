@@ -174,7 +174,7 @@ async def test_hostile_sessions(
     what becomes of a queue whose writer is killed.
     """
     seed = f"{request.config.option.seed}"
-    count = rounds(24, 2000)
+    count = rounds(16, 2000)
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
         before = await scene.settled()

@@ -29,7 +29,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
-    plan = injector.Plan(tmp_path, seconds=10, seed=seed, transports=transports, clients=2, pause=1.5)
+    plan = injector.Plan(tmp_path, seconds=7, seed=seed, transports=transports, clients=2, pause=1.5)
     violations, figures = soak.soak(plan)
     summary.show(Console(width=120), f"{transports}, seed {seed}", figures, violations)
     assert not violations, "\n".join(map(str, violations[:10]))

@@ -51,8 +51,8 @@ async def test_crowd(transports: str, seed: int, rounds: Rounds) -> None:
 
 async def test_cycles(transports: str, seed: int, rounds: Rounds) -> None:
     """After the first fifth of the cycles nothing grows."""
-    count = rounds(120, 20_000)
-    cycles = await storms.run_cycles(transports, seed, count, each=rounds(60, 1000), patience=rounds(1, 30))
+    count = rounds(80, 20_000)
+    cycles = await storms.run_cycles(transports, seed, count, each=rounds(40, 1000), patience=rounds(1, 30))
     storms.show_cycles(transports, cycles)
     failures = {what: times for what, times in cycles.done.items() if what.startswith("failed")}
     # A connection that is being opened while its process ends by force fails; over TCP, others are not affected.

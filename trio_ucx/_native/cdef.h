@@ -29,8 +29,8 @@ typedef struct tu_served tu_served_t;  /* memory that peers may get and put by m
                                   one after the other, from the offset `pointer` of the arena on, until the worker is
                                   progressed again */
 #define TU_RECORD_UNUSED 8     /* peers' requests no longer use some memory that was withdrawn */
-#define TU_RECORD_RUN_OVER 9   /* id, status: the run of a chain is over, but UCX still has requests of it: the record of
-                                  the operation comes when it has none */
+#define TU_RECORD_RUN_OVER 9   /* id, status: a chain's run is over, but UCX still has requests of it. The operation's own
+                                  record follows when it has none */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
 #define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
@@ -313,7 +313,7 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
 int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
                            uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
-int64_t tu_endpoint_write(tu_endpoint_t *endpoint);
+int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 int tu_worker_fence(tu_worker_t *worker);
 
@@ -472,13 +472,13 @@ typedef struct tu_chain_report {
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned max_atomics,
                    const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain/run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
-uint64_t tu_chains_under_way(tu_endpoint_t *endpoint);
+uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint, uint64_t *requests);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
 bool tu_chain_busy(const tu_chain_t *chain);

@@ -88,7 +88,7 @@ static struct timespec time_at(uint64_t nanoseconds)
     };
 }
 
-static bool is_logged(void)
+static bool all_logged(void)
 {
     return self.first == NULL && self.taken == NULL;
 }
@@ -107,7 +107,7 @@ static void wait_until_logged(void)
         return;
     }
     until = time_at(began + ERROR_PATIENCE - self.waited);
-    while (self.reader != 0 && self.patient && !is_logged()) {
+    while (self.reader != 0 && self.patient && !all_logged()) {
         self.patient = pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0;
     }
     end          = now();
@@ -120,7 +120,7 @@ static void log_the_rest(void)
     struct timespec until = time_at(now() + SECOND);
     line_t *line;
 
-    while (self.reader != 0 && !is_logged() &&
+    while (self.reader != 0 && !all_logged() &&
            pthread_cond_timedwait(&self.logged, &self.mutex, &until) == 0) {
     }
     if (self.taken != NULL) {

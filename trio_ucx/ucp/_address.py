@@ -21,6 +21,7 @@ _FACTS = struct.Struct("<16sQIQQB")
 #: The end, in every version: magic, the version of the facts, and a checksum of everything before. UCX would crash on
 #: damaged bytes, so the checksum is compared first.
 _END = struct.Struct("<4sBI")
+#: Earlier versions had other magic bytes.
 _MAGIC, _VERSION = b"TUWA", 5
 _CHECKSUM = struct.Struct("<I")
 _SHARED_MEMORY = 1
@@ -67,7 +68,7 @@ class WorkerAddress:
             )
         blob, facts = body[: -_FACTS.size], body[-_FACTS.size :]
         if not blob:
-            raise ValueError("this worker address contradicts itself")
+            raise ValueError("this worker address is too short for its fields")
         *process, network_namespace, flags = _FACTS.unpack(facts)
         self.__attrs_init__(blob, check_process(*process), network_namespace, bool(flags & _SHARED_MEMORY))
 
@@ -140,7 +141,7 @@ def worker_address(worker: Any, *, shared_memory: bool, network_only: bool = Fal
     return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory)
 
 
-def in_another_network(address: WorkerAddress) -> bool:
+def in_another_network_namespace(address: WorkerAddress) -> bool:
     """Whether a worker is known to be on this machine in another network namespace: it cannot be woken there over
     shared memory, because UCX does that by abstract Unix sockets.
     """

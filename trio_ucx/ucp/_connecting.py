@@ -10,7 +10,7 @@ from typing import Any
 from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
-from ._address import Resolved, WorkerAddress, format_address, in_another_network
+from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
 from ._address_format import PADDING
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
@@ -144,7 +144,7 @@ def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOption
 
 def _obstacle_to_shared_memory(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> str | None:
     """Why an endpoint cannot use shared memory although UCX would choose it, and what to do; None if it can."""
-    if in_another_network(address):
+    if in_another_network_namespace(address):
         return (
             "its worker is in another network namespace of this machine, where messages over shared memory would not "
             "wake it: let both sides use tcp, too, as in TLS=tcp,sm,self, or run both in one network namespace"

@@ -48,7 +48,7 @@ class Feature(enum.IntFlag):
 #: Any of these lets a context register memory.
 _MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
 
-#: Tag messages, which Connections need, and active messages, by which trio_ucx peers get and put remote memory.
+#: Tag messages, which Connections need, and active messages, by which trio_ucx peers use remote memory.
 DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
 
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
@@ -308,8 +308,8 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def serves_memory(self) -> bool:
-        """Whether its workers use memory by messages to its owner, and answer such messages, for all the process's
-        memory."""
+        """Whether its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
+        every context of the process."""
         return Feature.AM in self.features
 
     def _require_memory(self) -> None:

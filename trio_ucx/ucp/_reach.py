@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .._native import ucx
-from ._address import WorkerAddress, in_another_network
+from ._address import WorkerAddress, in_another_network_namespace
 from ._address_format import ParsedAddress, parse_worker_address
 from ._process import has_ended
 from ._status import Status
@@ -85,7 +85,7 @@ def _about_worker(context: ReachContext, status: int, address: WorkerAddress) ->
     known = f"the address has {', '.join(theirs)}; transports in use here: {context.transports}"
     if not context.shared_memory_handles_errors:
         known += "; shared memory needs MM_ERROR_HANDLING=y on both sides"
-    elif in_another_network(address):
+    elif in_another_network_namespace(address):
         known += "; it is in another network namespace of this machine, and cannot be woken over shared memory"
     return known + _about_release(parsed)
 

@@ -190,8 +190,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
-                see :meth:`WorkerAddress.from_ucx`. None uses it to another network namespace of this machine, if the
-                address names that: nothing would wake the peer.
+                see :meth:`WorkerAddress.from_ucx`. It never does if the address names another network
+                namespace of this machine, where UCX could not wake the peer.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.

@@ -46,7 +46,7 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
     return (int)chain->target_count++;
 }
 
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned max_atomics,
                    const tu_way_t *way)
 {
     tu_target_t *bound = chain->targets[target];
@@ -55,9 +55,9 @@ void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, 
     if (way != NULL) {
         bound->way = *way;
     }
-    bound->endpoint = endpoint;
-    bound->rkey     = rkey;
-    bound->atomics  = atomics;
+    bound->endpoint    = endpoint;
+    bound->rkey        = rkey;
+    bound->max_atomics = max_atomics;
 }
 
 static bool make_room(tu_chain_t *chain)

@@ -53,7 +53,7 @@ typedef struct tu_node {
     bool flushed;              /* a put that is known to have happened */
     tu_list_t completed_link;  /* in `completed` of the chain: UCX is done with it, and run.c has not seen it yet */
     bool lost;                 /* its endpoint has gone: nothing waits for UCX to complete it */
-    bool placed;               /* it has a place among the atomics of its endpoint */
+    bool counted;              /* it counts among the atomics of UCX that its endpoint has in flight */
     uint64_t operand[1];       /* of an atomic */
 
     tu_chain_request_t request; /* its arrays are the chain's copies */
@@ -77,7 +77,7 @@ typedef struct tu_target {
     uint64_t address;
     uint64_t length;
     tu_way_t way;              /* how to reach the memory without UCX's puts and gets, if that is possible */
-    unsigned atomics;          /* the most of UCX's atomics that may be under way on its endpoint */
+    unsigned max_atomics;      /* the most of UCX's atomics that may be under way on its endpoint */
     bool written;              /* by puts of UCX's that no flush has followed yet */
     bool flushing;
     bool lost;
@@ -108,7 +108,7 @@ struct tu_chain {
     uint32_t unfinished;
     uint32_t errors;           /* requests that failed, or were cancelled */
     uint32_t in_flight;        /* requests and flushes that UCX has */
-    uint32_t lost;             /* more, for which nothing waits, because their endpoints have gone */
+    uint32_t lost;             /* requests that UCX still has, whose endpoints have gone: the run does not wait for them */
     bool lost_for_good;        /* UCX may not complete some of these before the worker is destroyed */
     uint64_t wake_at;          /* when a delayed request may begin; 0: none waits */
     bool blocked;              /* a request waits for a place among the atomics of an endpoint */

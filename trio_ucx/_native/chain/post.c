@@ -200,12 +200,12 @@ static const char *payload(tu_node_t *node)
 /* ---- requests ---- */
 
 /* Whether a target's memory can be reached without UCX's puts, gets and atomics, with local memory of this kind. */
-static bool needs_no_ucx(const tu_target_t *target, int memory)
+static bool bypasses_ucx_rma(const tu_target_t *target, int memory)
 {
     return target->way.messages || (target->way.local != NULL && memory <= TU_MEMORY_HOST);
 }
 
-/* Reads, writes or does an atomic in that way. When it completes, it has happened at the owner. */
+/* Gets, puts or does an atomic in that way. When it completes, it has happened at the owner. */
 static void transfer(tu_node_t *node, const tu_target_t *target, tu_transfer_kind_t kind, char *buffer, int memory,
                      const tu_atomic_terms_t *atomic)
 {
@@ -243,7 +243,7 @@ static void read_remote(tu_node_t *node, tu_target_t *target)
     int memory = node->request.into != NULL ? node->request.memory : TU_MEMORY_HOST;
     ucp_request_param_t param;
 
-    if (needs_no_ucx(target, memory)) {
+    if (bypasses_ucx_rma(target, memory)) {
         transfer(node, target, TU_TRANSFER_GET, node->result, memory, NULL);
         return;
     }
@@ -281,7 +281,7 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
         done_at_once(node);
         return;
     }
-    if (needs_no_ucx(target, node->request.memory)) {
+    if (bypasses_ucx_rma(target, node->request.memory)) {
         transfer(node, target, TU_TRANSFER_PUT, (char *)data, node->request.memory, NULL);
         return;
     }
@@ -292,34 +292,16 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
                                target->rkey, &param));
 }
 
-static void begin_atomic(tu_node_t *node, tu_target_t *target)
+/* Posts an atomic of UCX's. */
+static void post_atomic(tu_node_t *node, tu_target_t *target, tu_integer_t operand, tu_integer_t swapped)
 {
     size_t size = node->request.size;
-    char *reply = node->result;
-    tu_atomic_terms_t atomic;
+    char *reply = node->result; /* for UCX also what a compare-and-swap stores */
     ucp_request_param_t param;
-    tu_integer_t operand, swapped;
 
-    if (!argument(node, &node->request.operand, 0, &operand) || !argument(node, &node->request.swapped, 0, &swapped) ||
-        !choose_offset(node, target, (tu_integer_t)size)) {
-        return;
-    }
-    if ((target->address + node->offset) % size != 0) {
-        out_of_bounds(node, UCS_ERR_INVALID_PARAM);
-        return;
-    }
-    if (needs_no_ucx(target, TU_MEMORY_HOST)) {
-        atomic = (tu_atomic_terms_t){
-            .operation = node->request.atomic,
-            .operand   = (uint64_t)operand,
-            .swapped   = (uint64_t)swapped,
-        };
-        transfer(node, target, TU_TRANSFER_ATOMIC, reply, TU_MEMORY_HOST, &atomic);
-        return;
-    }
     tu_integer_store(node->operand, operand, size, false);
     tu_integer_store(reply, swapped, size, false);
-    node->placed = true;
+    node->counted = true;
     target->endpoint->atomics++;
     begin_post(node, &param, TU_MEMORY_HOST);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
@@ -328,6 +310,31 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     node->chain->worker->unfenced = true;
     end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, tu_atomic_operations[node->request.atomic], node->operand, 1,
                                      target->address + node->offset, target->rkey, &param));
+}
+
+static void begin_atomic(tu_node_t *node, tu_target_t *target)
+{
+    tu_integer_t operand, swapped;
+    tu_atomic_terms_t atomic;
+
+    if (!argument(node, &node->request.operand, 0, &operand) || !argument(node, &node->request.swapped, 0, &swapped) ||
+        !choose_offset(node, target, (tu_integer_t)node->request.size)) {
+        return;
+    }
+    if ((target->address + node->offset) % node->request.size != 0) {
+        out_of_bounds(node, UCS_ERR_INVALID_PARAM);
+        return;
+    }
+    if (!bypasses_ucx_rma(target, TU_MEMORY_HOST)) {
+        post_atomic(node, target, operand, swapped);
+        return;
+    }
+    atomic = (tu_atomic_terms_t){
+        .operation = node->request.atomic,
+        .operand   = (uint64_t)operand,
+        .swapped   = (uint64_t)swapped,
+    };
+    transfer(node, target, TU_TRANSFER_ATOMIC, node->result, TU_MEMORY_HOST, &atomic);
 }
 
 static void begin_send(tu_node_t *node, tu_target_t *target)
@@ -416,8 +423,8 @@ static void follow_arrived(tu_node_t *node)
 /* Whether as many of UCX's atomics are under way on its endpoint as may be. */
 static bool is_full(const tu_target_t *target)
 {
-    return target->endpoint != NULL && !needs_no_ucx(target, TU_MEMORY_HOST) &&
-           target->endpoint->atomics >= target->atomics;
+    return target->endpoint != NULL && !bypasses_ucx_rma(target, TU_MEMORY_HOST) &&
+           target->endpoint->atomics >= target->max_atomics;
 }
 
 /* Whether it must wait for a place among the atomics of its endpoint. _rma/atomics.py says why their number is limited. */
@@ -508,13 +515,13 @@ void tu_node_go_on(tu_node_t *node)
     tu_target_t *target = chain->targets[node->target];
     int kind            = node->request.kind;
 
-    if (node->placed && target->endpoint != NULL) {
+    if (node->counted && target->endpoint != NULL) {
         target->endpoint->atomics--;
         if (chain->worker->chains->places == TU_PLACES_AWAITED) {
             chain->worker->chains->places = TU_PLACES_FREE;
         }
     }
-    node->placed = false;
+    node->counted = false;
     if (node->status != UCS_OK) {
         if (node->flushing) {
             target->status = node->status; /* the flush was for other puts, too */

@@ -8,6 +8,11 @@
  * after it is; all other puts are flushed at the end of the run.
  *
  * For Python a run is one operation: its record comes when all nodes are over and UCX has nothing more of the chain.
+ *
+ * When an endpoint goes away, its requests in flight are *lost*: nothing waits for them. If UCX still has some when the
+ * run is over, TU_RECORD_RUN_OVER wakes the task, and the operation's record comes when UCX has completed them. UCX may
+ * never complete those of an endpoint without error handling (`lost_for_good`). Then the operation's record comes with
+ * the end of the run, says how many are lost, and Python keeps their memory until the worker is destroyed.
  */
 #include <string.h>
 
@@ -631,7 +636,7 @@ void tu_chain_cancel(tu_chain_t *chain)
     }
 }
 
-/* Gives up waiting for the requests of a target. */
+/* Gives up waiting for the requests of a target; `for_good`: UCX may not complete them. */
 static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
 {
     tu_target_t *target = chain->targets[index];
@@ -650,7 +655,7 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
 
         if (node->state == TU_CHAIN_POSTED && !tu_list_is_linked(&node->completed_link) && node->target == index) {
             node->lost   = true;
-            node->placed = false;
+            node->counted = false;
             chain->lost++;
             chain->in_flight--;
             if (node->flushing) {
@@ -662,10 +667,10 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
     chain->lost_for_good |= for_good && chain->lost > before;
 }
 
-/* The bytes of an endpoint's requests under way. */
-uint64_t tu_chains_under_way(tu_endpoint_t *endpoint)
+/* The number (unless that is NULL) and the bytes of an endpoint's requests in flight. */
+uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint, uint64_t *requests)
 {
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, count = 0;
     tu_chain_t *chain;
     uint32_t i;
 
@@ -675,14 +680,18 @@ uint64_t tu_chains_under_way(tu_endpoint_t *endpoint)
 
             if (node->state == TU_CHAIN_POSTED && chain->targets[node->target]->endpoint == endpoint) {
                 bytes += node->length;
+                count++;
             }
         }
+    }
+    if (requests != NULL) {
+        *requests = count;
     }
     return bytes;
 }
 
-/* Nothing more is posted to an endpoint, nor waited for unless UCX is about to complete it. */
-static void forget_endpoint(tu_endpoint_t *endpoint, bool completes)
+/* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. */
+static void forget_endpoint(tu_endpoint_t *endpoint, bool ucx_completes)
 {
     tu_chain_t *chain;
     uint32_t i;
@@ -691,7 +700,7 @@ static void forget_endpoint(tu_endpoint_t *endpoint, bool completes)
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
                 chain->targets[i]->endpoint = NULL;
-                if (!completes) {
+                if (!ucx_completes) {
                     lose(chain, i, !endpoint->error_handling);
                 }
                 enqueue(chain);

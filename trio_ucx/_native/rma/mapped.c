@@ -90,8 +90,8 @@ uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t le
 
 /* ---- copies that go on ---- */
 
-/* Copies one piece of the next transfer, or does the atomic that it is. */
-static unsigned copy_piece(tu_hook_t *hook)
+/* Does the next transfer's next step: copies a piece, or does the atomic. */
+static unsigned step(tu_hook_t *hook)
 {
     tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
     tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
@@ -120,7 +120,7 @@ static unsigned copy_piece(tu_hook_t *hook)
 void tu_mapped_open(tu_rma_t *rma)
 {
     tu_list_init(&rma->copies);
-    tu_hook_init(&rma->copy_hook, copy_piece);
+    tu_hook_init(&rma->copy_hook, step);
 }
 
 void tu_mapped_close(tu_rma_t *rma)

@@ -42,8 +42,8 @@ typedef struct service {
     load_t *load;
     ucp_ep_h ep;
     uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
-    tu_remote_answer_t answer; /* UCX sends it from here, and an atomic's old value */
-    tu_le64_t old;
+    tu_remote_answer_t answer; /* UCX sends it from here */
+    tu_le64_t old;             /* an atomic's old value; the same */
 } service_t;
 
 /* The memory of all contexts; workers of several threads read it. */
@@ -393,7 +393,7 @@ static ucs_status_t put(service_t *service, const tu_remote_request_t *request, 
     return UCS_OK;
 }
 
-/* Does the atomic of a request, if that is one and is allowed. */
+/* Validates a request for an atomic, and does it. */
 static ucs_status_t do_atomic(service_t *service, const tu_remote_request_t *request, const void *data, size_t length)
 {
     uint64_t size            = tu_le64_to(request->length);
@@ -429,7 +429,7 @@ static ucs_status_t atomic(service_t *service, const tu_remote_request_t *reques
     ucs_status_t status = rendezvous ? UCS_ERR_INVALID_PARAM : do_atomic(service, request, data, length);
 
     answer(service, status, &service->old, status == UCS_OK ? sizeof(service->old) : 0, UCP_AM_SEND_FLAG_EAGER);
-    return rendezvous ? status : UCS_OK;
+    return rendezvous ? status : UCS_OK; /* an error refuses the data */
 }
 
 /* A message from any peer: a request, or an answer to a request of this worker. */

@@ -406,8 +406,8 @@ static void flushed(void *request, ucs_status_t status, void *user_data)
     }
 }
 
-/* Waits until the sockets have taken what UCX has to write. Nothing is awaited from the peer. */
-int64_t tu_endpoint_write(tu_endpoint_t *endpoint)
+/* Flushes UCX's endpoint. Does not wait for answers to trio_ucx's own requests: tu_endpoint_flush does. */
+int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint)
 {
     tu_post_t post;
     int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
@@ -428,7 +428,7 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     int64_t verdict;
 
     if (tu_list_is_empty(&endpoint->transfers.list)) {
-        return tu_endpoint_write(endpoint);
+        return tu_endpoint_flush_ucx(endpoint);
     }
     verdict = tu_post_begin(&post, endpoint->worker, NULL);
     if (verdict != 0) {
@@ -513,7 +513,7 @@ void tu_transfer_cancel(tu_transfer_t *transfer)
     }
 }
 
-/* Nothing more is begun. */
+/* `advancing` stays set, so that completions begin no further transfers. */
 static void endpoint_lingers(tu_endpoint_t *endpoint)
 {
     tu_transfers_t *transfers = &endpoint->transfers;

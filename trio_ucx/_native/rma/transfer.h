@@ -82,8 +82,8 @@ struct tu_transfer {
     uint64_t parts;            /* of a WHOLE: those that are not over */
     tu_atomic_terms_t atomic;
     uint64_t id;               /* of its request */
-    tu_remote_request_t request; /* UCX sends it from here, and the operands */
-    tu_remote_operands_t operands;
+    tu_remote_request_t request; /* UCX sends it from here */
+    tu_remote_operands_t operands; /* an atomic's; the same */
 };
 
 /* A worker's remote memory, both sides. */

@@ -249,7 +249,7 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Any,
     ) -> ChainRequest:
-        """Adds to an integer (``ucp_atomic_op_nbx``); its result is what was there before.
+        """Adds to an integer, as :meth:`RemoteMemory.add` does; its result is what was there before.
 
         Args:
             remote: where it is; see :class:`RemoteMemory` about atomics.
@@ -422,7 +422,8 @@ class RequestChain(ChainBuilder):
         the chain can be run again.
 
         Raises:
-            ValueError: remote memory that it refers to was closed, or has no worker's address for atomics.
+            ValueError: remote memory that it refers to was closed, or has no worker's address for UCX's own
+                atomics.
             OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,

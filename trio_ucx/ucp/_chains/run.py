@@ -209,7 +209,7 @@ class Target:
     engine: Engine
     index: int
     thing: Endpoint | RemoteMemory
-    #: Whether they are atomics, which have a connection of their own.
+    #: Whether they are atomics: UCX's own have a connection of their own.
     atomic: bool
     core: EndpointCore | None = None
     #: How its memory is reached by gets and puts.
@@ -224,7 +224,9 @@ class Target:
         if self.core.problem() is not None:
             return
         try:
-            self.way = await (self.thing._reach_without_ucx() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST))
+            self.way = await (
+                self.thing._reach_without_ucx_rma() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
+            )
             if self.way is not None:
                 self.core = self.way.core
             else:
@@ -243,7 +245,7 @@ class Target:
         if isinstance(self.thing, Endpoint):
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
             return None
-        if self.way is None and not self.atomic:  # the way was lost while it was looked for
+        if self.way is None and not self.atomic:  # the endpoint broke while we looked for a way
             lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
             return None
         if self.way is None:

@@ -105,7 +105,7 @@ class InFlight(Protocol):
         """UCX has completed it."""
 
     def conclude(self, status: int, length: int, tag: int) -> None:
-        """Ends the wait for it with what came of it; UCX completes it later, or has."""
+        """Ends the wait for it with this status. UCX has completed it, or :meth:`complete` is called when it has."""
 
     def finish(self, result: Outcome[Any]) -> None:
         """Ends the wait for it, whatever UCX does."""

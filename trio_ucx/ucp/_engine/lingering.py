@@ -35,8 +35,12 @@ class ClosedEndpoint(Protocol):
     def pending(self) -> Collection[object]:
         """Its operations that have not ended."""
 
-    def begin_write(self, handle: Any) -> Pending | None:
-        """Ends when the sockets have taken what UCX has to write; None: they have, or it cannot be found out."""
+    def begin_flush(self, handle: Any) -> Pending | None:
+        """Begins a flush, which ends when the sockets have taken what UCX has to write.
+
+        Returns:
+            None: they have, or it could not begin.
+        """
 
     def close_native(self, handle: Any) -> None:
         """Closes UCX's endpoint by force."""
@@ -50,9 +54,10 @@ class _Entry:
     closes: float
     #: The latest time for that, if it is closed as soon as nothing is under way.
     latest: float | None
-    #: Whether request chains have requests there, which are no operations of it: then all is written first.
-    chains: bool
-    write: Pending | None = None
+    #: Whether request chains have requests in flight. They are not in ``pending``, so a flush tells when they are
+    #: written.
+    chain_requests: bool
+    flush: Pending | None = None
 
 
 class Lingering:
@@ -91,10 +96,12 @@ class Lingering:
         """Whether one of them goes on until its operations have ended."""
         return any(entry.latest is not None for entry in self._endpoints.values())
 
-    def add(self, core: ClosedEndpoint, handle: Any, seconds: float, *, until_drained: bool, chains: bool) -> None:
+    def add(
+        self, core: ClosedEndpoint, handle: Any, seconds: float, *, until_drained: bool, chain_requests: bool
+    ) -> None:
         now = time.monotonic()
         latest = now + MOST_BEFORE_PEER if until_drained else None
-        self._endpoints[core] = _Entry(handle, now + seconds, latest, chains)
+        self._endpoints[core] = _Entry(handle, now + seconds, latest, chain_requests)
         if len(self._endpoints) > MAX_LINGERING:
             self.close_one(next(iter(self._endpoints)))
 
@@ -111,7 +118,7 @@ class Lingering:
         entry = self._endpoints.get(core)
         if entry is None or entry.latest is None:
             return
-        if core.pending or entry.chains:
+        if core.pending or entry.chain_requests:
             entry.closes = min(time.monotonic() + BEFORE_PEER, entry.latest)
         else:
             self.close_one(core)
@@ -120,19 +127,19 @@ class Lingering:
         """Closes those whose time is over."""
         now = time.monotonic()
         for core, entry in list(self._endpoints.items()):
-            if entry.closes <= now and not self._has_unsent(core, entry, now):
+            if entry.closes <= now and not self._waits_for_flush(core, entry, now):
                 self.close_one(core)  # it may be closed already: closing one may end another
 
-    def _has_unsent(self, core: ClosedEndpoint, entry: _Entry, now: float) -> bool:
-        """Whether it waits for the network to take what UCX has to write."""
-        if core not in self._endpoints or (entry.latest is not None and not entry.chains):
+    def _waits_for_flush(self, core: ClosedEndpoint, entry: _Entry, now: float) -> bool:
+        """Whether its close waits for a flush, which this begins if need be."""
+        if core not in self._endpoints or (entry.latest is not None and not entry.chain_requests):
             return False
         latest = entry.closes + MOST_UNSENT if entry.latest is None else entry.latest
-        if entry.write is None:
-            entry.write = core.begin_write(entry.handle)
-            if entry.write is not None:
-                entry.write.notify = lambda _: self.close_due()
-        return entry.write is not None and entry.write.outcome is None and now <= latest
+        if entry.flush is None:
+            entry.flush = core.begin_flush(entry.handle)
+            if entry.flush is not None:
+                entry.flush.notify = lambda _: self.close_due()
+        return entry.flush is not None and entry.flush.outcome is None and now <= latest
 
     def close_all(self) -> None:
         for core in list(self._endpoints):

@@ -72,7 +72,7 @@ class Operation(Pending):
         self.conclude(status, length, tag)
 
     def conclude(self, status: int, length: int, tag: int) -> None:
-        """Finishes with what came of it. UCX completes it later, or has."""
+        """Finishes with this status. UCX has completed it, or :meth:`complete` is called when it has."""
         if status == Status.OK:
             try:
                 value = self.value(length, tag)
@@ -471,27 +471,34 @@ class EndpointCore:
 
     def _much_under_way(self) -> bool:
         sent = sum(operation.pins.size for operation in self.pending if operation.pins)
-        return sent > MUCH or lib.tu_chains_under_way(self.handle) > MUCH
+        return sent + lib.tu_chains_in_flight(self.handle, ffi.NULL) > MUCH
 
     def _linger(self, seconds: float, *, until_drained: bool) -> None:
         if self.forcible:
-            chains = lib.tu_chains_under_way(self.handle) > 0
+            requests = ffi.new("uint64_t *")
+            lib.tu_chains_in_flight(self.handle, requests)
             lib.tu_endpoint_linger(self.handle)
-            self.engine.lingering.add(self, self._let_go(), seconds, until_drained=until_drained, chains=chains)
+            self.engine.lingering.add(
+                self, self._let_go(), seconds, until_drained=until_drained, chain_requests=requests[0] > 0
+            )
             self.engine.watch_events()
             self.engine.progress()  # request chains go on without it
         else:
             self._force_close()
 
-    def begin_write(self, handle: Any) -> Pending | None:
-        """Ends when the sockets have taken what UCX has to write; None: they have, or it cannot be found out."""
-        verdict = lib.tu_endpoint_write(handle)
+    def begin_flush(self, handle: Any) -> Pending | None:
+        """Begins a flush, which ends when the sockets have taken what UCX has to write.
+
+        Returns:
+            None: they have, or it could not begin.
+        """
+        verdict = lib.tu_endpoint_flush_ucx(handle)
         if verdict <= 0:
             return None
-        write = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
-        write.detach()
+        flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
+        flush.detach()
         self.engine.progress()
-        return write
+        return flush
 
     def close_native(self, handle: Any) -> None:
         verdict = lib.tu_endpoint_close(handle)

@@ -42,7 +42,7 @@ from .ways import Key, Way, connect, find_way, try_connect
 
 
 class _Transfer(Operation):
-    """A put, a get or an atomic under way, not by UCX's atomics. Lets go of the key, which is held for it already.
+    """A put, a get, or one of trio_ucx's own atomics. Releases the key, which the caller has held.
 
     Keeps the memory to which an atomic's old value goes.
     """
@@ -114,14 +114,16 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
     left our memory, not yet reached the peer's: :meth:`flush` says when it has.
 
-    Puts, gets and atomics of several tasks are not ordered: :meth:`Worker.fence` orders them. Atomics are done by
-    processors, and are atomic towards all others of the same width, the owner's own atomic instructions included.
+    What has returned without waiting for the owner (a put, :meth:`add`) may be overtaken by what is posted after it:
+    :meth:`Worker.fence` orders them. Atomics use the CPU's atomic instructions. So they are atomic with respect to all
+    others of the same width, the owner's own included.
 
-    UCX's own atomics are used for programs without trio_ucx, contexts without ``Feature.AM``, and RDMA hardware. They
-    need a worker's address: the endpoint's, if it was opened by one, else the descriptor's. UCX has none with error
-    handling, so they go over a connection of their own, for which the endpoint watches: when the peer dies, waiting
-    tasks get BrokenResourceError. They are not ordered with puts and gets, not even by a fence: flush in between. With
-    RDMA hardware they are atomic only towards other UCX atomics of the same width.
+    UCX's own atomics are used where its puts and gets are: for programs without trio_ucx, contexts without
+    ``Feature.AM``, descriptors without a token, device memory, and RDMA hardware. They need a worker's address: the
+    endpoint's, if it was opened by one, else the descriptor's. UCX has none with error handling, so they go over a
+    connection of their own, for which the endpoint watches: when the peer dies, waiting tasks get BrokenResourceError.
+    They are not ordered with puts and gets, not even by a fence: flush in between. With RDMA hardware they are atomic
+    only with respect to other UCX atomics of the same width.
 
     Attributes:
         nbytes: its length in bytes.
@@ -214,8 +216,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: puts and atomics go on.
 
         Raises:
-            UCXError: the owner has refused a put over this endpoint, to any of its memory. NO_ELEM: it has closed that
-                memory.
+            UCXError: the owner has refused a put, or an atomic that fetches nothing, over this endpoint, to any of its
+                memory. NO_ELEM: it has closed that memory.
             ValueError: closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -260,7 +262,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
         """Adds to an integer of the peer's: by the processor, by a message to its owner, or by ``ucp_atomic_op_nbx``.
 
-        Returns before that has happened: :meth:`flush` waits for it, and raises what the owner refused.
+        Returns before that has happened: :meth:`flush` waits for it, and raises an error if the owner refused it.
 
         Args:
             value: what to add; negative numbers as two's complement. The sum wraps around.
@@ -386,7 +388,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine = self._core.engine
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
-        way = await self._reach_without_ucx()
+        way = await self._reach_without_ucx_rma()
         if way is None:
             return await self._atomic_by_ucx(kind, size, operand, reply, offset, fetch)
         core, key = way.core, way.key
@@ -507,10 +509,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     async def _reach(self, memory: int) -> Way:
         """Finds the way of gets and puts for local memory of this kind. No checkpoint if it is known."""
-        way = await self._reach_without_ucx()
+        way = await self._reach_without_ucx_rma()
         return way if way is not None and way.takes(memory) else await self._reach_by_ucx()
 
-    async def _reach_without_ucx(self) -> Way | None:
+    async def _reach_without_ucx_rma(self) -> Way | None:
         """Finds the way without UCX's puts, gets and atomics; None: there is none. No checkpoint if it is known."""
         if self._way is None:
             await connect(self._core)

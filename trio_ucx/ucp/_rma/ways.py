@@ -7,12 +7,13 @@ Over TCP, and over shared memory for memory that the owner did not allocate, UCX
 of its own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid
 them:
 
-* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and the
-  processor does the atomics (``rma/transfer.c``).
-* Otherwise trio_ucx's own active messages ask the owner (``rma/transfer.c``, and ``rma/owner.c`` at the owner), if the
+* Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and atomics are
+  the CPU's instructions (``rma/mapped.c``).
+* Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if the
   memory's descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks
   each request. docs/wire.md describes these messages.
-* UCX's puts, gets and atomics do the rest: for peers without trio_ucx, RDMA hardware, and device memory.
+* UCX's puts, gets and atomics do the rest: for peers without trio_ucx, contexts without ``Feature.AM``, descriptors
+  without a token, device memory, and RDMA hardware.
 """
 
 from __future__ import annotations
