@@ -14,7 +14,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._address import in_another_network
+from trio_ucx.ucp._address import in_another_network_namespace
 from trio_ucx.ucp._process import NOBODY, Process
 
 PAIRS = {
@@ -129,13 +129,13 @@ async def test_another_network(worker: ucp.Worker) -> None:
     """...of this machine: numbers of namespaces mean nothing between machines."""
     address = worker.address
     own = address.network_namespace
-    assert not in_another_network(address)
-    assert in_another_network(moved(address, own + 1))
-    assert in_another_network(moved(address, own + 1, Process(address.process.host, 5, 6, 7)))
-    assert not in_another_network(moved(address, 0))
-    assert not in_another_network(moved(address, own + 1, NOBODY))
-    assert not in_another_network(moved(address, own + 1, Process(bytes(range(16)))))
-    assert not in_another_network(ucp.WorkerAddress.from_ucx(address.ucx, process=address.process))
+    assert not in_another_network_namespace(address)
+    assert in_another_network_namespace(moved(address, own + 1))
+    assert in_another_network_namespace(moved(address, own + 1, Process(address.process.host, 5, 6, 7)))
+    assert not in_another_network_namespace(moved(address, 0))
+    assert not in_another_network_namespace(moved(address, own + 1, NOBODY))
+    assert not in_another_network_namespace(moved(address, own + 1, Process(bytes(range(16)))))
+    assert not in_another_network_namespace(ucp.WorkerAddress.from_ucx(address.ucx, process=address.process))
 
 
 @pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
