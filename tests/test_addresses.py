@@ -121,7 +121,7 @@ async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
 async def test_worker_address_that_is_too_short(worker: ucp.Worker, length: int) -> None:
     """...for its fields, or has nothing of UCX's before them."""
     end = bytes(worker.address)[-9:-4]
-    with pytest.raises(ValueError, match="contradicts itself"):
+    with pytest.raises(ValueError, match="too short"):
         ucp.WorkerAddress(with_checksum(bytes(length) + end))
 
 

@@ -253,7 +253,7 @@ async def test_stopped_peer(transports: str, way: str, protocol: str) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_killed_peer(transports: str, way: str, protocol: str) -> None:
-    # With UCX's atomics, a worker whose queue in shared memory the kill has stopped is left alone (docs/reliability.md).
+    # With UCX's atomics, a worker is left alone whose shared-memory queue the kill has stopped (docs/reliability.md).
     kind = "allocated" if protocol == "ucx" else "registered"
     async with open_peer("owner", 64, kind, transports=transports) as peer:
         said = await peer.hear()
