@@ -477,7 +477,8 @@ async def test_a_token_is_of_16_bytes() -> None:
                 ucp.MemoryDescriptor(memory.address, 8, memory.rkey, token="token")
 
 
-async def test_the_id_of_the_library() -> None:
-    async with ucp.open_worker(features=REMOTE) as worker:
+@pytest.mark.parametrize("features", [REMOTE, ucp.DEFAULT_FEATURES])
+async def test_the_id_of_the_library(features: ucp.Feature) -> None:
+    async with ucp.open_worker(features=features) as worker:
         with pytest.raises(ValueError, match="the library itself"):
             worker.open_active_messages(ID)

@@ -395,7 +395,7 @@ class Worker(metaclass=OpenedNotConstructed):
         whether or not somebody iterates; what does not fit is dealt with as ``when_full`` says.
 
         Args:
-            id: 0 to 65535.
+            id: 0 to 65535, but not 4095, which the library itself uses.
             max_messages, max_bytes: what the queue may hold: headers, the data of eager messages, and 128 bytes for
                 each message. An empty queue takes any message.
             max_message_size: what :meth:`ActiveMessage.receive` allocates at most.
