@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import trio
 from helpers import open_pair, open_raw_pair, pattern, tasks_begin, until
+from refused_memory import few_allocations
 
 import trio_ucx
 from trio_ucx import ucp
@@ -193,6 +194,8 @@ async def test_raw_operations(worker: ucp.Worker) -> None:
         removed = worker.tag_probe(1, remove=True)
         assert removed is not None and worker.tag_probe(1) is None
         await refuses(lambda: worker.tag_receive_message(removed, buffer), ucp.UCXError, "20 bytes .* of 10")
+        with few_allocations():
+            await refuses(lambda: worker.tag_receive_message(removed, [bytearray(10), bytearray(10)]), MemoryError, "")
         assert await worker.tag_receive_message(removed, bytearray(20)) == (20, 1)
         await refuses(lambda: worker.tag_receive_message(removed, bytearray(20)), ValueError, "once")
         await client.tag_send(bytes(20), 2)

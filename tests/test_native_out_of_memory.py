@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from refused_memory import few_allocations
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
@@ -20,15 +21,6 @@ FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feat
 FULL = 2**64 - 1
 CLAIMED = 1 << 63
 SECONDS = 10.0
-
-
-@contextmanager
-def no_memory(allowed: int = 0) -> Iterator[None]:
-    lib.tu_test_refuse_memory(allowed)
-    try:
-        yield
-    finally:
-        lib.tu_test_refuse_memory(-1)
 
 
 def buffers(data: bytes | bytearray | Any) -> Any:
@@ -80,7 +72,7 @@ class Side:
     def fill(self) -> list[int]:
         """Posts receives until no more room can be reserved without memory."""
         posted = [self.receive()]
-        with no_memory():
+        with few_allocations():
             while (verdict := self.receive()) > 0:
                 posted.append(verdict)
         assert verdict == Status.NO_MEMORY
@@ -143,10 +135,10 @@ def test_messages_are_announced_after_a_reservation_failed(sides: tuple[Side, Si
     assert [record[1] for record in until(of_kind(receiver, lib.TU_RECORD_AM), sender)] == [1]
     posted = receiver.fill()
     lib.tu_am_release(receiver.worker, lib.tu_am_next(queue))
-    with no_memory():
+    with few_allocations():
         assert lib.tu_am_next(queue) == ffi.NULL  # and room for the next record cannot be reserved
     send()
-    with no_memory(-1 if memory_is_back else 1):  # memory for the message, none for the ring
+    with few_allocations(-1 if memory_is_back else 1):  # memory for the message, none for the ring
         assert [record[1] for record in until(of_kind(receiver, lib.TU_RECORD_AM), sender)] == [1]
     lib.tu_am_release(receiver.worker, lib.tu_am_next(queue))
     assert lib.tu_am_next(queue) == ffi.NULL
@@ -164,7 +156,7 @@ def test_queue_is_closed_after_a_reservation_failed(sides: tuple[Side, Side]) ->
     until(of_kind(receiver, lib.TU_RECORD_AM), sender)
     posted = receiver.fill()
     lib.tu_am_release(receiver.worker, lib.tu_am_next(out[0]))
-    with no_memory():
+    with few_allocations():
         assert lib.tu_am_next(out[0]) == ffi.NULL
     lib.tu_am_close(out[0])
     receiver.progress()
@@ -183,7 +175,7 @@ def test_stream_data_that_found_no_room_is_taken_later(sides: tuple[Side, Side],
     posted = receiver.fill()
     for _ in range(pieces):
         assert lib.tu_stream_send(sender.endpoint, sent.native) >= 0
-    with no_memory():
+    with few_allocations():
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
             sender.progress()
@@ -216,10 +208,10 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
         hostile = Side(stack, RNDV_THRESH="0")
         hostile.connect(receiver)
         lib.tu_tag_send_one(hostile.endpoint, first, 8, lib.TU_MEMORY_HOST, CLAIMED | 1)
-        with no_memory():
+        with few_allocations():
             assert until(of_kind(receiver, lib.TU_RECORD_PACKED), hostile)[0][2] != 0
         lib.tu_tag_send_one(sender.endpoint, second, 8, lib.TU_MEMORY_HOST, CLAIMED | 2)
-        with no_memory():
+        with few_allocations():
             end = time.monotonic() + 0.3
             while time.monotonic() < end:
                 for side in (sender, hostile):
@@ -258,7 +250,7 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
         assert lib.tu_operation_cancel(sender.worker, cancelled)
     else:  # the first of its parts can be had, the second one not
         way.part = 4
-        with no_memory(2):
+        with few_allocations(2):
             assert lib.tu_transfer(sender.endpoint, way, True, word.native, long) == Status.NO_MEMORY
         way.part = 0
     assert lib.tu_transfer(sender.endpoint, way, True, word.native, long + 8) > 0
@@ -284,7 +276,7 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side], allowed: int) ->
     def get(without: bool) -> int:
         operation = lib.tu_transfer(sender.endpoint, way, False, target.native, 0)
         assert operation > 0
-        with no_memory(allowed if without else -1):
+        with few_allocations(allowed if without else -1):
             [record] = until(lambda: [each for each in sender.progress() if each[1] == operation], owner)
         return -record[2]  # records have it without its sign
 
@@ -309,7 +301,7 @@ def test_request_that_could_not_be_added_leaves_no_trace(sides: tuple[Side, Side
     assert lib.tu_chain_add(chain, check) == 0
     memory = lib.tu_chain_memory(chain)
     for allowed in range(2):
-        with no_memory(allowed):
+        with few_allocations(allowed):
             assert lib.tu_chain_add(chain, again) == Status.NO_MEMORY
         assert lib.tu_chain_memory(chain) == memory
     assert lib.tu_chain_add(chain, again) == 1

@@ -28,9 +28,12 @@ from typing import Any
 import attrs
 import trio
 
+sys.path.append(str(Path(__file__).parent.parent))
+
+from refused_memory import few_allocations
+
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import lib
 from trio_ucx.testing import live_handles
 
 #: Seconds that one thing may take while a resource is missing; the longest of trio_ucx's timeouts here is 5.
@@ -78,16 +81,6 @@ def little_memory(kilobytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, NO_LIMIT)
-
-
-@contextmanager
-def few_allocations(count: int) -> Iterator[None]:
-    """trio_ucx's C code can allocate so many times."""
-    lib.tu_test_refuse_memory(count)
-    try:
-        yield
-    finally:
-        lib.tu_test_refuse_memory(-1)
 
 
 @contextmanager

@@ -89,14 +89,18 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
     return _received(engine, verdict, pins, "receiving a message")
 
 
-def post_message_receive(engine: Engine, handle: int, pins: Pinned) -> ReceiveOperation | tuple[int, int]:
+def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> ReceiveOperation | tuple[int, int]:
     """The same for a message that a probe took off the queue. ``pins`` are released or owned by the operation."""
+    handle = message._handle
+    assert handle is not None
     if pins.many is None:
         verdict = lib.tu_message_receive_one(
             engine.handle, handle, pins.address, pins.size, pins.memory, engine.received
         )
     else:
         verdict = lib.tu_message_receive(engine.handle, handle, pins.native_list(), engine.received)
+    if verdict != Status.NO_MEMORY:  # without memory nothing has happened
+        message._handle = None
     return _received(engine, verdict, pins, "receiving a message")
 
 

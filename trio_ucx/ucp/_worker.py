@@ -343,6 +343,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             UCXError: MESSAGE_TRUNCATED: it is longer than the buffer. It can be received into a larger one.
+            MemoryError: there is no memory for that now. It can be received later.
             ValueError: the message was not removed by its probe, or received before, or is at another worker.
             TypeError: not a message; not a writable contiguous buffer.
             trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`tag_receive`.
@@ -362,8 +363,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise UCXError(
                 Status.MESSAGE_TRUNCATED, f"receiving a message of {message.length} bytes into a buffer of {size}"
             )
-        handle, message._handle = message._handle, None
-        await self._received(post_message_receive(self._engine, handle, pins))
+        await self._received(post_message_receive(self._engine, message, pins))
         return message.length, message.sender_tag
 
     # ---- active messages and streams ----
