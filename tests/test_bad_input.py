@@ -472,6 +472,8 @@ async def test_endpoint_options(worker: ucp.Worker) -> None:
         request = await listener.accept_request()
         await refuses(lambda: request.accept(name="x" * 32), ValueError, "1 to 31 bytes")
         await refuses(lambda: request.accept(error_mode=1), TypeError, "ErrorMode")
+        with few_allocations():
+            await refuses(request.accept, OSError, "memory")
         server = await request.accept()  # it is still to be answered
         await refuses(lambda: endpoint.evaluate(-1), ValueError, "nbytes")
         await refuses(lambda: endpoint.evaluate(1.5), TypeError, "nbytes")

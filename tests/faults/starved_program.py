@@ -468,16 +468,18 @@ async def raw_connection(stack: AsyncExitStack, common: Common) -> Act:
             async with trio.open_nursery() as nursery:
 
                 async def accept() -> None:
-                    request = await raw.accept_request()
-                    try:
-                        accepted.append(await request.accept())
-                    except OSError:
-                        with contextlib.suppress(trio.ClosedResourceError):  # UCX has answered it
-                            request.reject()
-                        raise
+                    async for request in raw:  # perhaps also that of an attempt before, whose client has gone
+                        try:
+                            accepted.append(await request.accept())
+                        except OSError as error:
+                            with contextlib.suppress(trio.ClosedResourceError):  # UCX has answered it
+                                request.reject()
+                            if error.errno in (errno.ENOMEM, errno.EMFILE):
+                                raise
 
                 nursery.start_soon(accept)
                 await send_raw(endpoint, common.two, SMALL)
+                nursery.cancel_scope.cancel()
         finally:
             endpoint.abort()
             for each in accepted:

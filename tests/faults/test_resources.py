@@ -108,9 +108,8 @@ def test_what_ucx_loses_for_good_ends_with_its_workers(transports: str, rounds: 
 
 # ---- memory ----
 
-#: Not tried without memory for the C code: eager active messages are dropped then, as docs/ucp.md says; and a raw
-#: connection request that is being accepted is lost, and kept by UCX (docs/reliability.md, Known limits).
-LOST_WITHOUT_MEMORY = {"active_message", "raw_connection"}
+#: Not tried without memory for the C code: eager active messages are dropped then, as docs/ucp.md says.
+LOST_WITHOUT_MEMORY = {"active_message"}
 #: UCX ends the process when it cannot start its thread.
 STARTS_THREADS = {"context", "shared_worker"}
 

@@ -14,22 +14,29 @@ static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
     }
 }
 
-static ucs_status_t endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_params_t *params,
-                           const tu_endpoint_options_t *options, tu_endpoint_t **out)
+/* NULL: there is no memory for it. */
+static tu_endpoint_t *endpoint_new(tu_worker_t *worker, uint64_t id, const tu_endpoint_options_t *options)
 {
     tu_endpoint_t *endpoint = tu_calloc(1, sizeof(*endpoint));
-    ucs_status_t status;
 
-    if (endpoint == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
-    if (!tu_ring_reserve(worker)) {
+    if (endpoint == NULL || !tu_ring_reserve(worker)) {
         free(endpoint);
-        return UCS_ERR_NO_MEMORY;
+        return NULL;
     }
     endpoint->worker         = worker;
     endpoint->id             = id;
     endpoint->error_handling = options->error_mode != UCP_ERR_HANDLING_MODE_NONE;
+    tu_list_init(&endpoint->transfers.list);
+    return endpoint;
+}
+
+/* Makes UCX's endpoint. If that fails, ours is freed. */
+static ucs_status_t endpoint_create(tu_endpoint_t *endpoint, ucp_ep_params_t *params,
+                                    const tu_endpoint_options_t *options, tu_endpoint_t **out)
+{
+    tu_worker_t *worker = endpoint->worker;
+    ucs_status_t status;
+
     params->field_mask      |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_USER_DATA;
     params->user_data        = endpoint;
     params->err_mode         = (ucp_err_handling_mode_t)options->error_mode;
@@ -48,7 +55,6 @@ static ucs_status_t endpoint_create(tu_worker_t *worker, uint64_t id, ucp_ep_par
         free(endpoint);
         return status;
     }
-    tu_list_init(&endpoint->transfers.list);
     tu_list_prepend(&worker->endpoints, &endpoint->link);
     *out = endpoint;
     return UCS_OK;
@@ -62,6 +68,7 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
         .field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR,
         .flags      = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
     };
+    tu_endpoint_t *endpoint;
 
     if (!tu_sockaddr_make(&remote_address, &params.sockaddr.addrlen, remote->family, remote->ip, remote->port,
                           remote->scope)) {
@@ -79,7 +86,8 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
     if (options->send_client_id) {
         params.flags |= UCP_EP_PARAMS_FLAGS_SEND_CLIENT_ID;
     }
-    return endpoint_create(worker, id, &params, options, out);
+    endpoint = endpoint_new(worker, id, options);
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
 int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
@@ -89,19 +97,23 @@ int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address,
         .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS,
         .address    = address,
     };
+    tu_endpoint_t *endpoint = endpoint_new(worker, id, options);
 
-    return endpoint_create(worker, id, &params, options, out);
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
+/* *answered: whether UCX was asked to accept the request; if not, it can still be answered. */
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
-                             tu_endpoint_t **out)
+                             bool *answered, tu_endpoint_t **out)
 {
     ucp_ep_params_t params = {
         .field_mask   = UCP_EP_PARAM_FIELD_CONN_REQUEST,
         .conn_request = (ucp_conn_request_h)(uintptr_t)request,
     };
+    tu_endpoint_t *endpoint = endpoint_new(worker, id, options);
 
-    return endpoint_create(worker, id, &params, options, out);
+    *answered = endpoint != NULL;
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)

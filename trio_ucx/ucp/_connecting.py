@@ -37,13 +37,16 @@ def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions =
     )
 
 
-def accept_request(engine: Engine, request: int, client: tuple[str, int], options: EndpointOptions) -> EndpointCore:
+def accept_request(
+    engine: Engine, request: int, client: tuple[str, int], options: EndpointOptions, answered: Any
+) -> EndpointCore:
+    """Accepts a connection request. ``answered`` (``bool *``) says afterwards whether UCX was asked to do that."""
     how = options.native(None)
     return _make(
         engine,
         format_address(client),
         options,
-        lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, out),
+        lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, answered, out),
         lambda status: accept_hint(engine.context) if status in (Status.UNREACHABLE, Status.INVALID_PARAM) else "",
     )
 

@@ -235,7 +235,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: it was answered before, or the listener, or the worker, was closed.
             trio.BrokenResourceError: the worker broke.
             OSError: the client went away meanwhile, has no transport in common, or another release of UCX; too few file
-                descriptors are left (EMFILE), and the request can still be answered.
+                descriptors are left (EMFILE), or there is no memory for it (ENOMEM): the request can still be answered.
             TypeError, ValueError: a wrong argument; a worker of another context.
             NotImplementedError: this UCX does not know the ``error_mode``.
         """
@@ -251,7 +251,14 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         request = self._take()
         target._engine.data_ports.open("a raw listener's client was accepted")
         self._core.unanswered.discard(request)
-        core = accept_request(target._engine, request, self.client_address, options)
+        answered = ffi.new("bool *")
+        try:
+            core = accept_request(target._engine, request, self.client_address, options, answered)
+        except BaseException:
+            if not answered[0]:
+                self._request = request
+                self._core.unanswered.add(request)
+            raise
         endpoint = Endpoint._create(target, core, name=options.name)
         endpoint._remote = self.client_address
         await trio.lowlevel.cancel_shielded_checkpoint()
