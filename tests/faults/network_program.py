@@ -320,7 +320,7 @@ class Side:
 
     def report(self) -> dict[str, Any]:
         flows = {name: flow.report() for name, flow in self.flows.items()}
-        return {"flows": flows, "cycles": self.cycles, "pings": self.pings}
+        return {"at": time.monotonic(), "flows": flows, "cycles": self.cycles, "pings": self.pings}
 
     async def obey(self) -> None:
         while True:
