@@ -168,7 +168,10 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
 async def test_hostile_sessions(
     transports: str, tmp_path: Path, rounds: Rounds, request: pytest.FixtureRequest
 ) -> None:
-    """The server has as many descriptors and handles as before, and as much memory as after half of the sessions.
+    """The server has as many descriptors and handles as before, and as much memory as after the first sessions.
+
+    After some sessions the C library keeps up to 12 MB that it freed; after others it returns them. So as many sessions
+    as before are run again, 3 times at most, until the memory is found below the bound: what leaks is never returned.
 
     A process that ends itself over shared memory does so in Python, outside of UCX: ``test_shared_memory.py`` shows
     what becomes of a queue whose writer is killed.
@@ -180,17 +183,20 @@ async def test_hostile_sessions(
         before = await scene.settled()
         await attack(scene, seed, 0, count)
         middle = await scene.settled(rounds(2, 25))
-        await attack(scene, seed, count, count)
-        end = await scene.settled()
-        grown = end["resident"] - middle["resident"]
-        print(f"{transports}: {count} sessions; {grown / count:.0f} bytes each; {middle}; {end}")
+        for again in range(1, 4):
+            await attack(scene, seed, again * count, count)
+            end = await scene.settled()
+            grown = end["resident"] - middle["resident"]
+            print(f"{transports}: {again * count} sessions; {grown / again / count:.0f} bytes each; {middle}; {end}")
+            if grown < 8 * 2**20 + 2000 * count:
+                break
         await scene.part()
     scene.check_log()
     assert end["handles"] == before["handles"], (seed, before, end)
     assert end["descriptors"] <= before["descriptors"] + 5, (seed, before, end)
     assert end["threads"] == before["threads"] and end["tasks"] == before["tasks"], (seed, before, end)
     assert end["segments"] <= before["segments"] + 2, (seed, before, end)
-    assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {count} sessions"
+    assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {again * count} sessions"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
