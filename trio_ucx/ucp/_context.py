@@ -197,6 +197,15 @@ class Context(metaclass=OpenedNotConstructed):
                 "open_worker"
             )
 
+    def require_memory(self, doing: str) -> None:
+        """Refuses a context that was opened without puts, gets and atomics, as :meth:`require`.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if not self.features & _MEMORY:
+            self.require(Feature.RMA, doing)
+
     def attributes(self) -> ContextAttributes:
         """Returns what UCX says about it (``ucp_context_query``).
 
@@ -287,7 +296,7 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX cannot register it.
         """
-        self._require_memory()
+        self.require_memory("registering memory")
         return register(self, buffer, access)
 
     @enable_ki_protection
@@ -303,7 +312,7 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX has none.
         """
-        self._require_memory()
+        self.require_memory("registering memory")
         return allocate(self, nbytes, access)
 
     @property
@@ -311,10 +320,6 @@ class Context(metaclass=OpenedNotConstructed):
         """Whether its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
         every context of the process."""
         return Feature.AM in self.features
-
-    def _require_memory(self) -> None:
-        if not self.features & _MEMORY:
-            self.require(Feature.RMA, "registering memory")
 
     def _close(self) -> None:
         if self._closed:

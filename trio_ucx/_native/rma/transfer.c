@@ -322,16 +322,29 @@ static int64_t pending(tu_post_t *post, tu_transfer_t *transfer)
     return (int64_t)post->id;
 }
 
+/* Begins a transfer as an operation. Returns a verdict. */
+static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *params)
+{
+    tu_transfer_t *transfer;
+    ucs_status_t status;
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
+
+    if (verdict != 0) {
+        return verdict;
+    }
+    params->done  = operation_done;
+    params->owner = post.operation;
+    status        = tu_transfer_begin(endpoint, params, &transfer);
+    return status == UCS_INPROGRESS ? pending(&post, transfer) : tu_post_end(&post, UCS_STATUS_PTR(status));
+}
+
 /* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. */
 int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
                     uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
     tu_transfer_params_t params;
-    tu_transfer_t *transfer;
-    ucs_status_t status;
-    tu_post_t post;
-    int64_t verdict;
 
     if (buffers->count != 1 || buffers->strided != NULL || offset > way->length ||
         buffers->lengths[0] > way->length - offset) {
@@ -340,10 +353,6 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
     if (buffers->memory > TU_MEMORY_HOST && !(worker->memory_types >> (buffers->memory - 1) & 1)) {
         return UCS_ERR_UNSUPPORTED;
     }
-    verdict = tu_post_begin(&post, worker, NULL);
-    if (verdict != 0) {
-        return verdict;
-    }
     params = (tu_transfer_params_t){
         .way    = way,
         .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
@@ -351,11 +360,8 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
         .length = buffers->lengths[0],
         .memory = buffers->memory,
         .offset = offset,
-        .done   = operation_done,
-        .owner  = post.operation,
     };
-    status = tu_transfer_begin(endpoint, &params, &transfer);
-    return status == UCS_INPROGRESS ? pending(&post, transfer) : tu_post_end(&post, UCS_STATUS_PTR(status));
+    return post_transfer(endpoint, &params);
 }
 
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
@@ -365,19 +371,11 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int ope
                            uint64_t operand, uint64_t swapped, void *old, uint64_t offset)
 {
     tu_transfer_params_t params;
-    tu_transfer_t *transfer;
-    ucs_status_t status;
-    tu_post_t post;
-    int64_t verdict;
 
     if ((length != 4 && length != 8) || offset > way->length || length > way->length - offset ||
         operation < TU_ATOMIC_ADD || operation > TU_ATOMIC_XOR ||
         (way->local != NULL && (uintptr_t)(way->local + offset) % length != 0)) {
         return UCS_ERR_INVALID_PARAM;
-    }
-    verdict = tu_post_begin(&post, endpoint->worker, NULL);
-    if (verdict != 0) {
-        return verdict;
     }
     params = (tu_transfer_params_t){
         .way    = way,
@@ -388,11 +386,8 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int ope
         .atomic = {.operation = operation, .operand = operand, .swapped = swapped},
         .memory = TU_MEMORY_HOST,
         .offset = offset,
-        .done   = operation_done,
-        .owner  = post.operation,
     };
-    status = tu_transfer_begin(endpoint, &params, &transfer);
-    return status == UCS_INPROGRESS ? pending(&post, transfer) : tu_post_end(&post, UCS_STATUS_PTR(status));
+    return post_transfer(endpoint, &params);
 }
 
 static void flushed(void *request, ucs_status_t status, void *user_data)

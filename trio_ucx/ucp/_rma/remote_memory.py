@@ -41,13 +41,10 @@ from .atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from .ways import Key, Way, connect, find_way, try_connect
 
 
-class _Transfer(Operation):
-    """A put, a get, or one of trio_ucx's own atomics. Releases the key, which the caller has held.
+class _WithKey(Operation):
+    """An operation that releases the key, which the caller has held, and keeps memory that C writes to."""
 
-    Keeps the memory to which an atomic's old value goes.
-    """
-
-    __slots__ = ("_key", "_old")
+    __slots__ = ("_keep", "_key")
 
     def __init__(
         self,
@@ -57,17 +54,11 @@ class _Transfer(Operation):
         doing: str,
         core: EndpointCore | None,
         key: Key | None,
-        old: Any = None,
+        keep: Any = None,
     ) -> None:
         super().__init__(engine, id, pins, doing, core)
         self._key = key
-        self._old = old
-
-    def error(self, status: int) -> Exception:
-        return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
-
-    def _gone(self) -> bool:
-        return self.endpoint is not None and self.endpoint.problem() is not None
+        self._keep = keep
 
     def release(self) -> None:
         super().release()
@@ -75,32 +66,40 @@ class _Transfer(Operation):
             self._key.let_go()
 
 
-class _UCXAtomic(Operation):
-    """An atomic of UCX's under way: as :class:`_Transfer`, with a place in the atomics endpoint's window."""
+class _Transfer(_WithKey):
+    """A put, a get, or one of trio_ucx's own atomics."""
 
-    __slots__ = ("_fetches", "_key", "_window", "_words")
+    __slots__ = ()
+
+    def error(self, status: int) -> Exception:
+        return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
+
+    def _gone(self) -> bool:
+        return self.endpoint is not None and self.endpoint.problem() is not None
+
+
+class _UCXAtomic(_WithKey):
+    """One of UCX's own atomics. It has a place in the atomics endpoint's window."""
+
+    __slots__ = ("_fetches", "_window")
 
     def __init__(
         self,
         engine: Engine,
         id: int,
-        pins: Pinned | None,
         doing: str,
         core: EndpointCore | None,
-        window: AtomicWindow,
-        fetches: bool,
         key: Key,
         words: Any,
+        window: AtomicWindow,
+        fetches: bool,
     ) -> None:
-        super().__init__(engine, id, pins, doing, core)
+        super().__init__(engine, id, None, doing, core, key, words)
         self._window = window
         self._fetches = fetches
-        self._key = key
-        self._words = words
 
     def release(self) -> None:
         super().release()
-        self._key.let_go()
         if self._fetches:
             self._window.leave()
         else:
@@ -441,7 +440,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             None,
             "an atomic operation",
             core,
-            lambda engine, id, pins, doing, core: _UCXAtomic(engine, id, pins, doing, core, window, fetch, key, words),
+            lambda engine, id, _, doing, core: _UCXAtomic(engine, id, doing, core, key, words, window, fetch),
         )
         await completed(operation, engine)
         return int(words[1])
@@ -610,8 +609,7 @@ def attach(check: Callable[[], None], core: EndpointCore, descriptor: bytes | Me
     if not isinstance(descriptor, MemoryDescriptor):
         descriptor = MemoryDescriptor.from_bytes(descriptor)
     context = core.engine.context
-    if not context.features & (Feature.RMA | Feature.AMO32 | Feature.AMO64):
-        context.require(Feature.RMA, "using remote memory")
+    context.require_memory("using remote memory")
     if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
     memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, core, descriptor)
