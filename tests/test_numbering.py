@@ -53,6 +53,7 @@ class Core:
     handle: object = 1
     on_failure: object = None
     peer_address: object = None
+    served: bool = False
 
     def close(self) -> None:
         self.handle = None
@@ -270,6 +271,8 @@ class Meeting:
         #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()
+        #: The sides that have closed the connection.
+        self.left: set[bool] = set()
         self.flush()
 
     def flush(self) -> None:
@@ -321,6 +324,18 @@ class Meeting:
         self.given_up.add(is_client)
         self.flush()
 
+    @property
+    def opened(self) -> bool:
+        return not self.failed and not any(self.under_way.values()) and bool(self.left or all(map(self.core, (0, 1))))
+
+    def leave(self, is_client: bool) -> None:
+        """Closes one side of the connection gracefully."""
+        end = self.ends[is_client]
+        core, end._core = self.core(is_client), None
+        assert core is not None and end.number is not None
+        end.numbers.keep(end.number, core)  # type: ignore[arg-type]
+        self.left.add(is_client)
+
     def core(self, is_client: bool) -> Core | None:
         return self.ends[is_client]._core  # type: ignore[return-value]
 
@@ -359,9 +374,21 @@ class World:
 
     def check_finished(self) -> None:
         for meeting in self.meetings:
-            if not meeting.failed:
+            if not meeting.failed and not meeting.left:
                 assert meeting.core(True) is not None and meeting.core(False) is not None, "it did not come about"
         self.check()
+        for node in self.nodes:
+            numbers = node.made.numbers
+            assert not numbers._offered
+            used = {core.index for core in node.made.cores if core.raw} | {*numbers._fillers, *numbers._idle}
+            for meeting in self.meetings:
+                used |= {core.index for end in meeting.ends.values() if end.registry is node and (core := end._core)}
+            assert {core.index for core in node.made.cores if core.handle is not None} <= used, "an endpoint was lost"
+
+    def forget_idle(self, node: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(numbering_module, "IDLE_TIME", -1)
+            self.nodes[node].made.numbers.close_idle()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -393,6 +420,12 @@ def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
             world.start(int(flag))
         elif what == "raw":
             world.nodes[number % 2].made.open(error_handling=flag, raw=True)
+        elif what == "forget":
+            world.forget_idle(int(flag))
+        elif what == "leave":
+            there = [meeting for meeting in world.meetings if meeting.opened and flag not in meeting.left]
+            if there:
+                there[number % len(there)].leave(flag)
         elif world.meetings:
             meeting = world.meetings[number % len(world.meetings)]
             meeting.deliver(flag) if what == "deliver" else meeting.give_up(flag)
@@ -433,6 +466,45 @@ def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) 
     play(world, steps)
     world.finish()
     world.check_finished()
+
+
+@model
+@given(steps_of("start", "raw", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver"))
+def test_with_connections_that_are_closed(steps: list[tuple[str, int, bool]]) -> None:
+    """Each side keeps its endpoint for a while, not for the same time."""
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+    assert not any(meeting.failed for meeting in world.meetings)
+
+
+@model
+@given(steps_of("start", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver"))
+def test_with_all(steps: list[tuple[str, int, bool]]) -> None:
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+
+
+@pytest.mark.parametrize("client", [0, 1])
+@pytest.mark.parametrize("chooser_forgets", [True, False])
+def test_offer_of_an_endpoint_that_the_peer_has_closed(client: int, chooser_forgets: bool) -> None:
+    """Both make another one, and what is left of the first is closed at once."""
+    world = World()
+    world.start(client)
+    world.finish()
+    for is_client in (True, False):
+        world.meetings[0].leave(is_client)
+    world.forget_idle(1 if chooser_forgets else 0)  # the greater uid chooses
+    world.start(client)
+    world.finish()
+    world.check_finished()
+    assert world.meetings[1].core(True).index == 1  # type: ignore[union-attr]
+    for node in world.nodes:
+        node.made.numbers.close_old_fillers()
+        assert len([core for core in node.made.cores if core.handle is not None]) <= 1 + chooser_forgets
 
 
 @pytest.mark.parametrize("client", [0, 1])

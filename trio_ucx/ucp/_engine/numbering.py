@@ -74,6 +74,9 @@ class NumberedEndpoint(Protocol):
     def forcible(self) -> bool:
         """Whether it handles errors."""
 
+    served: bool
+    """Whether it has served a connection before, and so has its pair at the peer."""
+
     @property
     def peer_address(self) -> WorkerAddress | None: ...
 
@@ -99,6 +102,8 @@ class PeerNumbers(Generic[E]):
         self._fillers: dict[int, tuple[E, float]] = {}
         #: Endpoints of connections that were closed, and since when, the oldest first.
         self._idle: dict[int, tuple[E, float]] = {}
+        #: Those of them that are offered to connections which are being opened.
+        self._offered: dict[int, E] = {}
 
     def made(self, *, raw: bool, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
@@ -130,6 +135,7 @@ class PeerNumbers(Generic[E]):
         if len(self._idle) >= MAX_IDLE:
             oldest, _ = self._idle.pop(next(iter(self._idle)))
             oldest.close()
+        core.served = True
         self._idle[number] = core, time.monotonic()
 
     def close_idle(self) -> None:
@@ -157,7 +163,7 @@ class PeerNumbers(Generic[E]):
         oldest = time.monotonic() - OFFER_TIME
         for number, (core, since) in self._idle.items():  # the oldest first: its peer has most likely finished closing
             if since > oldest and _fits(core, address):
-                self._fillers[number] = self._idle.pop(number)
+                self._offered[number], _ = self._idle.pop(number)
                 return number
         self._returned = {number for number in self._returned if number >= lowest}
         if self._returned:
@@ -176,8 +182,14 @@ class PeerNumbers(Generic[E]):
         return self._next == 0 and len(self._returned) == self._promised
 
     def give_back(self, number: int) -> None:
-        """A number was chosen, and neither side has made an endpoint with it, as far as is known."""
-        if number >= self._next:
+        """A number was chosen, and neither side has made an endpoint with it, as far as is known.
+
+        An endpoint that was offered is closed: the peer has closed its pair, or the connection was not opened.
+        """
+        offered = self._offered.pop(number, None)
+        if offered is not None:
+            offered.close()
+        elif number >= self._next:
             self._returned.add(number)
 
     def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
@@ -191,9 +203,10 @@ class PeerNumbers(Generic[E]):
             OSError, UCXError: what ``make`` raises.
         """
         self.close_old_fillers()
-        there = self._fillers.pop(number, None) or self._idle.pop(number, None)
-        if there is not None:
-            core, _ = there
+        core = self._offered.pop(number, None)
+        if core is None:
+            core, _ = self._fillers.pop(number, None) or self._idle.pop(number, None) or (None, 0.0)
+        if core is not None:
             if _fits(core, address) and core.forcible:
                 return core
             core.close()
@@ -207,8 +220,11 @@ class PeerNumbers(Generic[E]):
         return make(True) if last == number else None
 
     def keep_as_filler(self, number: int, core: E) -> None:
-        """An endpoint whose number the peer cannot use is a filler from now on."""
-        self._fillers[number] = core, time.monotonic()
+        """An endpoint whose number the peer cannot use is a filler from now on, or closed if it has served before."""
+        if core.served:
+            core.close()
+        else:
+            self._fillers[number] = core, time.monotonic()
 
     @property
     def has_temporary_fillers(self) -> bool:

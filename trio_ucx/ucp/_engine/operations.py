@@ -211,6 +211,7 @@ class EndpointCore:
         "peer",
         "peer_address",
         "pending",
+        "served",
         "stream_buffer",
         "told",
         "unflushed",
@@ -253,6 +254,8 @@ class EndpointCore:
         self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
+        #: Whether it has served a Connection that was closed (numbering.py).
+        self.served = False
         #: Whether UCX may close it by force.
         self.forcible = True
         #: What looks whether the peer's process lives.
