@@ -405,13 +405,63 @@ async def test_damaged_descriptors(worker: ucp.Worker) -> None:
                 endpoint.attach(bad)
         newer = bytearray(good[:-4])
         newer[4] += 1
-        with pytest.raises(ValueError, match="speaks version 3"):
+        with pytest.raises(ValueError, match="speaks version 4"):
             endpoint.attach(bytes(newer) + struct.pack("<I", zlib.crc32(newer)))
         for lie in (slice(8, 16), slice(16, 24), slice(-len(good), None)):
             liar = bytearray(good[:-4])
             liar[lie] = b"\xff" * len(liar[lie])
             with pytest.raises(ValueError):
                 endpoint.attach(bytes(liar) + struct.pack("<I", zlib.crc32(liar)))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    ("owners", "missing", "what"),
+    [
+        (ucp.Feature.RMA, "AMO64", "atomic"),
+        (ucp.Feature.AMO32, "RMA", "get"),
+        (ucp.Feature.AMO64, "RMA", "put"),
+        (ucp.Feature.AMO32, "", "atomic"),
+        (ucp.Feature.RMA, "", "get"),
+    ],
+)
+async def test_owner_that_would_never_answer(
+    transports: str, owners: ucp.Feature, missing: str, what: str, chained: bool
+) -> None:
+    """UCX's own puts, gets and atomics need the owner's features; trio_ucx's messages and mapped memory do not."""
+    config = {"TLS": transports}
+
+    async def do(remote: ucp.RemoteMemory) -> None:
+        if chained:
+            chain = us.new_chain()
+            {"atomic": lambda: chain.fetch_add(remote, 1), "get": lambda: chain.get(remote, 0, 8)}.get(
+                what, lambda: chain.put(remote, bytes(8))
+            )()
+            await chain.run()
+        elif what == "atomic":
+            await remote.fetch_add(1)
+        else:
+            await (remote.get() if what == "get" else remote.put(bytes(8)))
+        await remote.flush()
+
+    for messages in (False, True):
+        features = owners | ucp.Feature.TAG | (ucp.Feature.AM if messages else ucp.Feature(0))
+        ours = REMOTE if messages else REMOTE & ~ucp.Feature.AM
+        async with (
+            ucp.open_worker(config=config, features=features) as owner,
+            ucp.open_worker(config=config, features=ours) as us,
+        ):
+            with owner.context.allocate(64) as allocated, owner.context.register(bytearray(64)) as registered:
+                for memory in (allocated, registered):
+                    answered = messages or not missing or (memory is allocated and transports != "tcp")
+                    endpoint = await us.open_endpoint(owner.address)
+                    with trio.fail_after(SOON), endpoint.attach(memory.descriptor) as remote:
+                        if answered:
+                            await do(remote)
+                        else:
+                            with pytest.raises(RuntimeError, match=f"without Feature.{missing}, so it would never"):
+                                await do(remote)
+                    endpoint.abort()
 
 
 async def test_descriptor_made_by_hand(worker: ucp.Worker) -> None:

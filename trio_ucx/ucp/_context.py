@@ -321,6 +321,16 @@ class Context(metaclass=OpenedNotConstructed):
         every context of the process."""
         return Feature.AM in self.features
 
+    @property
+    def ucx_access(self) -> Access:
+        """Which of UCX's puts, gets and atomics to memory of this context UCX answers."""
+        access = Access(0)
+        if Feature.RMA in self.features:
+            access |= Access.READ | Access.WRITE
+        if self.features & (Feature.AMO32 | Feature.AMO64):
+            access |= Access.ATOMIC
+        return access
+
     def _close(self) -> None:
         if self._closed:
             return

@@ -424,6 +424,7 @@ class RequestChain(ChainBuilder):
         Raises:
             ValueError: remote memory that it refers to was closed, or has no worker's address for UCX's own
                 atomics.
+            RuntimeError: UCX's own requests are needed, and the owner of the memory would never answer them.
             OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,

@@ -45,10 +45,10 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 #: What of the kinds of memory that a Pinned may be in we can look at.
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
-#: Magic and version, access, address, length; the process (host, pid namespace, pid, start time); the token; the
-#: lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
-_DESCRIPTOR = struct.Struct("<4sBBxxQQ16sQIQ16sII")
-_MAGIC, _VERSION = b"TURM", 3
+#: Magic and version, access, access by UCX, address, length; the process (host, pid namespace, pid, start time); the
+#: token; the lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
+_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sII")
+_MAGIC, _VERSION = b"TURM", 4
 #: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
@@ -95,6 +95,7 @@ class MemoryDescriptor:
         process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
         token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
             empty for memory of programs without trio_ucx.
+        ucx_access: which of UCX's puts, gets and atomics the owner's UCX answers; the features of its context decide.
     """
 
     address: int
@@ -104,11 +105,13 @@ class MemoryDescriptor:
     worker: WorkerAddress | None = None
     process: Process = NOBODY
     token: bytes = b""
+    ucx_access: Access = Access.ALL
 
     def __attrs_post_init__(self) -> None:
         check_integer(self.address, "the address", 0, _MAX_ADDRESS)
         check_integer(self.nbytes, "nbytes", 0, min(_MAX_LENGTH, _MAX_ADDRESS - self.address))
         check_access(self.access)
+        check_access(self.ucx_access)
         if not isinstance(self.rkey, bytes):
             raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
         if not isinstance(self.worker, WorkerAddress | None):
@@ -127,6 +130,7 @@ class MemoryDescriptor:
                 _MAGIC,
                 _VERSION,
                 self.access,
+                self.ucx_access,
                 self.address,
                 self.nbytes,
                 *attrs.astuple(self.process),
@@ -157,7 +161,7 @@ class MemoryDescriptor:
             )
         if checksum != _CHECKSUM.pack(zlib.crc32(body)):
             raise ValueError("this memory descriptor was damaged on the way")
-        _, version, access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
+        _, version, access, ucx_access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
         process, (token, rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
@@ -172,7 +176,21 @@ class MemoryDescriptor:
             WorkerAddress(worker) if worker else None,
             process,
             b"" if token == _NO_TOKEN else token,
+            Access(ucx_access & 7),
         )
+
+    def require_ucx(self, access: Access) -> None:
+        """Refuses those of UCX's puts, gets and atomics that the owner's UCX would never answer.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if access not in self.ucx_access:
+            what, feature = ("atomics", "AMO64") if access is Access.ATOMIC else ("puts and gets", "RMA")
+            raise RuntimeError(
+                f"the owner's context was opened without Feature.{feature}, so it would never answer UCX's {what}: "
+                f"open it with ucp.DEFAULT_FEATURES | ucp.Feature.{feature}"
+            )
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
@@ -245,7 +263,16 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if worker is not None:
             address = worker.publish_address("a memory descriptor says the worker's address")
         return bytes(
-            MemoryDescriptor(self.address, self.nbytes, self.rkey, self.access, address, this_process(), self._token)
+            MemoryDescriptor(
+                self.address,
+                self.nbytes,
+                self.rkey,
+                self.access,
+                address,
+                this_process(),
+                self._token,
+                self.context.ucx_access,
+            )
         )
 
     def _check(self) -> None:

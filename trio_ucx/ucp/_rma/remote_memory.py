@@ -157,7 +157,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: beyond the end; not allowed by :attr:`access`; closed.
-            RuntimeError: the context was opened without ``Feature.RMA``.
+            RuntimeError: the context was opened without ``Feature.RMA``; or the owner's was, and UCX's get is needed.
             UCXError: the owner refused. NO_ELEM: it has closed the memory.
             OSError: the endpoint that reaches the memory of a Connection's peer cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
@@ -273,7 +273,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
                 :attr:`access`; closed; UCX's own atomics are needed, and no worker's address is known.
-            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``).
+            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``); or the owner's has neither,
+                and UCX's own atomics are needed.
             UCXError: the owner refused; if nothing is fetched, :meth:`flush` raises that. NO_ELEM: it has closed the
                 memory.
             OSError: the connection for UCX's own atomics cannot be opened.
@@ -447,6 +448,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _atomics_endpoint(self) -> EndpointCore:
         """The endpoint without error handling beside ours."""
+        self._descriptor.require_ucx(Access.ATOMIC)
         core = self._core
         if core.atomics_endpoint is None:
             core.atomics_endpoint = connect_for_atomics(core, self._worker_address())
@@ -454,6 +456,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _chain_atomics_endpoint(self) -> EndpointCore:
         """The same for the atomics of request chains, of which C decides how many are under way."""
+        self._descriptor.require_ucx(Access.ATOMIC)
         core = self._core
         if core.chain_atomics_endpoint is None:
             core.chain_atomics_endpoint = connect_for_atomics(core, self._worker_address())
@@ -522,6 +525,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
         if self._ucx_way is None or self._ucx_way.core.handle is None:
+            self._descriptor.require_ucx(Access.READ | Access.WRITE)
             core = connect_for_memory(self._core) if self._core.owner is not None else self._core
             await connect(core)
             self._check_open()
