@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import Certificates, check_stream, numbered_write, open_pair, pattern
+from helpers import Certificates, Rounds, check_stream, numbered_write, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
@@ -51,11 +51,8 @@ async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
         nursery.cancel_scope.cancel()
 
 
-RUNS = 20  # in a row, without a failure
-
-
-async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker) -> None:
-    for _ in range(RUNS):
+async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker, rounds: Rounds) -> None:
+    for _ in range(rounds(5, 20)):  # in a row, without a failure
         await trio.testing.check_half_closeable_stream(
             partial(open_pair_over_listener, worker=worker), partial(open_clogged_pair, worker=worker)
         )
@@ -65,7 +62,7 @@ async def test_trio_s_checks_by_unix_socket(worker: ucp.Worker) -> None:
     await trio.testing.check_half_closeable_stream(partial(open_connection_pair, worker=worker), None)
 
 
-async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certificates) -> None:
+async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certificates, rounds: Rounds) -> None:
     async def maker() -> tuple[trio.SSLStream[trio_ucx.Connection], trio.SSLStream[trio_ucx.Connection]]:
         client, server = await open_pair_over_listener(worker=worker)
         return (
@@ -73,7 +70,7 @@ async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certifi
             trio.SSLStream(server, certificates.server, server_side=True),
         )
 
-    for _ in range(RUNS):
+    for _ in range(rounds(5, 20)):
         await trio.testing.check_two_way_stream(maker, None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, nothing_happens, open_pair, open_peer, tasks_begin, until
+from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, tasks_begin, until
 from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
@@ -67,8 +67,9 @@ async def test_address_from_an_atomic(transports: str) -> None:
 
 
 @pytest.mark.parametrize(("transports", "sections", "runs"), [("tcp", 50, 20), ("tcp,sm,self", 500, 50)])
-async def test_lock(transports: str, sections: int, runs: int) -> None:
-    """Held by one of 4 processes at a time, 100,000 times in all over shared memory, 4,000 over TCP."""
+async def test_lock(transports: str, sections: int, runs: int, rounds: Rounds) -> None:
+    """Held by one of 4 processes at a time."""
+    runs = rounds(runs // 3, runs)
     async with AsyncExitStack() as stack:
         owner = await stack.enter_async_context(open_peer("owner", 64, transports=transports))
         said = await owner.hear()

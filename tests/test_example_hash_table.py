@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import TRANSPORTS, pattern
+from helpers import TRANSPORTS, Rounds, pattern
 from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
@@ -196,11 +196,11 @@ async def put_all(server: Program, table: Any, script: Path, clients: int, count
 
 
 @pytest.mark.parametrize(("buckets", "count"), [(1, 30), (64, 200)])
-async def test_clients_at_once(over: str, buckets: int, count: int, tmp_path: Path) -> None:
+async def test_clients_at_once(over: str, buckets: int, count: int, tmp_path: Path, rounds: Rounds) -> None:
     """Nothing is lost, and no key is there twice: also where all of them write to the end of one list."""
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
-    clients = 4
+    clients, count = 4, rounds(count // 2, count)
     async with open_served("--buckets", buckets) as (server, table):
         new = await put_all(server, table, script, clients, count)
         assert sum(new) == count + clients * count

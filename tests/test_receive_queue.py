@@ -371,7 +371,7 @@ async def test_isolate_is_a_bool() -> None:
 
 @pytest.mark.parametrize("size, isolate", [(100, False), (8000, False), (8000, True)], ids=["100", "8000", "isolated"])
 async def test_clients_are_killed_at_random(size: int, isolate: bool, rounds: Rounds) -> None:
-    kills = rounds(20, 30) if isolate else rounds(40, 150)
+    kills = rounds(10, 30) if isolate else rounds(20, 150)
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": TRANSPORTS[1]}))
         echo = await stack.enter_async_context(open_echo(worker, isolate))

@@ -88,7 +88,7 @@ async def test_owner_survives_killed_peers(
     Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
     endpoint by worker address gets no error (docs/ucp.md): then the test goes on with another owner.
     """
-    crowds = rounds(3, 50)
+    crowds = rounds(2, 50)
     owners = 0
     while crowds:
         owners += 1

@@ -768,7 +768,7 @@ def repeat(
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("case", cases(*ENDING))
 async def test_peer_ends(case: Case, repeat: Any, rounds: Rounds) -> None:
-    await repeat(case, peer_ends, rounds(1, 10))
+    await repeat(case, peer_ends, rounds(1, 3))
 
 
 @pytest.mark.sample(2)

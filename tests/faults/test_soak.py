@@ -28,6 +28,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.mark.sample(1)
 def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
     plan = injector.Plan(tmp_path, seconds=7, seed=seed, transports=transports, clients=2, pause=1.5)
     violations, figures = soak.soak(plan)
