@@ -172,6 +172,9 @@ class SimulatedEndpoint(EndpointCore):
     def _much_under_way(self) -> bool:
         return False  # so it never lingers
 
+    def over_tcp(self) -> bool:
+        return False
+
     def _force_close(self) -> None:
         self._let_go()
         self.transport.closed()

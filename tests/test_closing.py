@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
+import subprocess
+import sys
 
 import pytest
 import trio
@@ -503,3 +506,71 @@ async def test_two_workers_that_send_the_same_memory(transports: str) -> None:
     if ucx.version >= (1, 22):
         assert postponed
     assert_free(data)
+
+
+CLOSED_UNDER_A_FLUSH = """
+import random, sys, warnings
+
+import trio
+
+from trio_ucx import ucp
+from trio_ucx._native import lib
+from trio_ucx.testing import internals
+
+warnings.simplefilter("ignore")
+LOST = trio.BrokenResourceError, trio.ClosedResourceError, ucp.UCXError
+
+async def quiet(function, *arguments):
+    try:
+        await function(*arguments)
+    except LOST:
+        pass
+
+async def main(transports, chance):
+    config = {"TLS": transports, "LOG_LEVEL": "fatal"}
+    async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
+        workers = [internals(worker).handle for worker in (one, other)]
+        for _ in range(300):
+            endpoint = await one.open_endpoint(other.address)
+            async with trio.open_nursery() as nursery:
+                for _ in range(chance.randrange(60)):
+                    nursery.start_soon(quiet, endpoint.tag_send, bytes(chance.choice([8, 8000, 30000])), 5)
+                for _ in range(chance.randrange(1, 4)):
+                    nursery.start_soon(quiet, endpoint.flush)
+                if chance.random() < 0.9:
+                    await trio.lowlevel.checkpoint()
+                for _ in range(chance.randrange(60)):
+                    lib.tu_worker_progress(chance.choice(workers))
+                endpoint.abort()
+                nursery.cancel_scope.cancel()
+
+trio.run(main, sys.argv[1], random.Random(int(sys.argv[2])))
+"""
+
+
+def test_endpoint_is_closed_while_its_flush_resumes(transports: str, chance: random.Random) -> None:
+    """UCX would use the closed endpoint in its next progress: docs/ucx-reports.md, ``resumed_flush.c``. It may be asked
+    to close it after any call of progress, so the program makes single calls.
+    """
+    seed = chance.randrange(2**32)
+    command = [sys.executable, "-X", "faulthandler", "-c", CLOSED_UNDER_A_FLUSH, transports, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"seed {seed}: {done.returncode}\n{done.stderr[-2000:]}"
+
+
+async def test_failing_again_does_not_close_an_endpoint_that_lingers() -> None:
+    """Closing by force with much to write is what may crash UCX. Only UCX's own report closes it before its time."""
+    async with (
+        ucp.open_worker(config={"TLS": "tcp"}) as worker,
+        open_pair(worker, by="tcp") as (client, _),
+    ):
+        engine = internals(worker)
+        core = internals(client).core
+        client.send_nowait(bytes(2**24), 1)
+        client.abort()
+        assert engine.lingering
+        core.fail(ucp.UCXError(ucp.Status.CONNECTION_RESET, "pretended"), linger=True)
+        core.fail(ucp.UCXError(ucp.Status.CONNECTION_RESET, "pretended"))
+        assert engine.lingering
+        core.failed_in_ucx(ucp.UCXError(ucp.Status.CONNECTION_RESET, "pretended"))
+        assert not engine.lingering

@@ -35,6 +35,7 @@ class Shown:
 CRASHED = r"ended by signal \d+ \(.*\)"
 SHOWN = [
     Shown("close_both", [f"process: {CRASHED}"], since=(1, 22)),
+    Shown("resumed_flush", [f"process: {CRASHED}"], since=(1, 22)),
     Shown(
         "data_port",
         [

@@ -261,7 +261,8 @@ class Sending:
         frame = _WaitingFrame(self, engine, id, pins, doing, core)
         if self.waiting_frames > MAX_WAITING_FRAMES:
             reason = "it makes this side answer, and does not read the answers"
-            self.core.fail(UCXError(Status.NO_RESOURCE, f"the peer {self.core.label} was cut off: {reason}"))
+            error = UCXError(Status.NO_RESOURCE, f"the peer {self.core.label} was cut off: {reason}")
+            self.core.fail(error, linger=self.core.over_tcp())  # the sockets are full
         return frame
 
     def send_failed(self, *, reported: bool) -> None:

@@ -1,6 +1,8 @@
 /* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
 #include "native.h"
 
+#define SETTLE_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
+
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
     tu_endpoint_t *endpoint = arg;
@@ -137,6 +139,16 @@ void tu_endpoint_linger(tu_endpoint_t *endpoint)
     }
 }
 
+/* UCX 1.22 resumes a flush by a callback in its next progress, and crashes there if the endpoint has gone meanwhile. So
+ * nothing may be left for the next progress. */
+static void settle(tu_worker_t *worker)
+{
+    int budget = SETTLE_BUDGET;
+
+    while (tu_worker_progress(worker) != 0 && --budget > 0) {
+    }
+}
+
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */
@@ -148,6 +160,7 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
     ucs_status_ptr_t closing;
     tu_post_t post;
 
+    settle(endpoint->worker);
     if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;

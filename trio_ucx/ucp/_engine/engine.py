@@ -155,8 +155,8 @@ class OpenEndpoint(Protocol):
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
 
-    def fail(self, error: UCXError) -> None:
-        """It has failed."""
+    def failed_in_ucx(self, error: UCXError) -> None:
+        """UCX reports that it has failed."""
 
     def worker_broke(self, error: BaseException) -> None:
         """Its worker is of no use any more."""

@@ -328,11 +328,21 @@ class EndpointCore:
         """Marks it as failed, and ends its operations. Failed or closed already: no effect.
 
         Args:
-            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`.
+            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`. Over TCP with much under
+                way it lingers in any case.
         """
         if self.handle is None or self.error is not None:
-            self.engine.lingering.close_one(self)  # this failure is how UCX reports that the peer has closed its end
             return
+        self._fail(error, linger=linger or (self._much_under_way() and self.over_tcp()))
+
+    def failed_in_ucx(self, error: UCXError) -> None:
+        """UCX reports that it has failed. If it lingers, the peer has closed its end, and UCX's endpoint closes now."""
+        if self.handle is None or self.error is not None:
+            self.engine.lingering.close_one(self)
+        else:
+            self._fail(error, linger=False)
+
+    def _fail(self, error: UCXError, *, linger: bool) -> None:
         self.error = error
         try:
             if linger:
