@@ -467,6 +467,7 @@ async def test_no_queue_at_all(worker: ucp.Worker) -> None:
             assert client.alive
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("size", [8, 200, 3000, 5000, 40_000])
 async def test_flood_to_a_queue_that_nobody_reads(transports: str, size: int) -> None:
     """Half as much again as fits. Over shared memory UCX has 8 KiB for each message, small ones too."""

@@ -190,6 +190,7 @@ async def test_many_tasks_on_a_fresh_endpoint(worker: ucp.Worker) -> None:
             assert sorted(found) == list(range(20))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_graceful_close_flushes(transports: str, way: str, protocol: str) -> None:
@@ -229,6 +230,7 @@ async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str
             await until(lambda: live_handles().get("endpoint", 0) <= open_now - 2)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_stopped_peer(transports: str, way: str, protocol: str) -> None:
@@ -292,6 +294,7 @@ async def test_one_client_after_another(transports: str) -> None:
                         assert await memory.fetch_add(1) == number
 
 
+@pytest.mark.sample(8)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
 @pytest.mark.parametrize("end", ["kill", "abort", "close"])
@@ -334,6 +337,7 @@ async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str,
         peer.resume()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["allocated", "registered"])
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self", "sm,self"])
 async def test_killed_clients(transports: str, kind: str, chance: random.Random) -> None:

@@ -438,6 +438,7 @@ async def test_chains_end_with_their_connection(size: int, side: str) -> None:
                 assert_free(buffer)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("how", ["chain", "plain"])
 @pytest.mark.parametrize("since", ["connecting", "under way"])

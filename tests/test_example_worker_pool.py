@@ -550,6 +550,7 @@ async def mandelbrot() -> str:
     return hashlib.sha256(picture).hexdigest()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [["--workers", 1, "--tasks", 7], ["--workers", 3, "--kill-one"]])
 async def test_demo(over: str, options: list[object]) -> None:
     with program(WORKER_POOL, "demo", *options, transports=over) as running:

@@ -120,6 +120,7 @@ UNFLUSHED = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("sent", [None, *UNFLUSHED])
 @pytest.mark.parametrize("way", ["socket", "worker"])
 async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, sent: str | None) -> None:
@@ -177,6 +178,7 @@ async def test_flush_that_fails_gives_its_reason(worker: ucp.Worker, monkeypatch
         assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("by", ["tcp", "unix"])
 async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> None:
@@ -254,6 +256,7 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
             assert await healthy.receive() == b"well?"
 
 
+@pytest.mark.sample(1)
 async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker: ucp.Worker, transports: str) -> None:
     """Over shared memory UCX never gets rid of what it had for such a peer, and cannot be armed any more."""
     async with open_peer("sender_then_wait", [], transports=transports) as peer:

@@ -105,6 +105,7 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(available_memory() < 3 * 2**30, reason="takes 1 GiB of memory, and less than 3 GiB are available")
 @pytest.mark.parametrize(("transports", "way"), [("tcp", "raw"), ("sm,self", "worker")])
 async def test_a_gigabyte_in_random_pieces(transports: str, way: str) -> None:

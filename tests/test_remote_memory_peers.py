@@ -73,7 +73,7 @@ async def kill_peers(way: str, said: dict[str, Any], transports: str, rng: rando
 
 @pytest.mark.cut_off
 @pytest.mark.timeout(600)
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["allocated", "registered"])
 @pytest.mark.parametrize(
     ("transports", "way"),

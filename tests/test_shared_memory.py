@@ -97,6 +97,7 @@ def ids(limits: Limits) -> str:
     return limits.name.replace("/", "_")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("transports", ["default", "tcp,sm,self", "sm,self", "tcp,sysv,self"])
 @pytest.mark.parametrize("limits", NONE_OF_SYSV, ids=ids)
 def test_without_system_v(limits: Limits, transports: str) -> None:
@@ -121,6 +122,7 @@ def test_without_any(limits: Limits, transports: str) -> None:
         assert any("does without shared memory" in line and name in line for line in log), log
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("limits", "transports"),
     [

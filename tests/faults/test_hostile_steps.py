@@ -32,13 +32,17 @@ ENDS = (0, 9, -signal.SIGKILL)
 #: Seldom the hostile process crashes inside UCX's progress, after it has aborted an endpoint with much under way. UCX
 #: has such a fault (``docs/ucx-reports.md``); whether this is that one was not established.
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
-#: What may be in the server's log: a line for each peer that was refused or lost, and what UCX says about them.
+#: What may be in the server's log: a line for each peer that was refused or lost, what UCX says about them (that it
+#: lied about its host, that its shared memory has gone), and once that it sent tag messages for nobody.
 ALLOWED = re.compile(
     r"INFO turned away "
     r"|INFO <trio_ucx\.Connection to 127\.0\.0\.1:\d+, (broken|open)>: "
     r"|WARNING ucp_am\.c:\d+ UCP Active Message was received with id : \d+, but there is no registered callback"
     r"|ERROR tcp_ep\.c:\d+ tcp_ep \S+ \(state=\w+\): (recv|send)\(-?\d+\) failed: "
     r"|ERROR tcp_cm\.c:\d+ tcp_ep \S+ connection establishment for socket fd \d+ was unsuccessful"
+    r"|ERROR mm_sysv\.c:\d+ shmat\(shmid=\d+\) failed: |ERROR mm_ep\.c:\d+ mm ep failed to connect to remote FIFO "
+    r"|ERROR select\.c:\d+ no active messages transport to .* different host id "
+    r"|WARNING tag messages that belong to no Connection are dropped "
 )
 
 
@@ -177,7 +181,7 @@ async def test_hostile_sessions(
     what becomes of a queue whose writer is killed.
     """
     seed = f"{request.config.option.seed}"
-    count = rounds(16, 2000)
+    count = rounds(10, 2000)
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
         before = await scene.settled()
