@@ -672,6 +672,16 @@ async def reconnecting_client(address: list[Any]) -> None:
 
 
 @role
+async def clients_of(address: list[Any], count: int) -> None:
+    """So many connections, which nobody reads."""
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(count):
+            await stack.enter_async_context(trio_ucx.connect(tuple(address)))
+        say("connected")
+        await until_told()
+
+
+@role
 async def client_of(address: list[Any], number: int) -> None:
     """Connects, sends the number with tag 1, and then receives nothing until it is killed."""
     async with trio_ucx.connect(tuple(address)) as connection:

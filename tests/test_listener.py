@@ -7,8 +7,10 @@ import errno
 import inspect
 import os
 import resource
+import signal
 import socket
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -411,3 +413,25 @@ async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFix
                 await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=2)
         with pytest.raises(trio.ClosedResourceError):
             await listener.accept()
+
+
+async def test_isolated_connections_to_a_suspended_peer_close_together(transports: str) -> None:
+    """Each needs up to half a second over TCP, because its sends do not end."""
+    count = 12
+    async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as closing:
+            worker = await closing.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
+            async with listener:
+                peer = await stack.enter_async_context(
+                    open_peer("clients_of", listener.address, count, transports=transports)
+                )
+                with trio.fail_after(20):
+                    connections = [await listener.accept() for _ in range(count)]
+                    assert await peer.hear() == "connected"
+                peer.process.send_signal(signal.SIGSTOP)
+                for connection in connections:
+                    connection.send_nowait(bytes(2**23), 1)
+            with Stopwatch(2.5), pytest.warns(ResourceWarning, match="unclosed"):
+                await closing.aclose()
+        peer.process.send_signal(signal.SIGCONT)

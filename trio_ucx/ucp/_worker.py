@@ -525,9 +525,9 @@ class Worker(metaclass=OpenedNotConstructed):
         return new_chain(self._engine, capacity, ordered)
 
     async def _aclose(self) -> None:
+        others = *self._successors.values(), *self._isolated.values()
         try:
-            for other in (*self._successors.values(), *self._isolated.values()):
-                await close_after_background(other._engine)
+            await close_after_background(*(other._engine for other in others))
         finally:
             await close_after_background(self._engine)
 

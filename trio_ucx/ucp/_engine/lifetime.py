@@ -35,6 +35,9 @@ from .safety_net import SafetyNet
 from .shutdown import dispose, drain
 from .tag_dispatch import TagDispatch
 
+#: A drain has ended.
+_DRAINED = object()
+
 
 def open_engine(
     context: Context,
@@ -113,16 +116,18 @@ async def _run(engine: Engine, progress_task: ProgressTask) -> None:
                     await close(engine)
 
 
-async def close_after_background(engine: Engine) -> None:
+async def close_after_background(*engines: Engine) -> None:
     """Waits, shielded, for the closes that go on in the background (each has its own deadline), then closes."""
     try:
         with trio.CancelScope(shield=True):
-            while engine.background and engine.usable and engine.broken is None and engine.stop is not None:
-                engine.background_ended = Signal()
-                await engine.background_ended.wait()
-            await close(engine)
+            for engine in engines:
+                while engine.background and engine.usable and engine.broken is None and engine.stop is not None:
+                    engine.background_ended = Signal()
+                    await engine.background_ended.wait()
+            await close(*engines)
     finally:
-        close_now(engine)
+        for engine in engines:
+            close_now(engine)
     await trio.lowlevel.checkpoint()
 
 
@@ -132,14 +137,20 @@ async def close_after_lingering(engine: Engine) -> None:
     await close_after_background(engine)
 
 
-async def close(engine: Engine) -> None:
-    """Closes everything by force and destroys the worker; waits shielded, for a bounded time."""
-    if not _begin_close(engine):
-        return
-    for _ in drain(engine):
-        # Not a checkpoint in a shielded scope: Trio raises KeyboardInterrupt there, too, and we would never finish.
-        await trio.lowlevel.cancel_shielded_checkpoint()
-    _finish_close(engine)
+async def close(*engines: Engine) -> None:
+    """Closes everything by force and destroys the workers. Shielded; however many they are, the time is bounded."""
+    draining = {engine: drain(engine) for engine in engines if _begin_close(engine)}
+    try:
+        while draining:
+            # Not a checkpoint in a shielded scope: Trio raises KeyboardInterrupt there, too, and we would never finish.
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            for engine, steps in list(draining.items()):
+                if next(steps, _DRAINED) is _DRAINED:
+                    del draining[engine]
+                    _finish_close(engine)
+    finally:
+        for engine in draining:  # an exception was raised
+            contained(_finish_close, engine)
 
 
 def close_now(engine: Engine) -> None:
