@@ -29,8 +29,8 @@ from trio_ucx._handshake.server import LOG_INTERVAL
 PROGRAM = Path(__file__).parent / "hostile_steps.py"
 #: How a hostile process may end: at its end, by ``os._exit(9)``, or by SIGKILL.
 ENDS = (0, 9, -signal.SIGKILL)
-#: Seldom the hostile process crashes inside UCX's progress, after it has aborted an endpoint with much under way. UCX
-#: has such a fault (``docs/ucx-reports.md``); whether this is that one was not established.
+#: How it ends when UCX crashes. It does, seldom, when both ends of a TCP connection are aborted in the same moment
+#: (``docs/ucx-reports.md``).
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 #: What may be in the server's log: a line for each peer that was refused or lost, what UCX says about them (that it
 #: lied about its host, that its shared memory has gone), and once that it sent tag messages for nobody.
@@ -165,7 +165,7 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
             assert process.returncode in ENDS, f"session {last} of seed {seed!r}: exit status {process.returncode}"
         assert scene.server.process.poll() is None, f"the server ended in session {last} of seed {seed!r}"
         first = last + 1
-    assert crashes <= 1 + count / 100, f"seed {seed!r}: the hostile process crashed {crashes} times"
+    assert crashes <= count / 1000, f"seed {seed!r}: the hostile process crashed {crashes} times"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])

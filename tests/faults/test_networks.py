@@ -192,6 +192,7 @@ class Fault:
             lost.
         spares: the least ``keepalive_interval`` with which no Connection is lost; None if any may be.
         kills: the far process does not live through it.
+        told: seconds in which both sides know of a reset.
     """
 
     make: Callable[[Scene], None]
@@ -199,6 +200,7 @@ class Fault:
     lasts: float = 0
     spares: float | None = None
     kills: bool = False
+    told: Callable[[float], float] = lambda interval: BOTH_TOLD
 
 
 FOR_GOOD: dict[str, Fault] = {
@@ -215,7 +217,10 @@ FOR_A_WHILE: dict[str, Fault] = {
     "link down for 12 s": Fault(link_down, link_up, 12, DEFAULT),
     "data connections reset": Fault(reset("data"), stop_filters, 1),
     "control sockets reset": Fault(reset("control"), stop_filters, 1),
-    "all connections reset": Fault(reset("all"), stop_filters, 1),
+    # A side that sends nothing meanwhile learns of it by its next question.
+    "all connections reset": Fault(
+        reset("all"), stop_filters, 1, told=lambda interval: max(BOTH_TOLD, silence(interval) + MARGIN)
+    ),
     "1 % lost": Fault(lose(1), stop_filters, 6, 1),
     "5 % lost": Fault(lose(5), stop_filters, 6, DEFAULT),
     "20 % lost": Fault(lose(20), stop_filters, 6, DEFAULT),
@@ -298,7 +303,7 @@ async def play(network: Network, fault: Fault, chance: random.Random, intervals:
             await trio.to_thread.run_sync(fault.mend, scene)
             mended = time.monotonic()
             if fault.spares is None:
-                await trio.sleep(BOTH_TOLD)
+                await trio.sleep(fault.told(max(intervals)))
         if mended is None:
             await tell(alive, "report")
         else:  # after a reset, raw endpoints wait in vain for what was lost
@@ -347,7 +352,8 @@ class Judge:
         if len(flows) < len(self.played.said):
             self.wrong.append(f"{name}: the far side has never begun")
             return
-        bound = silence(interval) + MARGIN if self.fault.spares is not None or self.fault.mend is None else BOTH_TOLD
+        is_reset = self.fault.mend is not None and self.fault.spares is None
+        bound = self.fault.told(interval) if is_reset else silence(interval) + MARGIN
         lost = [flow for flow in flows if flow["told"]]
         for flow in lost:
             times = [when - self.played.since for when, _ in flow["told"].values()]
