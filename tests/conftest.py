@@ -48,8 +48,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the cases of tests that are marked ``sample(n)``."""
+    """Chooses the cases of tests that are marked ``sample(n)``. With ``--full`` all run, for an hour each if need be."""
     if config.option.full:
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(3600))
         return
     chance = random.Random(config.option.seed)
     cases: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}

@@ -2,8 +2,8 @@
 
 The cases are a table: what both sides do (``peer_loads.py``), the fault, the transports, and how the two have met. The
 fault comes at a random moment; ``--seed`` repeats a run, up to the machine's own timing. Besides, another peer of the
-same worker answers pings. ``pytest --full -n 0 tests/faults/test_peer_faults.py`` runs all cases, ten times each,
-and prints the figures of ``docs/reliability.md``.
+same worker answers pings. ``pytest --full -n 0 tests/faults/test_peer_faults.py`` runs all cases, those in which the
+peer ends three times, and prints the figures of ``docs/reliability.md``.
 """
 
 from __future__ import annotations
