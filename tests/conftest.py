@@ -48,7 +48,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the cases of tests that are marked ``sample(n)``. With ``--full`` all run, for an hour each if need be."""
+    """Chooses the cases of tests that are marked ``sample(n)``. With ``--full`` all run, for up to an hour each."""
     if config.option.full:
         for item in items:
             if item.get_closest_marker("timeout") is None:
