@@ -17,11 +17,13 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.registry import Registry
+from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint, _receive_queue
 from trio_ucx.ucp import _shared_memory as shared_memory
 from trio_ucx.ucp._engine import data_ports, numbering, shutdown
 from trio_ucx.ucp._engine.lifetime import close_now
+from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
 from trio_ucx.ucp._status import error_from_status
 
 # ---- ends ----
@@ -73,6 +75,17 @@ def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 # ---- UCX ----
+
+
+def has_unexpected_messages(worker: ucp.Worker) -> bool:
+    """Whether UCX still has messages of Connections, which the library should have taken."""
+    engine = internals(worker)
+    engine.progress()
+    lib.tu_worker_claim_messages(engine.handle, 0, 0)  # or the probe would match none of them
+    try:
+        return bool(lib.tu_tag_probe(engine.handle, CONNECTION_BIT, CONNECTION_BIT, False, engine.received))
+    finally:
+        engine.tag_dispatch.claim()
 
 
 class _NeverEnding(dict[int, Any]):

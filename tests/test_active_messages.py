@@ -24,6 +24,7 @@ from helpers import (
     until,
 )
 from injected_faults import close_context, close_worker, forget_queues, record_workers_left_alone
+from refused_memory import few_allocations
 from timing import cancelled_after
 
 from trio_ucx import ucp
@@ -37,6 +38,7 @@ HOLD, REFUSE, CUT = ucp.WhenFull
 SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 65537, 2**20]
 #: Long enough for the data to be borrowed from UCX, whatever the transport.
 BORROWED = 100_000
+LARGE = 2**20
 
 
 async def exchange(
@@ -770,6 +772,27 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
             third.release()
             assert await peer.hear() == "sent"
             endpoint.abort()
+
+
+@pytest.mark.parametrize("then", ["receive_into", "receive", "release"])
+async def test_receive_without_memory(worker: ucp.Worker, then: str) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        with worker.open_active_messages(1) as messages, trio.fail_after(10):
+            async with trio.open_nursery() as nursery:  # which waits for the sender
+                nursery.start_soon(client.am_send, 1, pattern(LARGE))
+                message = await messages.receive()
+                halves = [bytearray(LARGE // 2), bytearray(LARGE // 2)]
+                for _ in range(2):
+                    with few_allocations(), pytest.raises(MemoryError):
+                        await message.receive_into(halves)
+                    assert_free(*halves)
+                if then == "receive_into":
+                    assert await message.receive_into(halves) == LARGE
+                    assert halves[0] + halves[1] == pattern(LARGE)
+                elif then == "receive":
+                    assert await message.receive() == pattern(LARGE)
+                else:
+                    message.release()
 
 
 async def test_two_tasks_receive_one_message(worker: ucp.Worker) -> None:

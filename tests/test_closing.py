@@ -7,6 +7,7 @@ import gc
 import random
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -370,6 +371,57 @@ async def test_raw_close_modes(worker: ucp.Worker) -> None:
             with Stopwatch():
                 await client.aclose(ucp.CloseMode.FORCE)
         await until(lambda: not server.alive)
+
+
+async def _abort(endpoint: ucp.Endpoint) -> None:
+    endpoint.abort()
+
+
+async def _force(endpoint: ucp.Endpoint) -> None:
+    await endpoint.aclose(ucp.CloseMode.FORCE)
+
+
+@pytest.mark.parametrize("close", [_force, trio.aclose_forcefully, _abort])
+async def test_force_while_another_task_closes(
+    worker: ucp.Worker, close: Callable[[ucp.Endpoint], Awaitable[None]]
+) -> None:
+    async with open_raw_pair(worker) as (client, _):
+
+        async def cut_off(function: Callable[..., Awaitable[None]], *arguments: object) -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await function(*arguments)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cut_off, client.tag_send, bytes(2**20), 1)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(cut_off, client.aclose)
+            await nothing_happens()
+            with Stopwatch():
+                await close(client)
+                await until(lambda: not nursery.child_tasks)
+        assert internals(client).handle is None
+
+
+async def test_force_ends_a_close_in_the_background(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        async with trio.open_nursery() as nursery:
+
+            async def cut_off() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await client.tag_send(bytes(2**20), 1)
+
+            nursery.start_soon(cut_off)
+            await trio.testing.wait_all_tasks_blocked()
+            with cancelled_after(0.1):
+                await client.aclose()
+            with trio.CancelScope() as scope:  # a second cancelled close leaves the first one alone
+                scope.cancel()
+                await client.aclose()
+            assert worker.statistics().background_closes == 1
+            with Stopwatch():
+                await client.aclose(ucp.CloseMode.FORCE)
+                await until(lambda: not worker.statistics().background_closes)
+    assert not caplog.records
 
 
 async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:

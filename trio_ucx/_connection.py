@@ -288,10 +288,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Cancellation: nothing has happened.
 
-        Raises: nothing, also after the close.
+        Raises:
+            trio.BrokenResourceError: the worker broke. The buffers are released when it has been closed.
         """
         await trio.lowlevel.checkpoint()
-        await self._link.core.wait_until(self._link.buffers_released)
+        link = self._link
+        await link.core.wait_until(lambda: link.engine.broken is not None or link.buffers_released())
+        if not link.buffers_released():
+            link.engine.check()
 
     # For request groups.
 

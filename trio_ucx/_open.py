@@ -206,7 +206,8 @@ def connect(
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
-        RuntimeError: the context manager was entered before.
+        RuntimeError: the context manager was entered before; a raw receive waits on ``worker`` that could take messages
+            of its first Connection.
     """
     destination = _Destination.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
     exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)

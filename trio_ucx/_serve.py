@@ -72,6 +72,7 @@ async def open_ucx_listeners(
             (EMFILE).
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
+        RuntimeError: a raw receive waits on ``worker`` that could take messages of its first Connection.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
     """
     port = check_port(port)
@@ -194,7 +195,7 @@ async def serve_ucx(
     Raises:
         ExceptionGroup: of what handlers raised (in ``handler_nursery``, that raises it), and of the listeners' errors:
             ``trio.ClosedResourceError`` when one was closed, ``trio.BrokenResourceError`` when the worker broke.
-        OSError, TypeError, ValueError, UCXError: as :func:`open_ucx_listeners`.
+        OSError, TypeError, ValueError, UCXError, RuntimeError: as :func:`open_ucx_listeners`.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke, before the server listened.
     """
     listeners = await open_ucx_listeners(port, host=host, worker=worker, **options)

@@ -16,6 +16,7 @@ from ..ucp import Feature, Worker
 from ..ucp._address_format import parse_worker_address
 from ..ucp._engine.engine import Engine
 from ..ucp._process import this_host
+from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .facts import Facts, SharedMemory
 
@@ -36,6 +37,7 @@ class Registry:
                 f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
                 f"here it is {least}: the receiver must get their control frames without asking for them"
             )
+        check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine
         self._network_address = _network_address(self.engine)

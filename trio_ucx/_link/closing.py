@@ -139,7 +139,7 @@ class Closing:
             await core.wait_until(self.may_say_goodbye)
             if self.say_goodbye():
                 self.engine.watch_events()
-                await core.wait_until(lambda: core.handle is None or self.handshake.acknowledged)
+                await core.wait_until(lambda: core.gone or self.handshake.acknowledged)
             with trio.move_on_after(DONE_TIMEOUT):
                 self.engine.watch_events()
                 await core.wait_until(self.peer_is_done)
@@ -157,7 +157,7 @@ class Closing:
 
     def peer_is_done(self) -> bool:
         """Whether the peer does not wait for anything from us."""
-        return self.core.handle is None or not self.handshake.peer_waits
+        return self.core.gone or not self.handshake.peer_waits
 
     def finish(self) -> None:
         """Closes by force.
@@ -235,7 +235,7 @@ class Closing:
     async def _cut_off_later(self, sent: int) -> None:
         deadline = trio.current_time() + ABORT_GRACE
         credit = self._receiving.credit
-        while self.core.handle is not None and credit.received < sent and trio.current_time() < deadline:
+        while not self.core.gone and credit.received < sent and trio.current_time() < deadline:
             await trio.sleep(0.005)
         if self.engine.usable:
             try:

@@ -49,6 +49,18 @@ static int64_t end_receive(tu_post_t *post, ucs_status_ptr_t answer, const ucp_t
     return tu_post_end(post, answer);
 }
 
+/* On a worker that has Connections, lets a raw receive or probe match none of their messages. Returns false if it asks
+ * for these only. */
+static bool leave_claimed(const tu_worker_t *worker, uint64_t *tag, uint64_t *mask)
+{
+    if (*tag & *mask & worker->claimed_bit) {
+        return false;
+    }
+    *tag  &= ~worker->claimed_bit;
+    *mask |= worker->claimed_bit;
+    return true;
+}
+
 /* The first kept message with a matching tag, or NULL. From now on raw messages stay with UCX: see collect_raw. */
 static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
 {
@@ -70,15 +82,21 @@ static void remove_kept(tu_worker_t *worker, tu_kept_t *kept)
     memmove(kept, kept + 1, (size_t)(worker->kept + worker->kept_count - kept) * sizeof(*kept));
 }
 
+/* A receive that asks for messages of Connections is refused as UCS_ERR_INVALID_PARAM. */
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received)
 {
-    tu_kept_t *kept = find_kept(worker, tag, mask);
+    tu_kept_t *kept;
     tu_post_t post;
     ucp_tag_recv_info_t info;
-    int64_t verdict = begin_receive(&post, worker, buffers, &info);
+    int64_t verdict;
     ucs_status_ptr_t answer;
 
+    if (!leave_claimed(worker, &tag, &mask)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    kept    = find_kept(worker, tag, mask);
+    verdict = begin_receive(&post, worker, buffers, &info);
     if (verdict != 0) {
         return verdict;
     }
@@ -135,8 +153,12 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool rem
 {
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
-    tu_kept_t *kept = find_kept(worker, tag, mask);
+    tu_kept_t *kept;
 
+    if (!leave_claimed(worker, &tag, &mask)) {
+        return 0;
+    }
+    kept = find_kept(worker, tag, mask);
     if (kept != NULL) {
         received->length = kept->length;
         received->tag    = kept->tag;

@@ -64,7 +64,7 @@ class Arrival:
             self.release()
 
     def take(self) -> Any:
-        """UCX's message, which an operation is about to own."""
+        """UCX's message, which an operation owns from now on."""
         native, self.native = self.native, None
         self.engine.children.pop(self.id, None)
         return native
@@ -149,6 +149,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             ValueError: the message was received, released, or its worker closed; it is being received into a buffer.
             UCXError: MESSAGE_TRUNCATED: it is longer than the queue's ``max_message_size``. It can be received into a
                 buffer, or released.
+            MemoryError: there is no memory for that now. It can be received later, or released.
             BufferError: something made from :attr:`data` is still in use; the message stays.
             trio.BusyResourceError: another task is receiving it.
             trio.BrokenResourceError: the sender was lost before all had arrived; the worker broke.
@@ -185,8 +186,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             TypeError: not a writable contiguous buffer.
             ValueError: the buffer is too small (the message stays); the message was received, released, or its worker
                 closed; it is being received into another buffer.
-            BufferError, trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError: as for
-                :meth:`receive`.
+            MemoryError, BufferError, trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError: as
+                for :meth:`receive`.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._operation is not None:
@@ -223,15 +224,18 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         pins = self._pin(buffer, writable=writable)
         try:
             check_reaches(engine, pins)
-        except ValueError:
+            buffers = pins.native_list()
+        except BaseException:
             pins.release()
             raise
-        native = arrival.take()
-        verdict = lib.tu_am_receive(engine.handle, native, pins.native_list())
-        self._received = True
-        if verdict <= 0:
-            lib.tu_am_forget(native)
-        self._target = buffer
+        native = arrival.native
+        verdict = lib.tu_am_receive(engine.handle, native, buffers)
+        if verdict != Status.NO_MEMORY:  # without memory nothing has happened
+            arrival.take()
+            self._received = True
+            self._target = buffer
+            if verdict <= 0:
+                lib.tu_am_forget(native)
         self._operation = pending_operation(
             engine,
             verdict,

@@ -136,6 +136,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     _local: tuple[str, int] | None = None
     _remote: tuple[str, int] | None = None
     _closing: bool = False
+    #: Whether a task is in :meth:`aclose`, waiting for the flush.
+    _flushing: bool = False
     _name: str | None = None
     _reader: StreamReader = attrs.field(init=False)
 
@@ -403,29 +405,45 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     async def aclose(self, mode: CloseMode = CloseMode.FLUSH) -> None:
         """Closes it.
 
-        FLUSH waits for the sends that were posted and not cancelled, flushes, then closes. FORCE does not wait.
+        FLUSH waits for the sends that were posted and not cancelled, flushes, then closes. FORCE closes at once, also
+        while another task waits in ``aclose()``. A second FLUSH does not wait for the first.
 
-        Cancellation: returns at once; the worker goes on with the FLUSH in the background, for at most 10 seconds.
+        Cancellation: returns at once; the worker goes on with the FLUSH in the background, for at most 10 seconds. If
+        another task waits in ``aclose()``, the endpoint is closed by force: so :func:`trio.aclose_forcefully` ends that
+        wait.
 
         Raises:
             trio.BrokenResourceError: with FLUSH, the peer was lost, or closed its end, before everything was known to
                 be flushed, and no operation on this endpoint has reported that yet. The endpoint is closed
                 nevertheless. (UCX cannot tell whether the data had arrived; a :class:`trio_ucx.Connection` can.)
+            trio.ClosedResourceError: with FLUSH, it was closed by force meanwhile.
             TypeError: ``mode`` is no :class:`CloseMode`.
         """
         check_mode(mode)
         self._core.engine.check_thread()
-        if self._closing or self._core.handle is None or not self._core.engine.usable:
-            closed, self._closing = self._closing, True
-            await trio.lowlevel.checkpoint()
-            if not closed and mode is CloseMode.FLUSH and self._core.unflushed and not self._core.told:
-                _raise_if_broken(self._core)
-            return
-        self._closing = True
         if mode is CloseMode.FORCE:
-            self._core.close()
+            self.abort()
             await trio.lowlevel.checkpoint()
-            return
+        elif self._closing or self._core.handle is None or not self._core.engine.usable:
+            await self._closed_already()
+        else:
+            self._closing = True
+            await self._flush_and_close()
+
+    async def _closed_already(self) -> None:
+        """It was closed, is being closed, or has failed."""
+        closed, self._closing = self._closing, True
+        try:
+            await trio.lowlevel.checkpoint()
+        except trio.Cancelled:
+            if self._flushing:
+                self.abort()
+            raise
+        if not closed and self._core.unflushed and not self._core.told:
+            _raise_if_broken(self._core)
+
+    async def _flush_and_close(self) -> None:
+        self._flushing = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
             await _flush_and_close(self._core, math.inf)
@@ -435,6 +453,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         except BaseException:  # a KeyboardInterrupt, say
             self._core.close()
             raise
+        finally:
+            self._flushing = False
 
     @enable_ki_protection
     async def __aexit__(self, *exc_info: object) -> None:
@@ -463,6 +483,8 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
         try:
             for one in with_endpoints_beside(core):
                 await one.wait_until(one.sends_done)
+            if core.error is None:
+                core.check()  # it may have been closed by force meanwhile
             if core.handle is not None and core.unflushed:
                 await flush(core)
         except trio.BrokenResourceError as error:
@@ -494,7 +516,7 @@ def close_in_background(engine: Engine, core: EndpointCore, function: Any) -> No
     async def run() -> None:
         try:
             await function()
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # nobody is there to be told
         finally:
             core.close()

@@ -9,6 +9,7 @@ from ._context import Feature
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore, Operation, ReceiveOperation
 from ._engine.posting import pending_operation, pin
+from ._engine.tag_dispatch import CONNECTION_BIT
 from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
@@ -38,6 +39,34 @@ class TagMessage(metaclass=OpenedNotConstructed):
 
 def check_tag(tag: int) -> int:
     return check_integer(tag, "the tag", 0, FULL)
+
+
+def check_not_claimed(engine: Engine, tag: int, mask: int) -> None:
+    """Refuses to look for messages of Connections.
+
+    Raises:
+        ValueError: only those have such a tag.
+    """
+    if engine.tag_dispatch.claimed and tag & mask & CONNECTION_BIT:
+        raise ValueError(
+            f"tags with bit 63, such as {tag:#x}, belong to the Connections of this worker: use a tag below 2**63, or "
+            "another worker"
+        )
+
+
+def check_claim(engine: Engine) -> None:
+    """Refuses Connections on a worker where a receive that waits could take their messages.
+
+    Raises:
+        RuntimeError: there is such a receive.
+    """
+    for operation in list(engine.in_flight.values()):
+        if isinstance(operation, TruncatingReceive) and operation.takes_claimed and not operation.detached:
+            raise RuntimeError(
+                "a tag_receive that waits on this worker could take messages of Connections, whose tags have bit 63: "
+                "open the first Connection or listener before it, cancel it, let its mask have bit 63 and its tag not, "
+                "or use another worker"
+            )
 
 
 def check_feature(engine: Engine) -> None:
@@ -86,7 +115,7 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
         )
     else:
         verdict = lib.tu_tag_receive(engine.handle, pins.many, tag, mask, engine.received)
-    return _received(engine, verdict, pins, "receiving a message")
+    return _received(engine, verdict, pins, "receiving a message", tag, mask)
 
 
 def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> ReceiveOperation | tuple[int, int]:
@@ -104,10 +133,12 @@ def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> R
     return _received(engine, verdict, pins, "receiving a message")
 
 
-def _received(engine: Engine, verdict: int, pins: Pinned, doing: str) -> ReceiveOperation | tuple[int, int]:
+def _received(
+    engine: Engine, verdict: int, pins: Pinned, doing: str, tag: int = 0, mask: int = FULL
+) -> ReceiveOperation | tuple[int, int]:
     if verdict > 0:
         try:
-            operation = TruncatingReceive(engine, verdict, pins, doing)
+            operation = TruncatingReceive(engine, verdict, pins, doing, (tag | ~mask) & CONNECTION_BIT != 0)
         except BaseException:
             engine.keep(verdict, pins)
             raise
@@ -116,16 +147,19 @@ def _received(engine: Engine, verdict: int, pins: Pinned, doing: str) -> Receive
     size = pins.size
     pins.release()
     if verdict < 0:
+        check_not_claimed(engine, tag, mask)
         raise receive_error(verdict, size, doing)
     return engine.received.length, engine.received.tag
 
 
 class TruncatingReceive(ReceiveOperation):
-    __slots__ = ("size",)
+    __slots__ = ("size", "takes_claimed")
 
-    def __init__(self, engine: Engine, id: int, pins: Pinned, doing: str) -> None:
+    def __init__(self, engine: Engine, id: int, pins: Pinned, doing: str, takes_claimed: bool) -> None:
         super().__init__(engine, id, pins, doing)
         self.size = pins.size
+        #: Whether it could match messages of Connections, if the worker had any.
+        self.takes_claimed = takes_claimed
 
     def error(self, status: int) -> Exception:
         return receive_error(status, self.size, self.doing)

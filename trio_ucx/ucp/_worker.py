@@ -32,7 +32,7 @@ from ._opening import EndpointOptions, ErrorMode
 from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
-from ._tag import TagMessage, check_feature, check_tag, post_message_receive, post_receive
+from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
 
 
@@ -41,9 +41,10 @@ class Worker(metaclass=OpenedNotConstructed):
     """A UCP worker in a Trio run. Open one with :func:`open_worker`.
 
     It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
-    endpoint. On a worker that has Connections, tags with bit 63 set belong to them. Of the others, the first 64
+    endpoint. From the first Connection or listener for Connections on, tags with bit 63 set belong to the Connections:
+    :meth:`tag_receive` and :meth:`tag_probe` match no such messages, whatever the mask. Of the others, the first 64
     messages (16 MiB at most) are kept until the program first calls :meth:`tag_receive` or :meth:`tag_probe`, and all
-    messages after that.
+    messages after that. A worker that never has Connections leaves all 64 bits to the program.
     """
 
     _context: Context
@@ -279,7 +280,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             buffer: a writable contiguous buffer, or a list of them; or a :class:`Strided`. In device memory, too.
             tag: the tag of the messages that may be received.
-            mask: the bits of the tag that count; the others may differ.
+            mask: the bits of the tag that count; the others may differ. On a worker that has Connections, bit 63 counts
+                in any case, and must be 0 in the tag.
 
         Returns:
             ``(length, sender_tag)``; a message may be shorter than the buffer.
@@ -289,7 +291,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost.
-            TypeError, ValueError: not such a buffer; tag or mask out of range.
+            TypeError, ValueError: not such a buffer; tag or mask out of range; the tag is one of Connections.
             RuntimeError: the context was opened without ``Feature.TAG``.
             trio.ClosedResourceError: the worker was closed, perhaps meanwhile.
             trio.BrokenResourceError: the sender was lost in the middle of the message; the worker broke.
@@ -317,7 +319,7 @@ class Worker(metaclass=OpenedNotConstructed):
             Its length and tag, or None.
 
         Raises:
-            TypeError, ValueError: tag or mask out of range.
+            TypeError, ValueError: tag or mask out of range; the tag is one of Connections.
             RuntimeError: the context was opened without ``Feature.TAG``.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
@@ -328,6 +330,7 @@ class Worker(metaclass=OpenedNotConstructed):
         received = self._engine.received
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
         if handle == 0:
+            check_not_claimed(self._engine, tag, mask)
             return None
         return TagMessage._create(received.length, received.tag, self._engine, handle if remove else None)
 

@@ -269,6 +269,11 @@ class EndpointCore:
         engine.endpoints[id] = self
         live_handles.opened("endpoint")
 
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
+        return self.handle is None or self.error is not None
+
     def problem(self) -> Exception | None:
         """The exception for using it now, if it cannot be used."""
         if self.error is not None:
@@ -357,11 +362,15 @@ class EndpointCore:
                 callback()
 
     def worker_broke(self, error: BaseException) -> None:
-        """Its worker is of no use any more."""
+        """Its worker is of no use any more: ends all waits."""
         callback, self.on_failure = self.on_failure, None
         if self.error is None:
             self.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
             self.error.__cause__ = error
+        if self.stream_buffer is not None:
+            contained(self.stream_buffer.wake)
+        contained(self._fail_atomics)
+        contained(self.changed)
         if callback is not None:
             callback()
 
@@ -456,9 +465,13 @@ class EndpointCore:
         for beside in endpoints_beside:
             if beside is not None:
                 contained(beside.follow, self)
-        if self.atomics is not None:
-            contained(lambda: self.atomics.fail(self.problem()))
+        contained(self._fail_atomics)
         return handle
+
+    def _fail_atomics(self) -> None:
+        """Ends the waits for a place in the window of UCX's own atomics."""
+        if self.atomics is not None:
+            self.atomics.fail(self.problem())
 
     def _end_operation(self, operation: Operation) -> None:
         if operation.outcome is None and not operation.detached:
