@@ -396,6 +396,8 @@ class Side:
         self.sent: dict[int, list[Sent]] = {tag: [] for tag in range(3)}
         self.received: dict[int, list[bytes | None]] = {tag: [] for tag in range(3)}
         self.receivers: list[Receiver] = []
+        #: The most receives that have waited at each tag queue.
+        self._most_waiting: dict[int, int] = {}
         #: Buffers of the user's that were received into.
         self.buffers: list[bytearray] = []
         # The byte stream.
@@ -434,15 +436,18 @@ class Side:
         except trio.BrokenResourceError:
             sent.failed = True
 
-    def send_nowait(self, tag: int, size: int) -> None:
-        if self.can_send:
-            number = len(self.sent[tag])
-            data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
-            try:
-                self.connection.send_nowait(data, tag)
-            except trio.WouldBlock:
-                return
-            self.sent[tag].append(Sent(data))
+    def send_nowait(self, tag: int, size: int) -> bool:
+        """Returns whether it was sent."""
+        if not self.can_send:
+            return False
+        number = len(self.sent[tag])
+        data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
+        try:
+            self.connection.send_nowait(data, tag)
+        except trio.WouldBlock:
+            return False
+        self.sent[tag].append(Sent(data))
+        return True
 
     def cancel_send(self, which: int) -> None:
         waiting = [
@@ -482,6 +487,12 @@ class Side:
             pending = receiving.receive(tag, want, size)
         self.receivers.append(Receiver(pending, tag, buffer))
         self.collect()
+
+    def most_waiting(self) -> int:
+        """The sum of the most receives that have waited at each tag queue, but at least one for each."""
+        for number, queue in self.link.receiving.queues.items():
+            self._most_waiting[number] = max(self._most_waiting.get(number, 1), len(queue.receives))
+        return sum(self._most_waiting.values())
 
     def receive_nowait(self, tag: int) -> None:
         if self.open:
@@ -715,6 +726,13 @@ class World:
                     assert reached, f"tag {tag}: {data and data[:2]!r} was received out of order"
                 if everything:
                     assert any(all(missing[number:]) for number in reached), f"tag {tag}: messages did not arrive"
+
+    def check_waits(self) -> None:
+        """Nothing is under way: then no receive waits at a tag queue for which a send waits."""
+        for side in self.sides:
+            sends = {send.queue for send in self.other(side).link.sending.credit.waiting}
+            receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
+            assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
 
     def check_errors(self) -> None:
         assert not internal_errors

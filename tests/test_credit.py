@@ -241,6 +241,24 @@ async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.
                     await trio.sleep(0.005)
 
 
+@pytest.mark.parametrize("size", [1, 2000, 2**20])
+async def test_all_receives_of_a_queue_are_served_beside_a_full_one(worker: ucp.Worker, size: int) -> None:
+    """Tag 1 fills the window and has no reader; receives wait at tag 2 before the messages for them are sent."""
+    count = 3  # they cost less in all than is granted without being asked for
+    async with open_pair(worker, window=2**17) as (client, server):
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                client.send_nowait(bytes(100), 1)
+        with trio.fail_after(10):
+            async with worker.open_request_group() as group:
+                buffers = [bytearray(size) for _ in range(count)]
+                for buffer in buffers:
+                    group.receive_into(server, buffer, tag=2)
+                for number in range(count):
+                    await client.send(pattern(size, number), 2)
+        assert buffers == [pattern(size, number) for number in range(count)]
+
+
 async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
         for size in (4096, 60_000, 200_000):

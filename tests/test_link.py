@@ -42,6 +42,11 @@ ACTIONS = (
     *(["receive"] * 4 + ["receive_nowait", "cancel_receive", "cancel_receive"]),
     *(["write"] * 3 + ["advance", "read", "read", "read", "cancel_read", "cancel_write"]),
 )
+#: Receives wait at the tags 1 and 2, and tag 0 has no reader.
+BESIDE_A_FULL_QUEUE = (
+    *("deliver", "deliver", "transfer", "flush", "busy"),
+    *("send", "receive", "receive", "cancel_receive"),
+)
 ENDS = ("send_eof", "close", "close", "abort")
 ENDINGS = ("close", "eof", "leave")
 NUMBERS = 3 * len(SIZES)
@@ -86,12 +91,15 @@ def run_programs(steps: list[Step], ending: str, window: int, threshold: int) ->
             step(world, *each)
             for side in world.sides:
                 side.collect()
-                # One admitted message for each tag queue.
-                admitted = 4 * (max(SIZES[-1], ANNOUNCEMENT) + 512)
+                # For each tag queue one admitted message, or as many as receives have waited there.
+                admitted = side.most_waiting() * (max(SIZES[-1], ANNOUNCEMENT) + 512)
                 assert side.link.receiving.credit.unread <= window + admitted
         world.check_messages()
         for writer, reader in ((a, b), (b, a)):
             check_stream(writer.writes, reader.got)
+        if ending == "leave":
+            world.run(act=False)
+            world.check_waits()
         _finish(world, ending, aborted=any(action == "abort" for action, _, _ in steps))
         world.check_errors()
     finally:
@@ -163,6 +171,34 @@ def random_program(seed: int) -> tuple[list[Step], str, int, int]:
         action = chance.choice(ACTIONS if chance.random() < 0.98 else ENDS)
         steps.append((action, chance.randrange(2), chance.randrange(NUMBERS)))
     return steps, chance.choice(ENDINGS), chance.choice(WINDOWS), chance.choice(THRESHOLDS)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("threshold", [5001, 1025, 0])
+def test_all_receives_of_a_queue_are_served_beside_a_full_one(window: int, threshold: int) -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        with simulated():
+            world = World(window, threshold)
+            try:
+                sender, receiver = world.sides
+                while sender.send_nowait(0, 1000):
+                    pass
+                for _ in range(chance.randrange(10, 60)):
+                    action = chance.choice(BESIDE_A_FULL_QUEUE)
+                    number = chance.choice([number for number in range(NUMBERS) if number % 3])
+                    which = {"send": 0, "transfer": 1, "flush": 0}.get(action, chance.randrange(2))
+                    step(world, action, 1 if "receive" in action else which, number)
+                world.run(act=False)
+                world.check_waits()
+                assert not receiver.received[0], f"seed {seed}"
+                world.check_messages()
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, window {window}, threshold {threshold}") from error
+            finally:
+                world.end()
+            world.check_errors()
+            world.check_nothing_left()
 
 
 PROGRAMS = 300

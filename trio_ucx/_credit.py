@@ -9,8 +9,9 @@ announcement.
 *Tag queues do not block each other.* All messages share the window, so a tag queue that nobody reads can use it up. A
 sender without credit says so (STALLED, once for each grant). A receiver that waits at an empty tag queue then admits
 the next message of that queue whatever the credit (ADMIT). The message is charged all the same, so credit may go below
-zero. An ADMIT is void when a message of that queue was already on its way. So there is never more than one admitted
-message of a queue that nobody has read.
+zero. An ADMIT is void when a message of that queue was already on its way. When a message has arrived and further
+receives wait at its queue, the receiver admits the next one. So the admitted messages of a queue that nobody has read
+are never more than the receives that have waited there at the same time.
 
 Sends wait for credit in one list, first come first served, so that small messages do not starve a large one. An
 admitted queue may overtake.

@@ -182,6 +182,11 @@ class TagQueue:
     def idle(self) -> bool:
         return not (self.messages or self.receives or self.packed) and self.failure is None
 
+    @property
+    def lacks_messages(self) -> bool:
+        """Whether more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
+        return len(self.receives) > len(self.messages)
+
     # ---- messages arrive ----
 
     def arrived(self, handle: int, length: int, *, whole: bool | None) -> None:
