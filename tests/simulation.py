@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from outcome import Error
 
 import trio_ucx
 from trio_ucx import _byte_stream as stream
@@ -175,6 +176,9 @@ class SimulatedEndpoint(EndpointCore):
     def over_tcp(self) -> bool:
         return False
 
+    def hint(self, status: int) -> str:
+        return ""
+
     def _force_close(self) -> None:
         self._let_go()
         self.transport.closed()
@@ -197,7 +201,7 @@ ABORT = "abort"
 class SimulatedTransport(Transport):
     """UCX between two ends: the four calls of ``_link.transport``."""
 
-    __slots__ = ("busy", "dying", "peer", "threshold", "transfers", "wire")
+    __slots__ = ("busy", "dying", "peer", "refuses", "threshold", "transfers", "wire")
     engine: Any
     peer: SimulatedTransport
 
@@ -208,6 +212,8 @@ class SimulatedTransport(Transport):
         self.wire: collections.deque[InFlight | tuple[str, int]] = collections.deque()
         #: Whether UCX keeps what it is given until it arrives.
         self.busy = False
+        #: Whether there is no memory for the next message.
+        self.refuses = False
         #: Transfers into memory here.
         self.transfers: list[Moving] = []
         #: Operations that closing the endpoint has ended; their records are still to come.
@@ -218,6 +224,8 @@ class SimulatedTransport(Transport):
     def send_bytes(self, queue: int, data: bytes) -> int:
         assert self.core.handle is not None
         assert type(data) is bytes
+        if queue not in (wire.CONTROL, wire.BATCH) and self._refused():
+            return Status.NO_MEMORY
         message = InFlight(queue, data, sender=self)
         self.wire.append(message)
         if self.busy:
@@ -226,12 +234,18 @@ class SimulatedTransport(Transport):
 
     def send(self, queue: int, pins: Pinned) -> int:
         assert self.core.handle is not None
+        if self._refused():
+            return Status.NO_MEMORY
         stays = 0 < self.threshold <= pins.size
         message = InFlight(queue, None if stays else pins.copy(pins.size), pins if stays else None, sender=self)
         if stays or self.busy:
             message.operation = self.engine.next_id()
         self.wire.append(message)
         return message.operation
+
+    def _refused(self) -> bool:
+        refused, self.refuses = self.refuses, False
+        return refused
 
     def receive(self, handle: int, pins: Pinned) -> int:
         message = self.engine.held.pop(handle)
@@ -433,7 +447,7 @@ class Side:
         self.sent[tag].append(sent)
         try:
             sent.pending = self.connection._submit_send(data if sent.buffer is None else sent.buffer, tag)
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, MemoryError):
             sent.failed = True
 
     def send_nowait(self, tag: int, size: int) -> bool:
@@ -444,7 +458,7 @@ class Side:
         data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
         try:
             self.connection.send_nowait(data, tag)
-        except trio.WouldBlock:
+        except (trio.WouldBlock, MemoryError):
             return False
         self.sent[tag].append(Sent(data))
         return True
@@ -503,7 +517,12 @@ class Side:
             self.received[tag].append(data)
 
     def collect(self) -> None:
-        """The tasks run whose receives have ended."""
+        """The tasks run whose operations have ended."""
+        for sent in [sent for sents in self.sent.values() for sent in sents]:
+            if sent.pending is not None and ran_out_of_memory(sent.pending):
+                sent.failed = True
+        if self.eof is not None and ran_out_of_memory(self.eof):
+            self.eof, self.eof_sent = None, False
         for receiver in [one for one in self.receivers if one.pending.outcome is not None]:
             self.receivers.remove(receiver)
             try:
@@ -530,8 +549,11 @@ class Side:
             return
         self.writes.append((len(data), False))
         sending = self.link.sending
-        if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
-            self.writes[-1] = len(data), True
+        try:
+            if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
+                self.writes[-1] = len(data), True
+                return
+        except MemoryError:
             return
         cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
         view = memoryview(data)
@@ -545,7 +567,7 @@ class Side:
             if self.write.advance() is None:
                 self.writes[-1] = self.writes[-1][0], True
                 self.write = None
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except (trio.BrokenResourceError, trio.ClosedResourceError, MemoryError):
             self.cancel_write()
 
     def cancel_write(self) -> None:
@@ -555,8 +577,9 @@ class Side:
 
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
-            self.eof_sent = True
-            self.eof = self.link.sending.submit(wire.STREAM, b"")
+            with suppress(MemoryError):
+                self.eof = self.link.sending.submit(wire.STREAM, b"")
+                self.eof_sent = True
 
     def read(self) -> None:
         if self.end is not None or not self.open:
@@ -620,6 +643,10 @@ class Side:
     def abort(self) -> None:
         self.link.abort()
         self.write = None
+
+
+def ran_out_of_memory(pending: Pending) -> bool:
+    return isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, MemoryError)
 
 
 @contextmanager
@@ -727,12 +754,17 @@ class World:
                 if everything:
                     assert any(all(missing[number:]) for number in reached), f"tag {tag}: messages did not arrive"
 
-    def check_waits(self) -> None:
-        """Nothing is under way: then no receive waits at a tag queue for which a send waits."""
+    def check_credit(self) -> None:
+        """When nothing is under way: both sides agree on the credit, and no send and receive wait for each other."""
         for side in self.sides:
-            sends = {send.queue for send in self.other(side).link.sending.credit.waiting}
+            out, into = self.other(side).link.sending.credit, side.link.receiving.credit
+            sends = {send.queue for send in out.waiting}
             receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
             assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
+            if all(one.open and one.link.core.error is None for one in self.sides):
+                assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
+                assert out._admitted == into._admitted
+                assert all(last <= into.received for last in out._last.values())
 
     def check_errors(self) -> None:
         assert not internal_errors

@@ -395,6 +395,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 if pending is not None and pending.waits_for_credit:
                     self._eof_sent = False
                 raise
+            except MemoryError:
+                self._eof_sent = False
+                raise
 
     @enable_ki_protection
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
