@@ -27,7 +27,7 @@ from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Aborted
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
-from trio_ucx._tag_queue import Want
+from trio_ucx._tag_queue import State, Want
 from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.operations import EndpointCore, Operation
@@ -201,7 +201,7 @@ ABORT = "abort"
 class SimulatedTransport(Transport):
     """UCX between two ends: the four calls of ``_link.transport``."""
 
-    __slots__ = ("busy", "dying", "peer", "refuses", "threshold", "transfers", "wire")
+    __slots__ = ("busy", "dying", "peer", "refuses", "refuses_receive", "threshold", "transfers", "wire")
     engine: Any
     peer: SimulatedTransport
 
@@ -214,6 +214,8 @@ class SimulatedTransport(Transport):
         self.busy = False
         #: Whether there is no memory for the next message.
         self.refuses = False
+        #: The same for the next receive.
+        self.refuses_receive = False
         #: Transfers into memory here.
         self.transfers: list[Moving] = []
         #: Operations that closing the endpoint has ended; their records are still to come.
@@ -248,6 +250,9 @@ class SimulatedTransport(Transport):
         return refused
 
     def receive(self, handle: int, pins: Pinned) -> int:
+        if self.refuses_receive:
+            self.refuses_receive = False
+            return Status.NO_MEMORY
         message = self.engine.held.pop(handle)
         if message.data is None:
             moving = Moving(self.engine.next_id(), pins, message)
@@ -533,6 +538,9 @@ class Side:
                 assert error.status == Status.MESSAGE_TRUNCATED
                 self.received[receiver.tag].append(None)
                 continue
+            except MemoryError:
+                self.received[receiver.tag].append(None)
+                continue
             if receiver.pending.want is Want.LENGTH:
                 continue
             self.received[receiver.tag].append(value if receiver.buffer is None else bytes(receiver.buffer[:value]))
@@ -598,6 +606,8 @@ class Side:
                 piece = b""
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self.end = "broken"
+                return
+            except MemoryError:
                 return
         if piece is not None:
             receiving.stream.feed(piece, receiving.next_piece)
@@ -754,9 +764,12 @@ class World:
                 if everything:
                     assert any(all(missing[number:]) for number in reached), f"tag {tag}: messages did not arrive"
 
-    def check_credit(self) -> None:
-        """When nothing is under way: both sides agree on the credit, and no send and receive wait for each other."""
+    def check_rest(self) -> None:
+        """When nothing is under way: both sides agree on the credit, and no send and receive wait for each other. UCX
+        holds the messages that the tag queues say it does."""
         for side in self.sides:
+            messages = [message for queue in side.link.receiving.queues.values() for message in queue.messages]
+            assert set(side.engine.held) == {message.handle for message in messages if message.state is State.HELD}
             out, into = self.other(side).link.sending.credit, side.link.receiving.credit
             sends = {send.queue for send in out.waiting}
             receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}

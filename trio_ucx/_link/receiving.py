@@ -303,15 +303,20 @@ class Receiving:
 
     def move(self, message: Message, receive: Receive | None) -> None:
         """See :class:`_tag_queue.Mover`."""
-        memory = None
+        memory = contents = None
         if receive is None:
-            message.contents = new_bytes(message.length)
-            pins = memory = Pinned(message.contents)
+            contents = new_bytes(message.length)
+            pins = memory = Pinned(contents)
         else:
             assert isinstance(receive, PendingReceive) and receive.pins is not None
             pins = receive.pins
         verdict = self.transport.receive(message.handle, pins)
+        if verdict == Status.NO_MEMORY:  # nothing has happened
+            if memory is not None:
+                memory.release()
+            raise error_from_status(verdict, "receiving a message", self.core.origin)
         message.handle = 0
+        message.contents = contents
         message.state = State.READY if verdict == 0 else State.MOVING
         if verdict > 0:
             try:
