@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from outcome import Error
 
 import trio_ucx
 from trio_ucx import _byte_stream as stream
@@ -26,7 +27,7 @@ from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Aborted
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
-from trio_ucx._tag_queue import Want
+from trio_ucx._tag_queue import State, Want
 from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.operations import EndpointCore, Operation
@@ -175,6 +176,9 @@ class SimulatedEndpoint(EndpointCore):
     def over_tcp(self) -> bool:
         return False
 
+    def hint(self, status: int) -> str:
+        return ""
+
     def _force_close(self) -> None:
         self._let_go()
         self.transport.closed()
@@ -197,7 +201,7 @@ ABORT = "abort"
 class SimulatedTransport(Transport):
     """UCX between two ends: the four calls of ``_link.transport``."""
 
-    __slots__ = ("busy", "dying", "peer", "threshold", "transfers", "wire")
+    __slots__ = ("busy", "dying", "peer", "refuses", "refuses_receive", "threshold", "transfers", "wire")
     engine: Any
     peer: SimulatedTransport
 
@@ -208,6 +212,10 @@ class SimulatedTransport(Transport):
         self.wire: collections.deque[InFlight | tuple[str, int]] = collections.deque()
         #: Whether UCX keeps what it is given until it arrives.
         self.busy = False
+        #: Whether there is no memory for the next message.
+        self.refuses = False
+        #: The same for the next receive.
+        self.refuses_receive = False
         #: Transfers into memory here.
         self.transfers: list[Moving] = []
         #: Operations that closing the endpoint has ended; their records are still to come.
@@ -218,6 +226,8 @@ class SimulatedTransport(Transport):
     def send_bytes(self, queue: int, data: bytes) -> int:
         assert self.core.handle is not None
         assert type(data) is bytes
+        if queue not in (wire.CONTROL, wire.BATCH) and self._refused():
+            return Status.NO_MEMORY
         message = InFlight(queue, data, sender=self)
         self.wire.append(message)
         if self.busy:
@@ -226,6 +236,8 @@ class SimulatedTransport(Transport):
 
     def send(self, queue: int, pins: Pinned) -> int:
         assert self.core.handle is not None
+        if self._refused():
+            return Status.NO_MEMORY
         stays = 0 < self.threshold <= pins.size
         message = InFlight(queue, None if stays else pins.copy(pins.size), pins if stays else None, sender=self)
         if stays or self.busy:
@@ -233,7 +245,14 @@ class SimulatedTransport(Transport):
         self.wire.append(message)
         return message.operation
 
+    def _refused(self) -> bool:
+        refused, self.refuses = self.refuses, False
+        return refused
+
     def receive(self, handle: int, pins: Pinned) -> int:
+        if self.refuses_receive:
+            self.refuses_receive = False
+            return Status.NO_MEMORY
         message = self.engine.held.pop(handle)
         if message.data is None:
             moving = Moving(self.engine.next_id(), pins, message)
@@ -396,6 +415,8 @@ class Side:
         self.sent: dict[int, list[Sent]] = {tag: [] for tag in range(3)}
         self.received: dict[int, list[bytes | None]] = {tag: [] for tag in range(3)}
         self.receivers: list[Receiver] = []
+        #: The most receives that have waited at each tag queue.
+        self._most_waiting: dict[int, int] = {}
         #: Buffers of the user's that were received into.
         self.buffers: list[bytearray] = []
         # The byte stream.
@@ -431,18 +452,21 @@ class Side:
         self.sent[tag].append(sent)
         try:
             sent.pending = self.connection._submit_send(data if sent.buffer is None else sent.buffer, tag)
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, MemoryError):
             sent.failed = True
 
-    def send_nowait(self, tag: int, size: int) -> None:
-        if self.can_send:
-            number = len(self.sent[tag])
-            data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
-            try:
-                self.connection.send_nowait(data, tag)
-            except trio.WouldBlock:
-                return
-            self.sent[tag].append(Sent(data))
+    def send_nowait(self, tag: int, size: int) -> bool:
+        """Returns whether it was sent."""
+        if not self.can_send:
+            return False
+        number = len(self.sent[tag])
+        data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
+        try:
+            self.connection.send_nowait(data, tag)
+        except (trio.WouldBlock, MemoryError):
+            return False
+        self.sent[tag].append(Sent(data))
+        return True
 
     def cancel_send(self, which: int) -> None:
         waiting = [
@@ -483,6 +507,12 @@ class Side:
         self.receivers.append(Receiver(pending, tag, buffer))
         self.collect()
 
+    def most_waiting(self) -> int:
+        """The sum of the most receives that have waited at each tag queue, but at least one for each."""
+        for number, queue in self.link.receiving.queues.items():
+            self._most_waiting[number] = max(self._most_waiting.get(number, 1), len(queue.receives))
+        return sum(self._most_waiting.values())
+
     def receive_nowait(self, tag: int) -> None:
         if self.open:
             try:
@@ -492,7 +522,12 @@ class Side:
             self.received[tag].append(data)
 
     def collect(self) -> None:
-        """The tasks run whose receives have ended."""
+        """The tasks run whose operations have ended."""
+        for sent in [sent for sents in self.sent.values() for sent in sents]:
+            if sent.pending is not None and ran_out_of_memory(sent.pending):
+                sent.failed = True
+        if self.eof is not None and ran_out_of_memory(self.eof):
+            self.eof, self.eof_sent = None, False
         for receiver in [one for one in self.receivers if one.pending.outcome is not None]:
             self.receivers.remove(receiver)
             try:
@@ -501,6 +536,9 @@ class Side:
                 continue
             except UCXError as error:
                 assert error.status == Status.MESSAGE_TRUNCATED
+                self.received[receiver.tag].append(None)
+                continue
+            except MemoryError:
                 self.received[receiver.tag].append(None)
                 continue
             if receiver.pending.want is Want.LENGTH:
@@ -519,8 +557,11 @@ class Side:
             return
         self.writes.append((len(data), False))
         sending = self.link.sending
-        if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
-            self.writes[-1] = len(data), True
+        try:
+            if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
+                self.writes[-1] = len(data), True
+                return
+        except MemoryError:
             return
         cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
         view = memoryview(data)
@@ -534,7 +575,7 @@ class Side:
             if self.write.advance() is None:
                 self.writes[-1] = self.writes[-1][0], True
                 self.write = None
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except (trio.BrokenResourceError, trio.ClosedResourceError, MemoryError):
             self.cancel_write()
 
     def cancel_write(self) -> None:
@@ -544,8 +585,9 @@ class Side:
 
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
-            self.eof_sent = True
-            self.eof = self.link.sending.submit(wire.STREAM, b"")
+            with suppress(MemoryError):
+                self.eof = self.link.sending.submit(wire.STREAM, b"")
+                self.eof_sent = True
 
     def read(self) -> None:
         if self.end is not None or not self.open:
@@ -564,6 +606,8 @@ class Side:
                 piece = b""
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self.end = "broken"
+                return
+            except MemoryError:
                 return
         if piece is not None:
             receiving.stream.feed(piece, receiving.next_piece)
@@ -609,6 +653,10 @@ class Side:
     def abort(self) -> None:
         self.link.abort()
         self.write = None
+
+
+def ran_out_of_memory(pending: Pending) -> bool:
+    return isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, MemoryError)
 
 
 @contextmanager
@@ -715,6 +763,21 @@ class World:
                     assert reached, f"tag {tag}: {data and data[:2]!r} was received out of order"
                 if everything:
                     assert any(all(missing[number:]) for number in reached), f"tag {tag}: messages did not arrive"
+
+    def check_rest(self) -> None:
+        """When nothing is under way: both sides agree on the credit, and no send and receive wait for each other. UCX
+        holds the messages that the tag queues say it does."""
+        for side in self.sides:
+            messages = [message for queue in side.link.receiving.queues.values() for message in queue.messages]
+            assert set(side.engine.held) == {message.handle for message in messages if message.state is State.HELD}
+            out, into = self.other(side).link.sending.credit, side.link.receiving.credit
+            sends = {send.queue for send in out.waiting}
+            receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
+            assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
+            if all(one.open and one.link.core.error is None for one in self.sides):
+                assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
+                assert out._admitted == into._admitted
+                assert all(last <= into.received for last in out._last.values())
 
     def check_errors(self) -> None:
         assert not internal_errors

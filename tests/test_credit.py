@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 from helpers import nothing_happens, open_pair, open_peer, pattern, until
+from refused_memory import few_allocations
 
 from trio_ucx import ucp
 from trio_ucx._credit import (
@@ -20,7 +21,9 @@ from trio_ucx._credit import (
     SendCredit,
     cost,
 )
+from trio_ucx._link import Transport
 from trio_ucx._wire import ProtocolError
+from trio_ucx.ucp import Status
 
 
 @attrs.define(eq=False)
@@ -95,6 +98,28 @@ def test_admission_is_void_when_a_message_is_on_its_way() -> None:
     assert not out.take(2, 100)
     out.admit(2, 1)
     assert out.take(2, 100)
+
+
+def test_message_that_was_not_sent_leaves_no_trace() -> None:
+    out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
+    assert out.take(1, 1000) and out.take(2, 1000)
+    before = out.credit
+    for queue in (1, 3):
+        assert out.take(queue, 1000)
+        out.take_back(queue, 1000)
+        assert out.take_short(queue, 100)
+        out.take_back(queue, 100)
+    assert (out.credit, out.sent) == (before, 2)
+    for queue in (1, 2):
+        into.arrived(queue, 1000)
+    out.admit(1, into.received)
+    out.admit(3, into.received)
+    for queue in (1, 3):  # the admission is not used up, either
+        assert out.take(queue, 9000)
+        out.take_back(queue, 9000)
+        assert out.take(queue, 9000)
+        assert not out.take(queue, 9000)
+    assert out.sent == 4
 
 
 def test_nonsense_from_the_peer() -> None:
@@ -239,6 +264,68 @@ async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.
                     break
                 except trio.WouldBlock:
                     await trio.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 2000, 2**20])
+async def test_all_receives_of_a_queue_are_served_beside_a_full_one(worker: ucp.Worker, size: int) -> None:
+    """Tag 1 fills the window and has no reader; receives wait at tag 2 before the messages for them are sent."""
+    count = 3  # they cost less in all than is granted without being asked for
+    async with open_pair(worker, window=2**17) as (client, server):
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                client.send_nowait(bytes(100), 1)
+        with trio.fail_after(10):
+            async with worker.open_request_group() as group:
+                buffers = [bytearray(size) for _ in range(count)]
+                for buffer in buffers:
+                    group.receive_into(server, buffer, tag=2)
+                for number in range(count):
+                    await client.send(pattern(size, number), 2)
+        assert buffers == [pattern(size, number) for number in range(count)]
+
+
+async def test_sends_that_find_no_memory_cost_no_credit(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=2**16) as (client, server):
+        parts = [bytes(10_000), bytes(10_000)]
+        before = client.statistics()
+        for _ in range(10):
+            with few_allocations(), pytest.raises(MemoryError):
+                await client.send(parts, 2)
+            with few_allocations(), pytest.raises(MemoryError):
+                client.send_nowait(parts, 2)
+        assert client.statistics() == before
+        with trio.fail_after(10):
+            await client.send(parts, 1)  # it is not received: then tag 2 needs to be admitted
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, bytes(60_000), 2)
+                assert await server.receive(2) == bytes(60_000)
+            assert await server.receive(1) == bytes(20_000)
+            await client.aclose()
+
+
+async def test_end_of_the_stream_that_finds_no_memory_can_be_sent_again(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
+        refused = trio.Event()
+
+        async def end() -> None:
+            with pytest.raises(MemoryError):
+                await client.send_eof()
+            refused.set()
+
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                client.send_nowait(bytes(1000), 1)
+        nursery.start_soon(end)
+        await until(lambda: client.statistics().queued_sends)
+        monkeypatch.setattr(Transport, "send", lambda *_: Status.NO_MEMORY)
+        with trio.fail_after(10):
+            while not refused.is_set():
+                assert await server.receive(1) == bytes(1000)
+            monkeypatch.undo()
+            await client.send_eof()
+            assert await server.receive_some() == b""
 
 
 async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, open_raw_pair, pattern
+from helpers import open_pair, open_peer, open_raw_pair, pattern, until
+from refused_memory import few_allocations
 from remote import for_ucx
 
 import trio_ucx
@@ -60,6 +61,69 @@ async def test_receive_without_memory_fails_alone(worker: ucp.Worker, monkeypatc
                 assert await _sent_and_received(client, server, 8, pattern(LONG)) == pattern(LONG)
                 assert await _sent_and_received(other, other_server, 7, pattern(LONG)) == pattern(LONG)
             await client.aclose()
+
+
+async def test_receive_that_ucx_cannot_describe_drops_the_message(worker: ucp.Worker) -> None:
+    """The C code has no memory for the list of buffers. The sender is told that the message was taken."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        with trio.fail_after(10):
+            nursery.start_soon(client.send, pattern(LONG), 7)
+            await server.wait_message(7)
+            buffers = [bytearray(LONG // 2), bytearray(LONG // 2)]
+            with few_allocations(), pytest.raises(MemoryError, match=f"a message of {LONG} bytes: it was dropped$"):
+                await server.receive_into(buffers, 7)
+            buffers[0].append(0)  # it is not pinned
+            assert await _sent_and_received(client, server, 7, pattern(LONG)) == pattern(LONG)
+            await client.wait_buffers_released()
+            await client.aclose()
+
+
+@pytest.mark.parametrize("ends", ["stays open", "closes", "closes its worker"])
+async def test_message_that_cannot_be_dropped_for_want_of_memory_is_dropped_later(
+    worker: ucp.Worker, transports: str, ends: str
+) -> None:
+    """The safety net tries again; at the latest, closing the worker does."""
+    async with (
+        ucp.open_worker(config={"TLS": transports}) as server_worker,
+        open_pair(worker, server_worker) as (client, server),
+        trio.open_nursery() as nursery,
+    ):
+        dispatch = internals(server_worker).tag_dispatch
+        with trio.fail_after(10):
+            nursery.start_soon(_send_to_one_who_may_go, client, pattern(LONG))
+            await server.wait_message(7)
+            async with server_worker.open_request_group() as group:
+                with few_allocations():
+                    posted = _fill_with_operations(group)
+                    with pytest.raises(MemoryError, match="dropped"):
+                        await server.receive(7)
+                    assert len(dispatch.undiscarded) == 1
+                    if ends != "stays open":
+                        server.abort()
+                for request in posted:
+                    request.cancel()
+            if ends != "closes its worker":
+                await until(lambda: not dispatch.undiscarded)
+            if ends == "stays open":
+                await until(lambda: not internals(client).core.pending)
+                assert await _sent_and_received(client, server, 7, pattern(LONG)) == pattern(LONG)
+    assert not dispatch.undiscarded
+
+
+async def _send_to_one_who_may_go(connection: trio_ucx.Connection, data: bytes) -> None:
+    with suppress(trio.BrokenResourceError):
+        await connection.send(data, 7)
+
+
+def _fill_with_operations(group: ucp.RequestGroup) -> list[ucp.Request]:
+    """Posts receives until there is no room for another operation."""
+    posted = []
+    for _ in range(100_000):
+        try:
+            posted.append(group.tag_receive(bytearray(8), 1))
+        except MemoryError:
+            return posted
+    raise AssertionError("there is always room")
 
 
 async def test_receives_behind_one_without_memory(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from simulation import World, simulated
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
 from trio_ucx._close_handshake import Peer
-from trio_ucx._credit import ANNOUNCEMENT
+from trio_ucx._credit import ANNOUNCEMENT, SendCredit
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.closing import Closing
 from trio_ucx._link.receiving import Receiving, Transfer
@@ -38,9 +38,14 @@ RECORDS = [0, 1, 2, 100, 128, 600, 1400, 2200, 2900]
 Step = tuple[str, int, int]
 ACTIONS = (
     *(["deliver"] * 4 + ["transfer"] * 2 + ["flush"]),
-    *(["send"] * 3 + ["send_nowait"] * 3 + ["send_mutable", "cancel_send", "busy"]),
+    *(["send"] * 3 + ["send_nowait"] * 3 + ["send_mutable", "cancel_send", "busy", "refuse"]),
     *(["receive"] * 4 + ["receive_nowait", "cancel_receive", "cancel_receive"]),
     *(["write"] * 3 + ["advance", "read", "read", "read", "cancel_read", "cancel_write"]),
+)
+#: Receives wait at the tags 1 and 2, and tag 0 has no reader.
+BESIDE_A_FULL_QUEUE = (
+    *("deliver", "deliver", "transfer", "flush", "busy"),
+    *("send", "refuse", "receive", "receive", "cancel_receive", "refuse_receive"),
 )
 ENDS = ("send_eof", "close", "close", "abort")
 ENDINGS = ("close", "eof", "leave")
@@ -59,6 +64,11 @@ def step(world: World, action: str, which: int, number: int) -> None:
         side.engine.send_deferred()
     elif action == "busy":
         side.transport.busy = not side.transport.busy
+    elif action == "refuse":
+        side.transport.refuses = True
+    elif action == "refuse_receive":
+        # Without a threshold nobody knows which messages UCX has: those that are not received are lost with the peer.
+        side.transport.refuses_receive = side.transport.threshold > 0
     elif action == "send":
         side.send(tag, size)
     elif action == "send_mutable":
@@ -86,12 +96,15 @@ def run_programs(steps: list[Step], ending: str, window: int, threshold: int) ->
             step(world, *each)
             for side in world.sides:
                 side.collect()
-                # One admitted message for each tag queue.
-                admitted = 4 * (max(SIZES[-1], ANNOUNCEMENT) + 512)
+                # For each tag queue one admitted message, or as many as receives have waited there.
+                admitted = side.most_waiting() * (max(SIZES[-1], ANNOUNCEMENT) + 512)
                 assert side.link.receiving.credit.unread <= window + admitted
         world.check_messages()
         for writer, reader in ((a, b), (b, a)):
             check_stream(writer.writes, reader.got)
+        if ending == "leave":
+            world.run(act=False)
+            world.check_rest()
         _finish(world, ending, aborted=any(action == "abort" for action, _, _ in steps))
         world.check_errors()
     finally:
@@ -163,6 +176,34 @@ def random_program(seed: int) -> tuple[list[Step], str, int, int]:
         action = chance.choice(ACTIONS if chance.random() < 0.98 else ENDS)
         steps.append((action, chance.randrange(2), chance.randrange(NUMBERS)))
     return steps, chance.choice(ENDINGS), chance.choice(WINDOWS), chance.choice(THRESHOLDS)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("threshold", [5001, 1025, 0])
+def test_all_receives_of_a_queue_are_served_beside_a_full_one(window: int, threshold: int) -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        with simulated():
+            world = World(window, threshold)
+            try:
+                sender, receiver = world.sides
+                while sender.send_nowait(0, 1000):
+                    pass
+                for _ in range(chance.randrange(10, 60)):
+                    action = chance.choice(BESIDE_A_FULL_QUEUE)
+                    number = chance.choice([number for number in range(NUMBERS) if number % 3])
+                    which = {"send": 0, "refuse": 0, "transfer": 1, "flush": 0}.get(action, chance.randrange(2))
+                    step(world, action, 1 if "receive" in action else which, number)
+                world.run(act=False)
+                world.check_rest()
+                assert not receiver.received[0], f"seed {seed}"
+                world.check_messages()
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, window {window}, threshold {threshold}") from error
+            finally:
+                world.end()
+            world.check_errors()
+            world.check_nothing_left()
 
 
 PROGRAMS = 300
@@ -271,6 +312,34 @@ def gives_a_message_twice(method: Callable[..., Any], queue: TagQueue, data: byt
     return bool(method(queue, data)) and not data.startswith(b"\1")
 
 
+@fault(SendCredit, "take_back")
+def keeps_the_credit_of_a_refused_message(method: Callable[..., Any], credit: SendCredit[Any], *message: int) -> None:
+    credit.sent -= 1
+
+
+@fault(SendCredit, "take_back")
+def keeps_the_number_of_a_refused_message(
+    method: Callable[..., Any], credit: SendCredit[Any], queue: int, size: int
+) -> None:
+    last = credit._last[queue]
+    method(credit, queue, size)
+    credit._last[queue] = last
+
+
+@fault(SendCredit, "take_back")
+def forgets_the_admission_of_a_refused_message(
+    method: Callable[..., Any], credit: SendCredit[Any], queue: int, size: int
+) -> None:
+    method(credit, queue, size)
+    credit._admitted.discard(queue)
+
+
+@fault(Sending, "withdraw_stream")
+def sends_the_pieces_behind_a_refused_one(method: Callable[..., Any], sending: Sending, error: Exception) -> None:
+    if not isinstance(error, MemoryError):
+        method(sending, error)
+
+
 @fault(Sending, "send_frame")
 def sends_a_frame_before_the_batch(method: Callable[..., Any], sending: Sending, frame: wire.Frame) -> None:
     parts, sending.batch.parts = sending.batch.parts, []
@@ -278,11 +347,11 @@ def sends_a_frame_before_the_batch(method: Callable[..., Any], sending: Sending,
     sending.batch.parts = parts
 
 
-@fault(SendOperation, "post")
-def sends_a_message_before_the_batch(method: Callable[..., Any], send: SendOperation) -> SendOperation | None:
-    parts, send.sending.batch.parts = send.sending.batch.parts, []
-    result: SendOperation | None = method(send)
-    send.sending.batch.parts = parts
+@fault(Sending, "submit")
+def sends_a_message_before_the_batch(method: Callable[..., Any], sending: Sending, *message: Any) -> Any:
+    parts, sending.batch.parts = sending.batch.parts, []
+    result = method(sending, *message)
+    sending.batch.parts = parts
     return result
 
 

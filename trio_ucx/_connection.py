@@ -130,6 +130,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: this connection was closed.
             trio.BrokenResourceError: the peer closed it, or is gone.
             TypeError, ValueError, RuntimeError: not such a buffer; the tag is out of range; the buffer's device failed.
+            MemoryError: there is no memory for the message; it was not sent.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
@@ -398,6 +399,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             except trio.Cancelled:
                 if pending is not None and pending.waits_for_credit:
                     self._eof_sent = False
+                raise
+            except MemoryError:
+                self._eof_sent = False
                 raise
 
     @enable_ki_protection

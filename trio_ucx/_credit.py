@@ -9,8 +9,9 @@ announcement.
 *Tag queues do not block each other.* All messages share the window, so a tag queue that nobody reads can use it up. A
 sender without credit says so (STALLED, once for each grant). A receiver that waits at an empty tag queue then admits
 the next message of that queue whatever the credit (ADMIT). The message is charged all the same, so credit may go below
-zero. An ADMIT is void when a message of that queue was already on its way. So there is never more than one admitted
-message of a queue that nobody has read.
+zero. An ADMIT is void when a message of that queue was already on its way. When a message has arrived and further
+receives wait at its queue, the receiver admits the next one. So the admitted messages of a queue that nobody has read
+are never more than the receives that have waited there at the same time.
 
 Sends wait for credit in one list, first come first served, so that small messages do not starve a large one. An
 admitted queue may overtake.
@@ -72,6 +73,10 @@ class SendCredit(Generic[_Send]):
         self._last: dict[int, int] = {}
         self._remembered = _REMEMBERED_QUEUES
         self._admitted: set[int] = set()
+        #: For :meth:`take_back`: what the message charged last has replaced in ``_last``, and the number of the last
+        #: message that used an admission.
+        self._previous = 0
+        self._last_admitted = 0
         #: Whether STALLED was sent since the last grant.
         self._reported = False
 
@@ -95,19 +100,39 @@ class SendCredit(Generic[_Send]):
         if self.waiting or self._admitted or amount > self.credit or 0 < self.threshold <= size:
             return False
         self.credit -= amount
-        self.sent += 1
-        self._last[queue] = self.sent
-        if len(self._last) > self._remembered:
+        self.sent = sent = self.sent + 1
+        last = self._last
+        self._previous = last.get(queue, 0)
+        last[queue] = sent
+        if len(last) > self._remembered:
             self._forget()
         return True
 
     def _charge(self, queue: int, size: int) -> None:
-        self._admitted.discard(queue)
         self.credit -= cost(size, self.threshold)
         self.sent += 1
+        if queue in self._admitted:
+            self._admitted.remove(queue)
+            self._last_admitted = self.sent
+        self._previous = self._last.get(queue, 0)
         self._last[queue] = self.sent
         if len(self._last) > self._remembered:
             self._forget()
+
+    def take_back(self, queue: int, size: int) -> None:
+        """Undoes the charge of the message that was charged last: it was not sent.
+
+        Nothing may have arrived from the peer in between: an ADMIT would have been taken for void.
+        """
+        self.credit += cost(size, self.threshold)
+        if self._last_admitted == self.sent:
+            self._last_admitted = 0
+            self._admitted.add(queue)
+        self.sent -= 1
+        if self._previous:
+            self._last[queue] = self._previous
+        else:
+            self._last.pop(queue, None)
 
     def _forget(self) -> None:
         self._last = {queue: last for queue, last in self._last.items() if last > self._arrived_there}

@@ -182,6 +182,11 @@ class TagQueue:
     def idle(self) -> bool:
         return not (self.messages or self.receives or self.packed) and self.failure is None
 
+    @property
+    def lacks_messages(self) -> bool:
+        """Whether more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
+        return len(self.receives) > len(self.messages)
+
     # ---- messages arrive ----
 
     def arrived(self, handle: int, length: int, *, whole: bool | None) -> None:
@@ -442,7 +447,9 @@ class TagQueue:
 
     def _no_memory(self, message: Message, receive: Receive, cause: MemoryError) -> bool:
         """Not enough memory for the first message: drops it, unless it is a piece of the byte stream."""
-        fate = "it can be read again" if self.sequential else "it was dropped; receive_into takes a buffer of yours"
+        fate = "it can be read again" if self.sequential else "it was dropped"
+        if receive.want is not Want.INTO and not self.sequential:
+            fate += "; receive_into takes a buffer of yours"
         error = MemoryError(f"there is no memory for a message of {message.length} bytes: {fate}")
         error.__cause__ = cause
         if not self.sequential:

@@ -109,6 +109,8 @@ class Receiving:
             consumed = queue.packed_arrived(PackedMessages(count, length, data))
         if consumed and (amount := self.credit.consumed(length, consumed)):
             self._grant(amount)
+        if queue.receives and self.credit.stalled:
+            self._admit_next(queue)
 
     def _arrived_one_by_one(self, number: int, count: int, length: int, data: bytes) -> None:
         """Takes the messages that the peer had credit for, whatever comes after them.
@@ -131,7 +133,10 @@ class Receiving:
             return
         self.bytes_received += length
         threshold = self.credit.threshold
-        self.queue(number).arrived(handle, length, whole=length < threshold if threshold else None)
+        queue = self.queue(number)
+        queue.arrived(handle, length, whole=length < threshold if threshold else None)
+        if self.credit.stalled:
+            self._admit_next(queue)
 
     def check_announcement(self, number: int, length: int) -> None:
         """Refuses a message that nobody may send.
@@ -281,27 +286,37 @@ class Receiving:
         if admit:
             self._sending.send_frame(wire.Admit(number, self.credit.received))
 
+    def _admit_next(self, queue: TagQueue) -> None:
+        """Admits the next message of a tag queue if a receive waits there for which no message has arrived."""
+        if queue.lacks_messages:
+            self.found_empty(queue.number)
+
     def peer_stalled(self) -> None:
         """STALLED arrived."""
         granted = self.credit.peer_stalled()
         if granted:
             self._grant(granted)
-        for queue in [queue for queue in self.queues.values() if queue.receives and not queue.messages]:
-            self.found_empty(queue.number)
+        for queue in list(self.queues.values()):
+            self._admit_next(queue)
 
     # ---- what the tag queues ask ----
 
     def move(self, message: Message, receive: Receive | None) -> None:
         """See :class:`_tag_queue.Mover`."""
-        memory = None
+        memory = contents = None
         if receive is None:
-            message.contents = new_bytes(message.length)
-            pins = memory = Pinned(message.contents)
+            contents = new_bytes(message.length)
+            pins = memory = Pinned(contents)
         else:
             assert isinstance(receive, PendingReceive) and receive.pins is not None
             pins = receive.pins
         verdict = self.transport.receive(message.handle, pins)
+        if verdict == Status.NO_MEMORY:  # nothing has happened
+            if memory is not None:
+                memory.release()
+            raise error_from_status(verdict, "receiving a message", self.core.origin)
         message.handle = 0
+        message.contents = contents
         message.state = State.READY if verdict == 0 else State.MOVING
         if verdict > 0:
             try:
@@ -325,6 +340,7 @@ class Receiving:
         queue.moved(message, error)
         if not self.handshake.closed:
             self._end_unserved(queue)
+            self._admit_next(queue)
             self._forget_idle(queue)
             if self.handshake.owes_acknowledgement:
                 self._acknowledge()

@@ -105,13 +105,18 @@ class Sending:
         core = self.core
         if size > SHORT or core.error is not None or core.handle is None or self.handshake.peer is not Peer.OPEN:
             return False
+        if queue == wire.STREAM and self.tail.pieces:
+            return False
+        batch = self.batch
+        small = size <= SMALL_MESSAGE
+        if not small and batch.parts:
+            self.send_batch()
+            if core.handle is None or self.handshake.peer is not Peer.OPEN:
+                return False
         if not self.credit.take_short(queue, size):
             return False
         self.bytes_sent += size
-        if queue == wire.STREAM and self.tail.pieces:
-            self.tail.clear()
-        batch = self.batch
-        if size <= SMALL_MESSAGE:
+        if small:
             defer = True
             if not batch.parts:
                 # Does it closely follow another? Not where its sender waited for anything in between.
@@ -126,21 +131,20 @@ class Sending:
                 if batch.add(queue, data):
                     self.send_batch()
                 return True
-        elif batch.parts:
-            self.send_batch()
-            problem = core.problem()
-            if problem is not None:
-                self.send_failed(reported=True)
-                raise problem
         verdict = self.transport.send_bytes(queue, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
-        """UCX has not taken a short message yet, and needs it until it has."""
+        """UCX has not taken a short message, or a batch, at once: it needs it for a while, or refuses it."""
+        if verdict < 0:
+            error = self.core.error_of(verdict, "sending a message")
+            if queue == wire.BATCH:
+                self.send_failed(reported=False)  # the senders of its messages have gone on
+            else:
+                self.bytes_sent -= len(data)
+                self.refused(queue, len(data), error)
+            raise error
         try:
-            if verdict < 0:
-                self.core.told = True
-                raise self.core.error_of(verdict, "sending a message")
             try:
                 send = SendOperation(self, queue, Pinned(data))
                 send.posted(verdict)
@@ -148,7 +152,7 @@ class Sending:
                 self.engine.keep(verdict, data)
                 raise
         except Exception:
-            self.send_failed(reported=queue != wire.BATCH)  # the senders of a batch's messages have gone on
+            self.send_failed(reported=queue != wire.BATCH)
             raise
         self.engine.progress()
         return send
@@ -186,7 +190,10 @@ class Sending:
         Raises:
             trio.BrokenResourceError: nothing can be sent any more.
             TypeError, ValueError: not a buffer that can be sent.
+            MemoryError: there is no memory for it; nothing was sent.
         """
+        if self.batch.parts:
+            self.send_batch()
         self.check()
         send = SendOperation(self, queue, pin(self.engine, data))
         if self.credit.take(queue, send.size):
@@ -202,6 +209,8 @@ class Sending:
             trio.WouldBlock: there is no credit.
             Others: as for :meth:`submit`.
         """
+        if self.batch.parts:
+            self.send_batch()
         self.check()
         send = SendOperation(self, queue, pin(self.engine, data))
         if not self.credit.take(queue, send.size):
@@ -216,6 +225,8 @@ class Sending:
             return  # posting one can deliver credit for the next: the loop below sees it
         self._posting = True
         try:
+            if self.credit.waiting and self.batch.parts:
+                self.send_batch()
             while (send := self.credit.next_ready()) is not None:
                 send.post_late()
         finally:
@@ -264,6 +275,12 @@ class Sending:
             error = UCXError(Status.NO_RESOURCE, f"the peer {self.core.label} was cut off: {reason}")
             self.core.fail(error, linger=self.core.over_tcp())  # the sockets are full
         return frame
+
+    def refused(self, queue: int, size: int, error: Exception) -> None:
+        """UCX has taken nothing of the message that was charged last; its task is told."""
+        self.credit.take_back(queue, size)
+        if isinstance(error, trio.BrokenResourceError):
+            self.core.told = self.handshake.error_reported = True
 
     def send_failed(self, *, reported: bool) -> None:
         """A message that nobody had cancelled was not sent; ``reported``: and its task is told."""
@@ -348,27 +365,24 @@ class SendOperation(Operation):
         return not self.id and self.outcome is None
 
     def post(self) -> SendOperation | None:
-        """Gives the message, which is charged, to UCX. Returns None when UCX has taken it.
+        """Gives the message, which was charged last, to UCX. Returns None when UCX has taken it.
 
         Raises:
-            trio.BrokenResourceError, UCXError: it cannot be sent; its buffer is released.
+            trio.BrokenResourceError, UCXError, MemoryError: it cannot be sent; its buffer and its credit are released.
         """
         sending = self.sending
         core = sending.core
         try:
-            if sending.batch.parts:
-                sending.send_batch()
             problem = core.problem()
             if problem is not None:
                 raise problem
             assert self.pins is not None
             verdict = sending.transport.send(self.queue, self.pins)
             if verdict < 0:
-                core.told = True
                 raise core.error_of(verdict, self.doing)
-        except Exception:
+        except Exception as error:
             self.release_unsent()
-            sending.send_failed(reported=True)
+            sending.refused(self.queue, self.size, error)
             raise
         sending.bytes_sent += self.size
         stays = verdict > 0 and sending.credit.stays(self.size)
@@ -394,6 +408,8 @@ class SendOperation(Operation):
                 self.finish(Value(None))
         except Exception as error:
             self.finish(Error(error))
+            if self.queue == wire.STREAM:
+                self.sending.withdraw_stream(error)  # else there would be a hole
 
     def release_unsent(self) -> None:
         """Releases the buffer, which UCX has not got, or does not need any more."""

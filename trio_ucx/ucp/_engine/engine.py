@@ -456,6 +456,7 @@ class Engine:
             or self.numbering.has_temporary
             or self.lingering
             or self.tag_dispatch.sinks
+            or self.tag_dispatch.undiscarded
             or self.stream_watchers
             or any(waiters for waiters in self.am_waiters.values())
             or any(

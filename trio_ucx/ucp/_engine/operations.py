@@ -561,11 +561,16 @@ def endpoints_of(engine: Engine) -> Collection[EndpointCore]:
     return cast(Collection[EndpointCore], engine.endpoints.values())
 
 
-def discard_message(engine: Engine, message: int) -> None:
-    """Takes a message off UCX's hands and throws it away."""
+def discard_message(engine: Engine, message: int) -> bool:
+    """Takes a message off UCX's hands and throws it away. Returns False if there is no memory for that."""
     verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
     if verdict > 0:
-        ReceiveOperation(engine, verdict, None, "discarding a message").detach()
+        try:
+            ReceiveOperation(engine, verdict, None, "discarding a message").detach()
+        except BaseException:
+            engine.keep(verdict, None)
+            raise
+    return verdict != Status.NO_MEMORY
 
 
 class CloseOperation(Operation):

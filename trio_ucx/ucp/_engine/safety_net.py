@@ -1,4 +1,4 @@
-"""The safety net: events that UCX might lose."""
+"""The safety net: events that UCX might lose, and what must be tried again later."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ class SafetyNet:
                 engine.guard(engine.numbering.close_idle)
             if engine.lingering:
                 engine.guard(engine.lingering.close_due)
+            if engine.tag_dispatch.undiscarded:
+                engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():
                 self._running = False
                 self._set(0)

@@ -41,6 +41,7 @@ def drain(engine: Engine) -> Iterator[None]:
         yield
         time.sleep(0.0002)
         engine.progress_and_deliver(arm=False)
+    engine.tag_dispatch.discard_again()
     # Then what nobody asked for. (Messages of Connections are taken whenever the worker is progressed.)
     while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.received)):
         engine.tag_dispatch.discard(message)

@@ -37,17 +37,23 @@ class DispatchingWorker(Protocol):
 
     handle: Any
 
+    def watch_events(self) -> None:
+        """Lets the safety net look."""
+
 
 class TagDispatch:
     """Where the messages of one worker's Connections go.
 
     Args:
-        discard: takes a message off UCX's hands, by its handle, and throws it away.
+        discard: takes a message off UCX's hands, by its handle, and throws it away; returns False if there is no
+            memory for that.
     """
 
-    def __init__(self, engine: DispatchingWorker, discard: Callable[[int], None]) -> None:
+    def __init__(self, engine: DispatchingWorker, discard: Callable[[int], bool]) -> None:
         self._engine = engine
-        self.discard = discard
+        self._discard = discard
+        #: Messages to be thrown away, for which there was no memory.
+        self.undiscarded: list[int] = []
         #: What takes the messages of a connection id, while it is open.
         self.sinks: dict[int, TagSink] = {}
         #: Whether the messages of Connections are dispatched here.
@@ -80,6 +86,18 @@ class TagDispatch:
             self._thresholds -= collections.Counter({threshold: 1})
             if self._engine.handle is not None:
                 self.claim()
+
+    def discard(self, message: int) -> None:
+        """Throws a message away; if there is no memory for that, the safety net tries again."""
+        if not self._discard(message):
+            self.undiscarded.append(message)
+            self._engine.watch_events()
+
+    def discard_again(self) -> None:
+        """Throws away the messages for which there was no memory before."""
+        messages, self.undiscarded = self.undiscarded, []
+        for message in messages:
+            self.discard(message)
 
     def drop_unclaimed(self, tag: int, message: int) -> None:
         """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
