@@ -180,6 +180,8 @@ async def test_operations_of_connections(transports: str) -> None:
         waits.stack.push_async_callback(listener.aclose)
         start("accept", listener.accept)
         await check_all_told(waits)
+        if waits.ended["wait_buffers_released"] is None:  # UCX has let go of them after all
+            del waits.ended["wait_buffers_released"]
         check_errors(waits, "wait_closed")
 
 
