@@ -160,9 +160,11 @@ async def test_operations_of_connections(transports: str) -> None:
         start("receive", connection.receive, 1)
         start("receive_into", connection.receive_into, bytearray(8), 2)
         start("receive_some", connection.receive_some)
-        with trio.move_on_after(0.1):
-            while True:  # until no credit is left
+        without_credit = False
+        while not without_credit:
+            with trio.move_on_after(0.3) as scope:
                 await connection.send(bytes(1024), 3)
+            without_credit = scope.cancelled_caught
         start("send, for credit", connection.send, bytes(1024), 3)
         start("wait_closed", connection.wait_closed)
         cancelled = await waits.connection()
@@ -178,6 +180,8 @@ async def test_operations_of_connections(transports: str) -> None:
         waits.stack.push_async_callback(listener.aclose)
         start("accept", listener.accept)
         await check_all_told(waits)
+        if waits.ended["wait_buffers_released"] is None:  # UCX has let go of them after all
+            del waits.ended["wait_buffers_released"]
         check_errors(waits, "wait_closed")
 
 
