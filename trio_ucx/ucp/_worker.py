@@ -530,7 +530,8 @@ class Worker(metaclass=OpenedNotConstructed):
     async def _aclose(self) -> None:
         others = *self._successors.values(), *self._isolated.values()
         try:
-            await close_after_background(*(other._engine for other in others))
+            if others:
+                await close_after_background(*(other._engine for other in others))
         finally:
             await close_after_background(self._engine)
 
