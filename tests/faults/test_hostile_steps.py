@@ -182,6 +182,7 @@ async def test_hostile_sessions(
     """
     seed = f"{request.config.option.seed}"
     count = rounds(10, 2000)
+    allowed = 8 * 2**20 + 2000 * count
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:
         before = await scene.settled()
@@ -192,7 +193,7 @@ async def test_hostile_sessions(
             end = await scene.settled()
             grown = end["resident"] - middle["resident"]
             print(f"{transports}: {again * count} sessions; {grown / again / count:.0f} bytes each; {middle}; {end}")
-            if grown < 8 * 2**20 + 2000 * count:
+            if grown < allowed:
                 break
         await scene.part()
     scene.check_log()
@@ -200,7 +201,7 @@ async def test_hostile_sessions(
     assert end["descriptors"] <= before["descriptors"] + 5, (seed, before, end)
     assert end["threads"] == before["threads"] and end["tasks"] == before["tasks"], (seed, before, end)
     assert end["segments"] <= before["segments"] + 2, (seed, before, end)
-    assert grown < 8 * 2**20 + 2000 * count, f"seed {seed}: {grown} bytes in {again * count} sessions"
+    assert grown < allowed, f"seed {seed}: {grown} bytes in {again * count} sessions"
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])

@@ -1,7 +1,7 @@
 /* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
 #include "native.h"
 
-#define SETTLE_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
+#define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
@@ -141,9 +141,9 @@ void tu_endpoint_linger(tu_endpoint_t *endpoint)
 
 /* UCX 1.22 resumes a flush by a callback in its next progress, and crashes there if the endpoint has gone meanwhile. So
  * nothing may be left for the next progress. */
-static void settle(tu_worker_t *worker)
+static void progress_until_quiet(tu_worker_t *worker)
 {
-    int budget = SETTLE_BUDGET;
+    int budget = QUIET_BUDGET;
 
     while (tu_worker_progress(worker) != 0 && --budget > 0) {
     }
@@ -160,7 +160,7 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
     ucs_status_ptr_t closing;
     tu_post_t post;
 
-    settle(endpoint->worker);
+    progress_until_quiet(endpoint->worker);
     if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;

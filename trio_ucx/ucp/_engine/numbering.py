@@ -103,7 +103,7 @@ class PeerNumbers(Generic[E]):
         #: Endpoints of connections that were closed, and since when, the oldest first.
         self._idle: dict[int, tuple[E, float]] = {}
         #: Those of them that are offered to connections which are being opened.
-        self._offered: dict[int, E] = {}
+        self._offered: dict[int, tuple[E, float]] = {}
 
     def made(self, *, raw: bool, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
@@ -163,7 +163,7 @@ class PeerNumbers(Generic[E]):
         oldest = time.monotonic() - OFFER_TIME
         for number, (core, since) in self._idle.items():  # the oldest first: its peer has most likely finished closing
             if since > oldest and _fits(core, address):
-                self._offered[number], _ = self._idle.pop(number)
+                self._offered[number] = self._idle.pop(number)
                 return number
         self._returned = {number for number in self._returned if number >= lowest}
         if self._returned:
@@ -188,7 +188,8 @@ class PeerNumbers(Generic[E]):
         """
         offered = self._offered.pop(number, None)
         if offered is not None:
-            offered.close()
+            core, _ = offered
+            core.close()
         elif number >= self._next:
             self._returned.add(number)
 
@@ -203,10 +204,9 @@ class PeerNumbers(Generic[E]):
             OSError, UCXError: what ``make`` raises.
         """
         self.close_old_fillers()
-        core = self._offered.pop(number, None)
-        if core is None:
-            core, _ = self._fillers.pop(number, None) or self._idle.pop(number, None) or (None, 0.0)
-        if core is not None:
+        there = self._offered.pop(number, None) or self._fillers.pop(number, None) or self._idle.pop(number, None)
+        if there is not None:
+            core, _ = there
             if _fits(core, address) and core.forcible:
                 return core
             core.close()

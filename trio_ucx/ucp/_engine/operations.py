@@ -336,13 +336,13 @@ class EndpointCore:
             linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`. Over TCP with much under
                 way it lingers in any case.
         """
-        if self.handle is None or self.error is not None:
+        if self.gone:
             return
         self._fail(error, linger=linger or (self._much_under_way() and self.over_tcp()))
 
     def failed_in_ucx(self, error: UCXError) -> None:
         """UCX reports that it has failed. If it lingers, the peer has closed its end, and UCX's endpoint closes now."""
-        if self.handle is None or self.error is not None:
+        if self.gone:
             self.engine.lingering.close_one(self)
         else:
             self._fail(error, linger=False)
