@@ -28,6 +28,7 @@ SOURCES = [
     "adaptive_poll.c",
     "operation.c",
     "sockaddr.c",
+    "sockets.c",
     "endpoint.c",
     "listener.c",
     "query.c",

@@ -23,6 +23,7 @@ from typing import Any
 import trio
 from helpers import open_to_peer, pattern, resident
 from shared_queue import take_an_element
+from tcp_sockets import is_full, tcp_sockets
 from timing import Noise
 
 import trio_ucx
@@ -937,15 +938,15 @@ def worker_of(connection: trio_ucx.Connection) -> ucp.WorkerAddress:
 
 
 @role
-async def dying_client(transport: str) -> None:
-    """Connects to the address that the test sends, and after the next line dies in the middle of writing."""
+async def dying_client(transport: str, stops: bool = False) -> None:
+    """Connects to the address that the test sends, and after the next line dies in the middle of writing, or stops."""
     connection = await trio_ucx.connect(tuple(await ask())).__aenter__()
     await connection.send(b"hello")
     await connection.receive()
     say(sorted(transport.name for transport in connection.endpoint.transports))
     await ask()
     take_an_element(worker_of(connection), transport)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
 
 
 @role
@@ -973,6 +974,33 @@ async def dying_raw_peer(transport: str) -> None:
         await ask()
         take_an_element(address, transport)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@role
+async def aborts_with_a_full_socket() -> None:
+    """Two workers with a TCP connection. When the test has cut it, one sends until the socket's buffer is full, aborts,
+    and reports how long that took, and the noise.
+    """
+    config = {"TLS": "tcp", "TCP_SNDBUF": "8k"}
+    async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
+        there, back = await one.open_endpoint(other.address), await other.open_endpoint(one.address)
+        await there.tag_send(b"to", 1)
+        await back.tag_send(b"fro", 1)
+        await one.tag_receive(bytearray(10), 1)
+        await other.tag_receive(bytearray(10), 1)
+        say("connected")
+        await ask()
+        with contextlib.ExitStack() as stack, trio.fail_after(5):
+            sockets = [stack.enter_context(found) for found in tcp_sockets()]
+            while not any(map(is_full, sockets)):
+                await there.tag_send(bytes(3000), 1)
+        with Noise() as noise:
+            start = time.perf_counter()
+            there.abort()
+            end = time.perf_counter()
+        say((end - start, noise.since(start, end)))
+        await until_told()
+        back.abort()
 
 
 @role

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -19,6 +20,8 @@ from trio_ucx.testing import live_handles
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
+#: Seconds for which a peer is stopped that may go on.
+SUSPENDED = 2.0
 #: The transports with a queue in shared memory.
 QUEUES = ["sysv", "posix"]
 
@@ -112,6 +115,32 @@ async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: p
         assert echo.connections[-1].worker is not worker
         await by_tcp.tell(False)
         assert await by_tcp.hear() == 100, "connections over TCP go on"
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_a_client_is_killed_after_its_connection_was_closed_here(queue: str) -> None:
+    """It was stopped in the middle of writing. Nothing is left by which its death would be noticed, but its process."""
+    transports = options(queue)["TLS"]
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(ucp.open_worker(config=options(queue)))
+        echo = await stack.enter_async_context(open_echo(worker))
+        honest, bad = [
+            await stack.enter_async_context(open_peer(role, *arguments, transports=transports))
+            for role, arguments in (("caller", [100]), ("dying_client", [queue, True]))
+        ]
+        for client in honest, bad:
+            await client.tell(echo.listener.address)
+            assert queue in await client.hear()
+        await bad.tell()
+        await until(lambda: Path(f"/proc/{bad.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        echo.connections[1].abort()
+        await honest.tell(False)
+        await trio.sleep(SUSPENDED)
+        assert worker.statistics().stopped_queues == 0, "a peer that is only stopped may go on"
+        bad.signal(signal.SIGKILL)
+        assert await honest.hear(SOON) == "BrokenResourceError"
+        await is_answered(echo, queue)
+        assert worker.statistics().stopped_queues == 1
 
 
 async def test_clients_that_connect_while_the_queue_is_stopped() -> None:

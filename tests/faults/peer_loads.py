@@ -365,7 +365,7 @@ async def close(ends: Ends, task: Task) -> None:
     """Closes gracefully once everything was sent."""
     board, side = ends.board, ends.side
     pipe = Tagged()
-    for number in range(1, 51):
+    for number in range(1, TO_CLOSE + 1):
         await ends.wait_until_taken(number)
         board[side, "begun"] = number
         await pipe.send(ends, message(number, mixed(number)))
@@ -433,6 +433,8 @@ async def offer(ends: Ends, task: Task) -> None:
         await ends.endpoint.tag_send(bytearray(2**20), 96)
 
 
+#: How many messages a side sends before it closes, where that is all it does.
+TO_CLOSE = 50
 ENDS = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
 
 Tasks = Callable[[], list[Task]]

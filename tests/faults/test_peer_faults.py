@@ -39,6 +39,7 @@ from .peer_loads import (
     LOADS,
     PEER,
     TEST,
+    TO_CLOSE,
     Board,
     Ends,
     Task,
@@ -622,10 +623,7 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
     async def fault() -> None:
         await trial.strike(signal.SIGSTOP, trial.chance.uniform(0, load.span))
         await trio.sleep(STOPPED)
-        own = (trio.ClosedResourceError, trio.EndOfChannel) if load.alone else ()  # this side, or the peer, has closed
-        wrong = [
-            task for task in trial.tasks if isinstance(task.outcome, Exception) and not isinstance(task.outcome, own)
-        ]
+        wrong = [task for task in trial.tasks if task.outcome is not None and not ended_well(trial, task)]
         assert not wrong, f"the peer was only stopped: {wrong}"
         await trial.others_go_on(figures)
         trial.peer.resume()
@@ -646,10 +644,7 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
             if task.outcome is None:
                 await trial.cancelled(task)
         for task in trial.tasks:
-            ended_well = task.outcome in ("done", "cancelled") or (
-                load.alone and isinstance(task.outcome, trio.EndOfChannel | trio.ClosedResourceError)
-            )
-            assert ended_well, f"{task.name}: {task.outcome!r}"
+            assert ended_well(trial, task), f"{task.name}: {task.outcome!r}"
         trial.check_data()
         if not load.alone:
             for side in (TEST, PEER):
@@ -658,6 +653,16 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
             await ends.aclose()
             await hear(peer, "closed")
     trial.note(figures, [])
+
+
+def ended_well(trial: Trial, task: Task) -> bool:
+    """Whether it did all it had to, or could not, because one of the sides has closed."""
+    if task.outcome in ("done", "cancelled"):
+        return True
+    ends: tuple[type[Exception], ...] = (trio.ClosedResourceError, trio.EndOfChannel)
+    if trial.board[PEER, "done"] == TO_CLOSE:  # the peer closes when it has sent these messages
+        ends += (trio.BrokenResourceError,)
+    return LOADS[trial.case.load].alone and isinstance(task.outcome, ends)
 
 
 def has_messages(trial: Trial) -> bool:

@@ -161,6 +161,9 @@ int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);
 void tu_test_refuse_memory(int64_t allowed);
 
+/* sockets.c */
+unsigned tu_sockets_make_room(int efd);
+
 /* log.c */
 typedef struct tu_log_line {
     int level;                 /* a ucs_log_level_t */

@@ -161,6 +161,9 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
     tu_post_t post;
 
     progress_until_quiet(endpoint->worker);
+    if (!endpoint->failed) {
+        tu_sockets_make_room(endpoint->worker->efd);
+    }
     if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;

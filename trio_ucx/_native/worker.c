@@ -29,6 +29,7 @@ static void worker_free(tu_worker_t *worker)
 
 void tu_worker_destroy(tu_worker_t *worker)
 {
+    tu_sockets_make_room(worker->efd);
     ucp_worker_destroy(worker->worker);
     worker_free(worker);
 }

@@ -13,6 +13,9 @@ memory any more, and UCX tells nobody.
    Then a second worker in this process sends a message to each of the worker's queues. A message that arrives shows
    that its queue is read. If one does not arrive, its queue has stopped.
 
+A peer whose endpoint was closed here may have been stopped in the middle of writing, and may be killed later. So its
+process is watched until UCX can be armed once.
+
 Both steps count checks of the worker as well as seconds, so a program that is busy or stopped does not take its own
 slowness for a stopped queue. (A peer that is stopped in the middle of writing, while another one dies, is taken for a
 dead one, because nothing distinguishes the two.)
@@ -28,7 +31,8 @@ import logging
 import os
 import random
 import time
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import trio
 
@@ -43,6 +47,7 @@ from ._engine.lifetime import close_now, open_engine
 from ._engine.operations import EndpointCore, endpoints_of
 from ._engine.posting import post_flush
 from ._engine.tag_dispatch import CONNECTION_BIT
+from ._process import Process, is_visible, this_process
 from ._status import Status, UCXError
 from ._tag import post_bytes_send
 
@@ -50,6 +55,8 @@ logger = logging.getLogger("trio_ucx")
 
 #: Seconds between two checks.
 _INTERVAL = 0.02
+#: The same, at most, while processes are watched that may be stopped for long.
+_LONG_INTERVAL = 0.1
 #: For so many seconds, and checks, UCX cannot be armed before probes are sent.
 _SUSPICION = 0.4, 10
 #: For so many seconds, and checks, a probe may be on its way.
@@ -162,6 +169,9 @@ class ReceiveQueue:
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
+        #: By process whose endpoint was closed here, a pidfd; and whether a task watches them.
+        self._left: dict[Process, int] = {}
+        self._watching = False
         self._next_probe = 0.0
         #: The counters for ``stopped_queues``: those of the worker that this one succeeds, if it is a successor.
         self.counters: collections.Counter[str] = engine.counters
@@ -169,24 +179,70 @@ class ReceiveQueue:
     def suspect(self) -> None:
         """Called when a process may have died that wrote to this worker."""
         self._suspicions += 1
-        if self._checking or not self._queues or self._engine.queue_stopped:
+        if not self._checking and self._queues and not self._engine.queue_stopped:
+            self._checking = self._spawn(self._run, "receive queue")
+
+    def left(self, core: EndpointCore) -> None:
+        """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
+        process = core.peer
+        if process in self._left or not self._queues or self._engine.queue_stopped:
+            return
+        if not is_visible(process) or process.pid == this_process().pid or not uses_queue(core):
             return
         try:
-            trio.lowlevel.spawn_system_task(self._run, name=f"trio_ucx receive queue (efd {self._engine.efd})")
+            self._left[process] = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            self.suspect()
+        except OSError:  # no descriptor is left for it
+            return
+        if self._left and not self._watching:
+            self._watching = self._spawn(self._watch_left, "processes that may be writing")
+            if not self._watching:
+                self._forget(list(self._left))
+
+    def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
+        """Returns whether the run goes on."""
+        try:
+            trio.lowlevel.spawn_system_task(function, name=f"trio_ucx {what} (efd {self._engine.efd})")
         except RuntimeError:
-            return  # the run is over
-        self._checking = True
+            return False
+        return True
 
     async def _run(self) -> None:
-        timer = lib.tu_timer_create()  # real time: a Trio deadline would pass at once with autojump_clock
         try:
-            await self._check(timer)
+            with _timer() as timer:
+                await self._check(timer)
         except Exception as error:  # it must not end the run
             self._engine.internal_error(error)
         finally:
             self._checking = False
-            if timer >= 0:
-                os.close(timer)
+
+    async def _watch_left(self) -> None:
+        """Returns when none of the processes is left that may be in the middle of writing."""
+        interval = _INTERVAL
+        try:
+            with _timer() as timer:
+                while self._left and self._engine.usable and self._engine.broken is None:
+                    watched = list(self._left)
+                    await _sleep(timer, interval)
+                    if self._engine.usable and self._armed():  # what was being written has arrived
+                        ended = []
+                        self._forget(watched)
+                    else:
+                        ended = [process for process, fd in self._left.items() if lib.tu_readable(fd)]
+                        self._forget(ended)
+                    if ended:
+                        self.suspect()
+                    interval = min(2 * interval, _LONG_INTERVAL)
+        except Exception as error:  # it must not end the run
+            self._engine.internal_error(error)
+        finally:
+            self._watching = False
+            self._forget(list(self._left))
+
+    def _forget(self, processes: Iterable[Process]) -> None:
+        for process in processes:
+            os.close(self._left.pop(process))
 
     async def _check(self, timer: int) -> None:
         """Returns when the queues are known to be read, when one is known to have stopped, or when the worker ends."""
@@ -266,6 +322,17 @@ def stopped_error() -> UCXError:
         "a local process was killed while it wrote to this worker's queue in shared memory, which all local peers "
         "share; nothing arrives there any more (connect again; a raw endpoint needs another worker)",
     )
+
+
+@contextmanager
+def _timer() -> Iterator[int]:
+    """A timer of real time: a Trio deadline would pass at once with autojump_clock. -1: there is none."""
+    timer = lib.tu_timer_create()
+    try:
+        yield timer
+    finally:
+        if timer >= 0:
+            os.close(timer)
 
 
 async def _sleep(timer: int, seconds: float) -> None:

@@ -457,6 +457,7 @@ class EndpointCore:
     def _let_go(self) -> Any:
         """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         contained(self.stop_watching)
+        contained(self.engine.peer_left, self)
         handle, self.handle = self.handle, None
         for operation in list(self.pending):
             contained(self._end_operation, operation)

@@ -1,0 +1,88 @@
+/* The TCP sockets that UCX opens for a worker. UCX does not tell of them: the kernel lists them among what the worker's
+ * event descriptor watches. */
+#include <limits.h>
+#include <linux/sock_diag.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "native.h"
+
+#ifndef SO_MEMINFO
+#define SO_MEMINFO 55
+#endif
+
+typedef void (*visit_t)(int fd, void *arg);
+
+/* Calls `visit` with each descriptor that an epoll descriptor watches; another descriptor watches none. */
+static void for_each_watched(int epoll, visit_t visit, void *arg)
+{
+    char name[64], line[256];
+    FILE *info;
+    int fd;
+
+    snprintf(name, sizeof(name), "/proc/self/fdinfo/%d", epoll);
+    info = fopen(name, "re");
+    if (info == NULL) {
+        return;
+    }
+    while (fgets(line, sizeof(line), info) != NULL) {
+        if (sscanf(line, "tfd: %d", &fd) == 1) {
+            visit(fd, arg);
+        }
+    }
+    fclose(info);
+}
+
+/* Bytes of the largest send buffer that the kernel lets us ask for; 0 if that cannot be found out. */
+static uint32_t largest_send_buffer(void)
+{
+    int fd         = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int bytes      = INT_MAX;
+    socklen_t size = sizeof(bytes);
+
+    if (fd < 0) {
+        return 0;
+    }
+    if (setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, size) != 0 ||
+        getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, &size) != 0) {
+        bytes = 0;
+    }
+    close(fd);
+    return (uint32_t)bytes;
+}
+
+/* Doubles the send buffer of a socket whose send buffer is full, if the kernel allows it. */
+static void make_room(int fd, void *enlarged)
+{
+    uint32_t memory[SK_MEMINFO_VARS];
+    socklen_t size = sizeof(memory);
+    int wanted;
+
+    if (getsockopt(fd, SOL_SOCKET, SO_MEMINFO, memory, &size) != 0 || size <= SK_MEMINFO_WMEM_QUEUED * sizeof(*memory) ||
+        memory[SK_MEMINFO_WMEM_QUEUED] < memory[SK_MEMINFO_SNDBUF] ||
+        memory[SK_MEMINFO_SNDBUF] >= largest_send_buffer()) {
+        return;
+    }
+    wanted = (int)memory[SK_MEMINFO_SNDBUF]; /* the kernel doubles it */
+    if (setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &wanted, sizeof(wanted)) == 0) {
+        ++*(unsigned *)enlarged;
+    }
+}
+
+static void make_room_behind(int epoll, void *enlarged)
+{
+    for_each_watched(epoll, make_room, enlarged);
+}
+
+/* Makes room in all sockets of a worker that are full, for the few bytes that UCX writes when it closes an endpoint: if
+ * the socket does not take them, UCX 1.22 tries again and again, inside one call, until the peer reads.
+ *
+ * Returns how many sockets it has enlarged. */
+unsigned tu_sockets_make_room(int efd)
+{
+    unsigned enlarged = 0;
+
+    for_each_watched(efd, make_room_behind, &enlarged);
+    return enlarged;
+}
