@@ -138,7 +138,9 @@ async def test_a_client_is_killed_after_its_connection_was_closed_here(queue: st
         await trio.sleep(SUSPENDED)
         assert worker.statistics().stopped_queues == 0, "a peer that is only stopped may go on"
         bad.signal(signal.SIGKILL)
+        killed = time.monotonic()
         assert await honest.hear(SOON) == "BrokenResourceError"
+        print(f"told after {time.monotonic() - killed:.2f} s")
         await is_answered(echo, queue)
         assert worker.statistics().stopped_queues == 1
 
