@@ -95,6 +95,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
+        engine.safety_net.watch()  # which closes the fillers that are left
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label

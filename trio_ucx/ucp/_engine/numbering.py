@@ -96,9 +96,8 @@ class PeerNumbers(Generic[E]):
         #: The numbers of endpoints without error handling, here and at the peer.
         self._plain: list[int] = []
         self._peer_plain: frozenset[int] = frozenset()
-        #: The lowest number that was not given out, and those below it that came back unused.
-        self._promised = 0
-        self._returned: set[int] = set()
+        #: The numbers that were chosen, and whose endpoints have not been made here.
+        self._chosen: set[int] = set()
         self._fillers: dict[int, tuple[E, float]] = {}
         #: Endpoints of connections that were closed, and since when, the oldest first.
         self._idle: dict[int, tuple[E, float]] = {}
@@ -143,7 +142,7 @@ class PeerNumbers(Generic[E]):
         limit = time.monotonic() - IDLE_TIME
         for number, (core, since) in list(self._idle.items()):
             if core.handle is None or since <= limit:
-                del self._idle[number]
+                self._idle.pop(number, None)  # closing one may end a connection, whose endpoint takes its place
                 core.close()
 
     def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
@@ -165,33 +164,29 @@ class PeerNumbers(Generic[E]):
             if since > oldest and _fits(core, address):
                 self._offered[number] = self._idle.pop(number)
                 return number
-        self._returned = {number for number in self._returned if number >= lowest}
-        if self._returned:
-            number = min(self._returned)
-            self._returned.remove(number)
-            return number
-        number = max(lowest, self._promised)
+        number = lowest
+        while number in self._chosen:
+            number += 1
         if number >= LIMIT:
             raise UsedUp
-        self._promised = number + 1
+        self._chosen.add(number)
         return number
 
     @property
     def is_unused(self) -> bool:
-        """Whether no endpoint was ever made, and no number is out."""
-        return self._next == 0 and len(self._returned) == self._promised
+        """Whether no endpoint was ever made, and no number is chosen."""
+        return self._next == 0 and not self._chosen
 
     def give_back(self, number: int) -> None:
         """A number was chosen, and neither side has made an endpoint with it, as far as is known.
 
         An endpoint that was offered is closed: the peer has closed its pair, or the connection was not opened.
         """
+        self._chosen.discard(number)
         offered = self._offered.pop(number, None)
         if offered is not None:
             core, _ = offered
             core.close()
-        elif number >= self._next:
-            self._returned.add(number)
 
     def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
@@ -203,6 +198,7 @@ class PeerNumbers(Generic[E]):
         Raises:
             OSError, UCXError: what ``make`` raises.
         """
+        self._chosen.discard(number)
         self.close_old_fillers()
         there = self._offered.pop(number, None) or self._fillers.pop(number, None) or self._idle.pop(number, None)
         if there is not None:
