@@ -110,7 +110,9 @@ class Made:
 
     def _count(self, core: Core) -> None:
         self.cores.append(core)
-        self.numbers.made(raw=core.raw, error_handling=core.forcible)
+        self.numbers.made(error_handling=core.forcible)
+        if core.raw:
+            self.numbers.add_raw(core)
 
     def claim(self, number: int, address: bytes = b"") -> Core | None:
         def make(error_handling: bool) -> Any:
@@ -216,7 +218,7 @@ def test_peer_cannot_use_up_our_numbers() -> None:
     made.numbers.heard(Numbers(65535, True, (1,)))
     assert not made.numbers.used_up
     for _ in range(LIMIT):
-        made.numbers.made(raw=True, error_handling=True)
+        made.numbers.made(error_handling=True)
     assert made.numbers.used_up
 
 
@@ -277,6 +279,29 @@ def test_old_fillers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         made.claim(4)
         assert [core.handle is None for core in made.cores] == [not has_raw] * 3 + [False] * 2
         assert (made.claim(1) is None) is not has_raw
+        made.numbers.heard(Numbers(0, False))  # the peer has closed its raw endpoints
+        made.numbers.close_old_fillers()
+        assert [core.handle is None for core in made.cores[2:]] == [True, False, False]
+
+
+def test_closed_raw_endpoints_do_not_count() -> None:
+    made = Made()
+    raw = [made.open(raw=True) for _ in range(2)]
+    for endpoint in raw:
+        assert made.numbers.numbers() == Numbers(2, True)
+        endpoint.close()
+    assert made.numbers.numbers() == Numbers(2)
+
+
+def test_filler_without_error_handling_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX could only flush it."""
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", -1)
+    made = Made()
+    made.numbers.heard(Numbers(2, False, (1,)))
+    made.claim(2)
+    made.numbers.close_old_fillers()
+    assert [core.handle is None for core in made.cores] == [True, False, False]
+    assert not made.numbers.has_temporary_fillers
 
 
 # ---- two sides, by what the client and the server decide ----
@@ -500,10 +525,12 @@ class World:
         """Whether any connection did not come about."""
         return any(meeting.failed for meeting in self.meetings)
 
-    def forget_idle(self, node: int) -> None:
+    def let_time_pass(self, node: int) -> None:
+        """So much that one side closes what nobody has come for."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(numbering_module, "IDLE_TIME", -1)
-            self.nodes[node].made.numbers.close_idle()
+            patch.setattr(numbering_module, "FILLER_AGE", -1)
+            self.nodes[node].made.numbering.close_idle()
 
 
 def not_hidden(what: str, error: BaseException) -> None:
@@ -544,7 +571,7 @@ def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
             with suppress(OSError):
                 world.nodes[number % 2].made.open(error_handling=flag, raw=True)
         elif what == "forget":
-            world.forget_idle(int(flag))
+            world.let_time_pass(int(flag))
         elif what == "leave":
             there = [meeting for meeting in world.meetings if meeting.opened and flag not in meeting.left]
             if there:
@@ -634,7 +661,7 @@ def test_offer_of_an_endpoint_that_the_peer_has_closed(client: int, chooser_forg
     world.finish()
     for is_client in (True, False):
         world.meetings[0].leave(is_client)
-    world.forget_idle(1 if chooser_forgets else 0)  # the greater uid chooses
+    world.let_time_pass(1 if chooser_forgets else 0)  # the greater uid chooses
     world.start(client)
     world.finish()
     world.check_finished()
@@ -766,6 +793,33 @@ async def test_fillers_are_closed_where_no_task_waits(transports: str, monkeypat
         with trio.fail_after(10):
             while engine.endpoints:
                 await trio.sleep(0.05)
+
+
+async def test_fillers_of_raw_endpoints_are_closed(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server does not grow with the raw endpoints that its clients have closed."""
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", 0.1)
+    async with open_two(transports) as (one, other):
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
+        theirs = other._engine.numbering.of(one.address.uid)
+        async with listener:
+            with trio.fail_after(30):
+                for _ in range(10):
+                    raw = await one.open_endpoint(other.address)
+                    await raw.tag_send(b"x", 1)
+                    async with trio_ucx.connect(listener.address, worker=one) as connection:
+                        assert theirs._fillers
+                        await raw.tag_send(pattern(10), 1)
+                        await other.tag_receive(bytearray(1), 1)
+                        await other.tag_receive(bytearray(10), 1)
+                        connection.abort()
+                    (await listener.accept()).abort()
+                    raw.abort()
+                assert len(theirs._fillers) >= 10
+                async with trio_ucx.connect(listener.address, worker=one) as connection:
+                    (await listener.accept()).abort()
+                    connection.abort()
+                while theirs._fillers:
+                    await trio.sleep(0.05)
 
 
 async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:

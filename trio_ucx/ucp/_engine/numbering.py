@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import attrs
 
@@ -50,7 +51,7 @@ class Numbers:
 
     Attributes:
         next: the number of the next endpoint that it makes.
-        has_raw: whether it has made raw endpoints, whose numbers the other side does not know about.
+        has_raw: whether it has raw endpoints open, whose numbers the other side does not know about.
         plain: the numbers of those that are without error handling; the newest ones, if there are very many.
     """
 
@@ -91,7 +92,7 @@ class PeerNumbers(Generic[E]):
 
     def __init__(self) -> None:
         self._next = 0
-        self._has_raw = False
+        self._raw: WeakSet[E] = WeakSet()
         self._peer_has_raw = False
         #: The numbers of endpoints without error handling, here and at the peer.
         self._plain: list[int] = []
@@ -104,19 +105,23 @@ class PeerNumbers(Generic[E]):
         #: Those of them that are offered to connections which are being opened.
         self._offered: dict[int, tuple[E, float]] = {}
 
-    def made(self, *, raw: bool, error_handling: bool) -> None:
+    def made(self, *, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
         if not error_handling:
             self._plain = [*self._plain[1 - MAX_PLAIN :], self._next]
         self._next += 1
-        self._has_raw = self._has_raw or raw
+
+    def add_raw(self, core: E) -> None:
+        """The endpoint that was just made is a raw one."""
+        self._raw.add(core)
 
     def numbers(self) -> Numbers:
-        return Numbers(self._next, self._has_raw, tuple(self._plain))
+        has_raw = any(core.handle is not None for core in self._raw)
+        return Numbers(self._next, has_raw, tuple(self._plain))
 
     def heard(self, theirs: Numbers) -> None:
         """The other side said how far it is."""
-        self._peer_has_raw = self._peer_has_raw or theirs.has_raw
+        self._peer_has_raw = theirs.has_raw
         self._peer_plain = frozenset(theirs.plain)
 
     @property
@@ -224,14 +229,15 @@ class PeerNumbers(Generic[E]):
 
     @property
     def has_temporary_fillers(self) -> bool:
-        return bool(self._fillers) and not self._peer_has_raw
+        return not self._peer_has_raw and any(core.forcible for core, _ in self._fillers.values())
 
     def close_old_fillers(self) -> None:
         """Closes fillers that nobody asks for any more."""
         oldest = time.monotonic() - FILLER_AGE
         for number, (core, made_at) in list(self._fillers.items()):
-            # A filler may be the pair of a raw endpoint of the peer's, whose messages it answers: that one stays.
-            if core.handle is None or (made_at < oldest and not self._peer_has_raw):
+            # A filler may be the pair of an open raw endpoint of the peer's, whose messages it answers: that one stays.
+            # So does one without error handling: UCX could only flush it, and its peer may have died.
+            if core.handle is None or (made_at < oldest and core.forcible and not self._peer_has_raw):
                 del self._fillers[number]
                 core.close()
 
