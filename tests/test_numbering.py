@@ -516,8 +516,8 @@ class World:
             assert numbers._next == len(node.made.cores)
             assert not numbers._offered and not numbers._chosen, "a number was lost"
             used = {core.index for core in node.made.cores if core.raw} | {*numbers._fillers, *numbers._idle}
-            for meeting in self.meetings:
-                used |= {core.index for end in meeting.ends.values() if end.registry is node and (core := end._core)}
+            ends = [end for meeting in self.meetings for end in meeting.ends.values() if end.registry is node]
+            used |= {core.index for end in ends if (core := end._core) is not None and end.opened.outcome is None}
             assert {core.index for core in node.made.cores if core.handle is not None} <= used, "an endpoint was lost"
 
     @property
