@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trustme
 from helpers import TRANSPORTS, Certificates, Rounds
+from hypothesis import settings
 from remote import Ground, open_ground
 
 from trio_ucx import ucp
@@ -35,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(10**6)
+    # hypothesis: the same examples in each run; with --full others each time, or those of --hypothesis-seed.
+    full = config.option.full
+    settings.register_profile(
+        "model", max_examples=10_000 if full else 400, derandomize=not full, deadline=None, database=None
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

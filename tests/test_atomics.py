@@ -33,7 +33,10 @@ from remote import (
 from timing import cancelled_promptly
 
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp import _connecting as connecting
+from trio_ucx.ucp._connecting import connect_for_atomics, connect_for_memory
+from trio_ucx.ucp._engine.operations import EndpointCore
 
 
 @pytest.fixture
@@ -228,6 +231,31 @@ async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str
                         await trio.sleep(0)
                     endpoint.abort()
             await until(lambda: live_handles().get("endpoint", 0) <= open_now - 2)
+
+
+@pytest.mark.parametrize("use", ["memory", "atomics"])
+async def test_endpoint_that_fails_while_one_beside_it_is_made(
+    transports: str, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making an endpoint progresses the worker: the one beside it is closed, too."""
+    async with open_two(transports) as (worker, owner):
+        endpoint = await worker.open_endpoint(owner.address)
+        core = internals(endpoint)
+        make = connecting._make
+
+        def make_while_it_fails(*arguments: Any) -> EndpointCore:
+            made = make(*arguments)
+            core.fail(ucp.UCXError(ucp.Status.CONNECTION_RESET, "the peer has gone"))
+            return made
+
+        monkeypatch.setattr(connecting, "_make", make_while_it_fails)
+        address = owner.address
+        beside = connect_for_memory(core) if use == "memory" else connect_for_atomics(core, address)
+        with pytest.raises(trio.BrokenResourceError):
+            beside.check()
+        with trio.fail_after(5):
+            await until(lambda: not core.engine.endpoints)
+        endpoint.abort()
 
 
 @pytest.mark.sample(7)

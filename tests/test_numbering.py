@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import time
 from collections import deque
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import attrs
 import pytest
 import trio
 from helpers import pattern
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from remote import for_ucx, open_two
 from samples import ALL, some_facts
@@ -29,12 +32,15 @@ from trio_ucx._handshake.handshake import ExchangeOptions, Handshake
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
+from trio_ucx.ucp import _contained as contained_module
+from trio_ucx.ucp._connecting import connect_paired as connect_paired_for_real
 from trio_ucx.ucp._connecting import connect_worker
 from trio_ucx.ucp._engine import numbering as numbering_module
 from trio_ucx.ucp._engine.numbering import (
     FILLERS_AT_ONCE,
     LIMIT,
     MAX_FILLERS,
+    MAX_IDLE,
     MAX_PLAIN,
     Numbering,
     Numbers,
@@ -43,7 +49,7 @@ from trio_ucx.ucp._engine.numbering import (
 )
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Core:
     """Stands for an endpoint. Its index is what UCX pairs it by."""
 
@@ -51,27 +57,62 @@ class Core:
     forcible: bool = True
     raw: bool = False
     handle: object = 1
-    on_failure: object = None
+    on_failure: Callable[[], None] | None = None
+    error: ucp.UCXError | None = None
     peer_address: object = None
     served: bool = False
 
     def close(self) -> None:
+        self.on_failure = None
         self.handle = None
+
+    def fail(self, error: ucp.UCXError, *, linger: bool = False) -> None:
+        if self.handle is not None:
+            self.error = error
+            self.handle = None
+            if self.on_failure is not None:
+                self.on_failure()
 
 
 class Made:
-    """The endpoints of one worker to another, as UCX counts them."""
+    """The endpoints of one worker to another, as UCX counts them.
 
-    def __init__(self, numbers: PeerNumbers | None = None) -> None:
-        self.numbers = numbers or PeerNumbers()
+    Args:
+        uid: the other worker's.
+    """
+
+    def __init__(self, uid: int = 1) -> None:
+        self.numbering: Numbering[Any] = Numbering()
+        self._uid = uid
         self.cores: list[Core] = []
         self.made_at_once = 0
+        #: Called while UCX makes an endpoint.
+        self.meanwhile: Callable[[], object] = lambda: None
+        #: How many of the next attempts to make one fail, and whether these, too, use up numbers.
+        self.failing = 0
+        self.failing_counts = False
+
+    @property
+    def numbers(self) -> PeerNumbers[Any]:
+        return self.numbering.of(self._uid)  # which may have forgotten those that it had before
 
     def open(self, error_handling: bool = True, raw: bool = False) -> Core:
         core = Core(len(self.cores), error_handling, raw)
-        self.cores.append(core)
-        self.numbers.made(raw=raw, error_handling=error_handling)
+        if self.failing:
+            self.failing -= 1
+            if self.failing_counts:
+                self._count(core)
+                core.close()
+            raise OSError(errno.EHOSTUNREACH, "UCX cannot make it")
+        self._count(core)
+        self.meanwhile()
         return core
+
+    def _count(self, core: Core) -> None:
+        self.cores.append(core)
+        self.numbers.made(error_handling=core.forcible)
+        if core.raw:
+            self.numbers.add_raw(core)
 
     def claim(self, number: int, address: bytes = b"") -> Core | None:
         def make(error_handling: bool) -> Any:
@@ -165,7 +206,7 @@ def test_limits() -> None:
     assert made.cores == []
     assert made.numbers.choose(Numbers(LIMIT - 1)) == LIMIT - 1
     with pytest.raises(UsedUp):
-        made.numbers.choose(None)
+        made.numbers.choose(Numbers(LIMIT - 1))
     with pytest.raises(UsedUp):
         made.numbers.choose(Numbers(65535))
 
@@ -177,8 +218,54 @@ def test_peer_cannot_use_up_our_numbers() -> None:
     made.numbers.heard(Numbers(65535, True, (1,)))
     assert not made.numbers.used_up
     for _ in range(LIMIT):
-        made.numbers.made(raw=True, error_handling=True)
+        made.numbers.made(error_handling=True)
     assert made.numbers.used_up
+
+
+def test_numbers_that_come_back_are_chosen_again() -> None:
+    """...so what a peer says affects the numbers of its own connections only."""
+    made = Made()
+    made.numbers.choose(Numbers(LIMIT - 1))
+    assert made.numbers.choose(None) == 0
+    for number in (0, LIMIT - 1):
+        made.numbers.give_back(number)
+    assert made.numbers.choose(Numbers(LIMIT - 1)) == LIMIT - 1
+
+
+def test_peer_without_endpoints_is_forgotten() -> None:
+    numbering: Numbering[Any] = Numbering()
+    first = numbering.of(1)
+    for theirs in (None, Numbers(5), None):
+        number = first.choose(theirs)
+        numbering.forget_unused(1)
+        assert numbering.of(1) is first, "its number is under way"
+        first.give_back(number)
+    numbering.forget_unused(1)
+    assert numbering.of(1) is not first
+
+
+def test_more_endpoints_become_idle_while_some_are_closed() -> None:
+    """Closing one progresses the worker, which may end other connections."""
+    made = Made()
+    for number in range(MAX_IDLE + 4):
+        core = made.claim(number)
+        assert core is not None
+    idle, later = made.cores[:MAX_IDLE], made.cores[MAX_IDLE:]
+    for core in idle:
+        made.numbers.keep(core.index, core)
+
+    def close(core: Core) -> None:
+        core.handle = None
+        while later:
+            newest = later.pop()
+            made.numbers.keep(newest.index, newest)
+
+    idle[0].close = partial(close, idle[0])  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbering_module, "IDLE_TIME", -1)
+        made.numbers.close_idle()
+    assert [core for core in idle if core.handle is not None] == []
+    assert made.numbers.idle == 4
 
 
 def test_old_fillers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +279,29 @@ def test_old_fillers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         made.claim(4)
         assert [core.handle is None for core in made.cores] == [not has_raw] * 3 + [False] * 2
         assert (made.claim(1) is None) is not has_raw
+        made.numbers.heard(Numbers(0, False))  # the peer has closed its raw endpoints
+        made.numbers.close_old_fillers()
+        assert [core.handle is None for core in made.cores[2:]] == [True, False, False]
+
+
+def test_closed_raw_endpoints_do_not_count() -> None:
+    made = Made()
+    raw = [made.open(raw=True) for _ in range(2)]
+    for endpoint in raw:
+        assert made.numbers.numbers() == Numbers(2, True)
+        endpoint.close()
+    assert made.numbers.numbers() == Numbers(2)
+
+
+def test_filler_without_error_handling_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX could only flush it."""
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", -1)
+    made = Made()
+    made.numbers.heard(Numbers(2, False, (1,)))
+    made.claim(2)
+    made.numbers.close_old_fillers()
+    assert [core.handle is None for core in made.cores] == [True, False, False]
+    assert not made.numbers.has_temporary_fillers
 
 
 # ---- two sides, by what the client and the server decide ----
@@ -201,13 +311,12 @@ class Node:
     """A worker that has Connections to one other worker."""
 
     def __init__(self, uid: int, peer_uid: int) -> None:
-        numbering = Numbering()
-        self.made = Made(numbering.of(peer_uid))
+        self.made = Made(peer_uid)
         self.address = ALL[:1] + uid.to_bytes(8, "little") + ALL[9:]
         self.network_address = some_facts().network_address
         self.network_address = self.address[:9] + self.network_address[9:]
         self.engine = SimpleNamespace(
-            numbering=numbering,
+            numbering=self.made.numbering,
             address=SimpleNamespace(uid=uid),
             tag_dispatch=SimpleNamespace(sinks={}),
             made=self.made,
@@ -281,6 +390,17 @@ class Meeting:
             if data:
                 self.under_way[not is_client].append(data)
 
+    def lose_peer(self) -> None:
+        """The control socket ends at a side that still waits, if the other one has given up."""
+        for is_client, end in self.ends.items():
+            if not self.failed or is_client in self.given_up or is_client in self.left:
+                continue
+            if self.settled(is_client):
+                end.peer_lost("its control connection ended")
+            else:
+                end.close()
+            self.given_up.add(is_client)
+
     @property
     def failed(self) -> bool:
         return bool(self.given_up)
@@ -314,9 +434,11 @@ class Meeting:
                     end.greet()
         except (ProtocolError, OSError):
             self.give_up(is_client)
-        if self.ends[is_client].opened.outcome is not None:
-            self.given_up.add(is_client)
+        self.notice_failures()
         self.flush()
+
+    def notice_failures(self) -> None:
+        self.given_up |= {is_client for is_client, end in self.ends.items() if end.opened.outcome is not None}
 
     def give_up(self, is_client: bool) -> None:
         """Cancels the task of one side; the other side notices that, or does not."""
@@ -333,6 +455,7 @@ class Meeting:
         end = self.ends[is_client]
         core, end._core = self.core(is_client), None
         assert core is not None and end.number is not None
+        core.on_failure = None
         end.numbers.keep(end.number, core)  # type: ignore[arg-type]
         self.left.add(is_client)
 
@@ -359,6 +482,17 @@ class World:
             for meeting in self.meetings:
                 for is_client in (True, False):
                     meeting.deliver(is_client)
+        for meeting in self.meetings:
+            meeting.lose_peer()
+
+    def break_endpoint(self, number: int, node: int) -> None:
+        """UCX says that an endpoint has failed."""
+        cores = [core for core in self.nodes[node].made.cores if core.handle is not None]
+        if cores:
+            cores[number % len(cores)].fail(ucp.UCXError(ucp.Status.CONNECTION_RESET, "it broke"))
+        for meeting in self.meetings:
+            meeting.notice_failures()
+            meeting.flush()
 
     def check(self) -> None:
         used: dict[int, Meeting] = {}
@@ -379,16 +513,29 @@ class World:
         self.check()
         for node in self.nodes:
             numbers = node.made.numbers
-            assert not numbers._offered
+            assert numbers._next == len(node.made.cores)
+            assert not numbers._offered and not numbers._chosen, "a number was lost"
             used = {core.index for core in node.made.cores if core.raw} | {*numbers._fillers, *numbers._idle}
-            for meeting in self.meetings:
-                used |= {core.index for end in meeting.ends.values() if end.registry is node and (core := end._core)}
+            ends = [end for meeting in self.meetings for end in meeting.ends.values() if end.registry is node]
+            used |= {core.index for end in ends if (core := end._core) is not None and end.opened.outcome is None}
             assert {core.index for core in node.made.cores if core.handle is not None} <= used, "an endpoint was lost"
 
-    def forget_idle(self, node: int) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether any connection did not come about."""
+        return any(meeting.failed for meeting in self.meetings)
+
+    def let_time_pass(self, node: int) -> None:
+        """So much that one side closes what nobody has come for."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(numbering_module, "IDLE_TIME", -1)
-            self.nodes[node].made.numbers.close_idle()
+            patch.setattr(numbering_module, "FILLER_AGE", -1)
+            self.nodes[node].made.numbering.close_idle()
+
+
+def not_hidden(what: str, error: BaseException) -> None:
+    """Takes the place of a function that logs internal errors."""
+    raise AssertionError(what) from error
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -403,6 +550,8 @@ def fakes(request: pytest.FixtureRequest) -> Any:
                 engine, *rest
             ),
         )
+        for module in (contained_module, handshake_side):
+            patch.setattr(module, "report", not_hidden)
         patch.setattr(Handshake, "greet", lambda end: (greet if isinstance(end.registry, Node) else _real_greet)(end))
         yield
 
@@ -419,73 +568,88 @@ def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
         if what == "start":
             world.start(int(flag))
         elif what == "raw":
-            world.nodes[number % 2].made.open(error_handling=flag, raw=True)
+            with suppress(OSError):
+                world.nodes[number % 2].made.open(error_handling=flag, raw=True)
         elif what == "forget":
-            world.forget_idle(int(flag))
+            world.let_time_pass(int(flag))
         elif what == "leave":
             there = [meeting for meeting in world.meetings if meeting.opened and flag not in meeting.left]
             if there:
                 there[number % len(there)].leave(flag)
+        elif what == "fail":
+            made = world.nodes[number % 2].made
+            made.failing, made.failing_counts = 1 + number % 3, flag
+        elif what == "break":
+            world.break_endpoint(number, int(flag))
         elif world.meetings:
             meeting = world.meetings[number % len(world.meetings)]
             meeting.deliver(flag) if what == "deliver" else meeting.give_up(flag)
         world.check()
 
 
+def played(steps: list[tuple[str, int, bool]]) -> World:
+    """A world after these steps, and after everything that follows from them."""
+    world = World()
+    play(world, steps)
+    world.finish()
+    world.check_finished()
+    return world
+
+
 def steps_of(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, bool]]]:
     return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 60), st.booleans()), max_size=150)
 
 
-model = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+#: The chooser forgets the numbers of a peer worker while another connection to it is being opened.
+FORGOTTEN_MEANWHILE = [
+    ("start", 0, True),
+    ("deliver", 0, False),
+    ("start", 0, False),
+    ("deliver", 1, False),
+    ("give up", 1, False),
+    ("deliver", 1, True),
+]
+
+model = settings.get_profile("model")
 
 
 @model
 @given(steps_of("start", "deliver", "deliver", "deliver"))
 def test_connections_in_both_directions(steps: list[tuple[str, int, bool]]) -> None:
-    world = World()
-    play(world, steps)
-    world.finish()
-    world.check_finished()
-    assert not any(meeting.failed for meeting in world.meetings)
+    assert not played(steps).failed
 
 
 @model
 @given(steps_of("start", "raw", "deliver", "deliver", "deliver"))
 def test_with_raw_endpoints(steps: list[tuple[str, int, bool]]) -> None:
-    world = World()
-    play(world, steps)
-    world.finish()
-    world.check_finished()
-    assert not any(meeting.failed for meeting in world.meetings)
+    assert not played(steps).failed
 
 
 @model
 @given(steps_of("start", "start", "raw", "give up", "deliver", "deliver", "deliver", "deliver"))
 def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) -> None:
-    world = World()
-    play(world, steps)
-    world.finish()
-    world.check_finished()
+    played(steps)
 
 
 @model
 @given(steps_of("start", "raw", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver"))
 def test_with_connections_that_are_closed(steps: list[tuple[str, int, bool]]) -> None:
     """Each side keeps its endpoint for a while, not for the same time."""
-    world = World()
-    play(world, steps)
-    world.finish()
-    world.check_finished()
-    assert not any(meeting.failed for meeting in world.meetings)
+    assert not played(steps).failed
 
 
 @model
 @given(steps_of("start", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver"))
+@example(FORGOTTEN_MEANWHILE)
+def test_with_connections_that_are_closed_or_given_up(steps: list[tuple[str, int, bool]]) -> None:
+    played(steps)
+
+
+@model
+@given(steps_of("start", "raw", "leave", "forget", "give up", "fail", "break", "deliver", "deliver", "deliver"))
 def test_with_all(steps: list[tuple[str, int, bool]]) -> None:
-    world = World()
-    play(world, steps)
-    world.finish()
-    world.check_finished()
+    """...also endpoints that UCX cannot make, or that fail."""
+    played(steps)
 
 
 @pytest.mark.parametrize("client", [0, 1])
@@ -497,7 +661,7 @@ def test_offer_of_an_endpoint_that_the_peer_has_closed(client: int, chooser_forg
     world.finish()
     for is_client in (True, False):
         world.meetings[0].leave(is_client)
-    world.forget_idle(1 if chooser_forgets else 0)  # the greater uid chooses
+    world.let_time_pass(1 if chooser_forgets else 0)  # the greater uid chooses
     world.start(client)
     world.finish()
     world.check_finished()
@@ -505,6 +669,65 @@ def test_offer_of_an_endpoint_that_the_peer_has_closed(client: int, chooser_forg
     for node in world.nodes:
         node.made.numbers.close_old_fillers()
         assert len([core for core in node.made.cores if core.handle is not None]) <= 1 + chooser_forgets
+
+
+@pytest.mark.parametrize("client", [0, 1])
+@pytest.mark.parametrize("fails", [True, False], ids=["client", "server"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "after DECLINE"])
+def test_handshake_that_fails_while_its_endpoint_is_made(client: int, fails: bool, again: bool) -> None:
+    """The worker is progressed then, and the peer may have sent something that it may not send."""
+    world = World()
+    if again:
+        world.nodes[1 - client].made.open(raw=True)
+    world.start(client)
+    [meeting] = world.meetings
+    end, made = meeting.ends[fails], world.nodes[client if fails else 1 - client].made
+    error = ConnectionError("it sent something other than its greeting")
+    made.meanwhile = lambda: end.fail(error) if len(made.cores) > again else None
+    world.finish()
+    assert end.opened.outcome is not None and end.opened.outcome.error is error  # type: ignore[union-attr]
+    world.check_finished()
+
+
+def test_client_that_takes_a_number_which_it_was_not_given() -> None:
+    """It is refused before the server makes an endpoint, and the endpoint that it was offered is closed."""
+    world = World()
+    world.start(0)
+    world.finish()
+    for is_client in (True, False):
+        world.meetings[0].leave(is_client)
+    world.start(0)
+    meeting = world.meetings[1]
+    meeting.deliver(False)
+    assert meeting.ends[False].chosen == 0, "the idle endpoint"
+    client = meeting.exchanges[True]
+    client._out.clear()
+    client.take(1, Numbers(2))
+    meeting.flush()
+    meeting.deliver(False)
+    assert meeting.given_up == {False}
+    server = world.nodes[1].made
+    assert len(server.cores) == 1 and server.cores[0].handle is None
+    assert not server.numbers._offered and not server.numbers._chosen
+
+
+@pytest.mark.parametrize("answer", ["decline", "assign"])
+def test_server_of_our_own_worker_that_declines(answer: str) -> None:
+    """A peer may claim that its worker is ours. Then there is nothing to decline, and no filler."""
+    world = World()
+    world.nodes[0] = world.nodes[1] = Node(1, 1)
+    world.start(0)
+    [meeting] = world.meetings
+    for is_client in (False, True):
+        meeting.deliver(is_client)
+    server = meeting.exchanges[False]
+    for number in (1, 0, 1):
+        server.decline(Numbers(0)) if answer == "decline" else server.assign(number, Numbers(0))
+        meeting.flush()
+        meeting.deliver(True)
+    assert True in meeting.given_up
+    [core] = world.nodes[0].made.cores
+    assert core.handle is None
 
 
 @pytest.mark.parametrize("client", [0, 1])
@@ -521,7 +744,7 @@ def test_many_connections_whose_choices_come_in_any_order(client: int) -> None:
         while any(any(meeting.under_way.values()) for meeting in world.meetings):
             chance.choice(world.meetings).deliver(chance.random() < 0.5)
         world.check_finished()
-        assert not any(meeting.failed for meeting in world.meetings)
+        assert not world.failed
 
 
 def test_many_raw_endpoints_between() -> None:
@@ -535,7 +758,7 @@ def test_many_raw_endpoints_between() -> None:
             world.check()
     world.finish()
     world.check_finished()
-    assert not any(meeting.failed for meeting in world.meetings)
+    assert not world.failed
 
 
 @pytest.mark.parametrize("theirs", [Numbers(60_000), Numbers(LIMIT), Numbers(65535), Numbers(5000, True)])
@@ -557,6 +780,46 @@ def test_server_that_sends_false_numbers(theirs: Numbers) -> None:
 
 
 # ---- real endpoints ----
+
+
+async def test_fillers_are_closed_where_no_task_waits(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a connection that was given up may have nothing else to do."""
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", 0.1)
+    async with open_two(transports) as (one, other):
+        engine = one._engine
+        core = connect_paired_for_real(engine, other.address, other.address.uid, 3, "a client")
+        assert core is not None and len(engine.endpoints) == 4
+        core.close()
+        with trio.fail_after(10):
+            while engine.endpoints:
+                await trio.sleep(0.05)
+
+
+async def test_fillers_of_raw_endpoints_are_closed(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server does not grow with the raw endpoints that its clients have closed."""
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", 0.1)
+    async with open_two(transports) as (one, other):
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
+        theirs = other._engine.numbering.of(one.address.uid)
+        async with listener:
+            with trio.fail_after(30):
+                for _ in range(10):
+                    raw = await one.open_endpoint(other.address)
+                    await raw.tag_send(b"x", 1)
+                    async with trio_ucx.connect(listener.address, worker=one) as connection:
+                        assert theirs._fillers
+                        await raw.tag_send(pattern(10), 1)
+                        await other.tag_receive(bytearray(1), 1)
+                        await other.tag_receive(bytearray(10), 1)
+                        connection.abort()
+                    (await listener.accept()).abort()
+                    raw.abort()
+                assert len(theirs._fillers) >= 10
+                async with trio_ucx.connect(listener.address, worker=one) as connection:
+                    (await listener.accept()).abort()
+                    connection.abort()
+                while theirs._fillers:
+                    await trio.sleep(0.05)
 
 
 async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,11 +165,11 @@ class Connector:
         handshake = self._handshake
         try:
             match event:
-                case Declined() if handshake.chooses_number is not False:
+                case Declined() if handshake.chooses_number is True:
                     handshake.keep_as_filler()
                     self._choose_number(exchange, event)
                     has_new_endpoint = True
-                case Assigned(number=number, numbers=numbers) if handshake.chooses_number is not True:
+                case Assigned(number=number, numbers=numbers) if handshake.chooses_number is False:
                     handshake.numbers.heard(numbers)
                     if number == handshake.number:  # the server has made some of its fillers, and needs more time
                         exchange.take(number, handshake.numbers.numbers())

@@ -252,7 +252,8 @@ class Handshake:
         """Makes our endpoint, and returns whether it could get this number.
 
         Raises:
-            OSError, UCXError: UCX cannot reach the peer.
+            OSError, UCXError: UCX cannot reach the peer; or the handshake failed meanwhile, because making an endpoint
+                progresses the worker.
         """
         facts = self.peer.facts
         address = WorkerAddress.from_ucx(
@@ -269,6 +270,9 @@ class Handshake:
         self.number = number
         self.chosen = None
         core.on_failure = self._endpoint_failed
+        if self.opened.outcome is not None:
+            self.drop_endpoint()
+        self.check()
         return True
 
     def greet(self) -> None:

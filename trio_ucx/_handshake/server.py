@@ -278,6 +278,8 @@ class Acceptor:
                 number = None if handshake.chooses_number is False else handshake.choose_number(None)
                 exchange.welcome(own_facts, number, handshake.numbers.numbers())
             case Taken(number=number, numbers=numbers):
+                if handshake.chooses_number is not False and number != handshake.chosen:
+                    raise ProtocolError(f"it took the number {number}, which it was not given")
                 handshake.numbers.heard(numbers)
                 missing = number - handshake.numbers.numbers().next
                 if missing > 0:
@@ -289,10 +291,8 @@ class Acceptor:
                 handshake.late_greetings.add(number)
                 if handshake.chooses_number is False:
                     exchange.decline(handshake.numbers.numbers())
-                elif number == handshake.chosen:  # a raw endpoint has it, or there are not enough fillers yet
+                else:  # a raw endpoint has it, or there are not enough fillers yet
                     exchange.reassign(handshake.choose_number(None), handshake.numbers.numbers())
-                else:
-                    raise ProtocolError(f"it took the number {number}, which it was not given")
             case Declined(numbers=numbers):
                 if handshake.chooses_number is False:
                     raise ProtocolError("it declined the number that it had chosen itself")

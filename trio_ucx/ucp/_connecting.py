@@ -61,10 +61,7 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
 def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
     """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
     core.engine.has_atomics_endpoints = True
-    label, options = f"{address!r}, for atomics", opening.WITHOUT_ERROR_HANDLING
-    endpoint = _make_to_worker(core.engine, address, options, label, raw=True)
-    endpoint.origin = core.origin
-    return endpoint
+    return _connect_beside(core, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics")
 
 
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
@@ -76,9 +73,17 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
     if core.memory_endpoint is None or core.memory_endpoint.handle is None:
         assert core.peer_address is not None
         label = f"{core.label}, for its memory"
-        core.memory_endpoint = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
-        core.memory_endpoint.origin = core.origin
+        core.memory_endpoint = _connect_beside(core, core.peer_address, opening.DEFAULT, label)
     return core.memory_endpoint
+
+
+def _connect_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
+    """Makes an endpoint that ends when ``core`` does."""
+    endpoint = _make_to_worker(core.engine, address, options, label, raw=True)
+    endpoint.origin = core.origin
+    if core.gone:  # since just now: making an endpoint progresses the worker
+        endpoint.follow(core)
+    return endpoint
 
 
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
@@ -95,6 +100,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
+        engine.safety_net.watch()  # which closes the fillers that are left
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
@@ -115,11 +121,12 @@ def _make_to_worker(
     def create(id: int, out: Any) -> int:
         status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
         if status != Status.NO_MEMORY:  # UCX counts failed attempts, too
-            error_handling = options.error_mode is not ErrorMode.NONE
-            engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
+            engine.numbering.of(address.uid).made(error_handling=options.error_mode is not ErrorMode.NONE)
         return status
 
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
+    if raw:
+        engine.numbering.of(address.uid).add_raw(core)
     core.peer = address.process
     core.peer_address = address
     return core

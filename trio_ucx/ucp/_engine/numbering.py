@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import attrs
 
@@ -50,7 +51,7 @@ class Numbers:
 
     Attributes:
         next: the number of the next endpoint that it makes.
-        has_raw: whether it has made raw endpoints, whose numbers the other side does not know about.
+        has_raw: whether it has raw endpoints open, whose numbers the other side does not know about.
         plain: the numbers of those that are without error handling; the newest ones, if there are very many.
     """
 
@@ -91,33 +92,36 @@ class PeerNumbers(Generic[E]):
 
     def __init__(self) -> None:
         self._next = 0
-        self._has_raw = False
+        self._raw: WeakSet[E] = WeakSet()
         self._peer_has_raw = False
         #: The numbers of endpoints without error handling, here and at the peer.
         self._plain: list[int] = []
         self._peer_plain: frozenset[int] = frozenset()
-        #: The lowest number that was not given out, and those below it that came back unused.
-        self._promised = 0
-        self._returned: set[int] = set()
+        #: The numbers that were chosen, and whose endpoints have not been made here.
+        self._chosen: set[int] = set()
         self._fillers: dict[int, tuple[E, float]] = {}
         #: Endpoints of connections that were closed, and since when, the oldest first.
         self._idle: dict[int, tuple[E, float]] = {}
         #: Those of them that are offered to connections which are being opened.
         self._offered: dict[int, tuple[E, float]] = {}
 
-    def made(self, *, raw: bool, error_handling: bool) -> None:
+    def made(self, *, error_handling: bool) -> None:
         """UCX has given a number to an endpoint, or used one up on an attempt to make it."""
         if not error_handling:
             self._plain = [*self._plain[1 - MAX_PLAIN :], self._next]
         self._next += 1
-        self._has_raw = self._has_raw or raw
+
+    def add_raw(self, core: E) -> None:
+        """The endpoint that was just made is a raw one."""
+        self._raw.add(core)
 
     def numbers(self) -> Numbers:
-        return Numbers(self._next, self._has_raw, tuple(self._plain))
+        has_raw = any(core.handle is not None for core in self._raw)
+        return Numbers(self._next, has_raw, tuple(self._plain))
 
     def heard(self, theirs: Numbers) -> None:
         """The other side said how far it is."""
-        self._peer_has_raw = self._peer_has_raw or theirs.has_raw
+        self._peer_has_raw = theirs.has_raw
         self._peer_plain = frozenset(theirs.plain)
 
     @property
@@ -143,7 +147,7 @@ class PeerNumbers(Generic[E]):
         limit = time.monotonic() - IDLE_TIME
         for number, (core, since) in list(self._idle.items()):
             if core.handle is None or since <= limit:
-                del self._idle[number]
+                self._idle.pop(number, None)  # closing one may end a connection, whose endpoint takes its place
                 core.close()
 
     def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
@@ -165,33 +169,29 @@ class PeerNumbers(Generic[E]):
             if since > oldest and _fits(core, address):
                 self._offered[number] = self._idle.pop(number)
                 return number
-        self._returned = {number for number in self._returned if number >= lowest}
-        if self._returned:
-            number = min(self._returned)
-            self._returned.remove(number)
-            return number
-        number = max(lowest, self._promised)
+        number = lowest
+        while number in self._chosen:
+            number += 1
         if number >= LIMIT:
             raise UsedUp
-        self._promised = number + 1
+        self._chosen.add(number)
         return number
 
     @property
     def is_unused(self) -> bool:
-        """Whether no endpoint was ever made, and no number is out."""
-        return self._next == 0 and len(self._returned) == self._promised
+        """Whether no endpoint was ever made, and no number is chosen."""
+        return self._next == 0 and not self._chosen
 
     def give_back(self, number: int) -> None:
         """A number was chosen, and neither side has made an endpoint with it, as far as is known.
 
         An endpoint that was offered is closed: the peer has closed its pair, or the connection was not opened.
         """
+        self._chosen.discard(number)
         offered = self._offered.pop(number, None)
         if offered is not None:
             core, _ = offered
             core.close()
-        elif number >= self._next:
-            self._returned.add(number)
 
     def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
@@ -203,6 +203,7 @@ class PeerNumbers(Generic[E]):
         Raises:
             OSError, UCXError: what ``make`` raises.
         """
+        self._chosen.discard(number)
         self.close_old_fillers()
         there = self._offered.pop(number, None) or self._fillers.pop(number, None) or self._idle.pop(number, None)
         if there is not None:
@@ -228,14 +229,15 @@ class PeerNumbers(Generic[E]):
 
     @property
     def has_temporary_fillers(self) -> bool:
-        return bool(self._fillers) and not self._peer_has_raw
+        return not self._peer_has_raw and any(core.forcible for core, _ in self._fillers.values())
 
     def close_old_fillers(self) -> None:
         """Closes fillers that nobody asks for any more."""
         oldest = time.monotonic() - FILLER_AGE
         for number, (core, made_at) in list(self._fillers.items()):
-            # A filler may be the pair of a raw endpoint of the peer's, whose messages it answers: that one stays.
-            if core.handle is None or (made_at < oldest and not self._peer_has_raw):
+            # A filler may be the pair of an open raw endpoint of the peer's, whose messages it answers: that one stays.
+            # So does one without error handling: UCX could only flush it, and its peer may have died.
+            if core.handle is None or (made_at < oldest and core.forcible and not self._peer_has_raw):
                 del self._fillers[number]
                 core.close()
 
