@@ -98,6 +98,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
+        core.leads_to(address)  # what made it may have said something else about this worker
     return core
 
 
@@ -120,8 +121,7 @@ def _make_to_worker(
         return status
 
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
-    core.peer = address.process
-    core.peer_address = address
+    core.leads_to(address)
     return core
 
 
