@@ -346,6 +346,7 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
         del view
         memory.close()
 
+
 @role
 async def two_contexts(features: list[int]) -> None:
     """Owns memory of a context with all features, and has a worker of another context for each of ``features``.
