@@ -180,8 +180,8 @@ async def add(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
 
 
 async def fetch_add(remote: ucp.RemoteMemory, at: Peers, data: bytearray, *, bits: int = 64) -> None:
-    before = await remote.fetch_add(1, 16, bits=bits)
-    assert await remote.fetch_add(1, 16, bits=bits) == before + 1
+    before = await remote.fetch_add(1, bits=bits)
+    assert await remote.fetch_add(1, bits=bits) == before + 1
 
 
 async def fetch_add_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
@@ -285,6 +285,26 @@ async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
         async with await able.open_endpoint(told) as endpoint:
             with pytest.raises(RuntimeError, match="sending tag messages needs Feature.TAG at the peer, too"):
                 await endpoint.tag_send(b"x", 1)
+
+
+async def test_atomics_by_the_worker_of_a_descriptor(transports: str) -> None:
+    """Over an endpoint by socket address UCX's own go to that worker."""
+    config = {"TLS": transports}
+    async with (
+        ucp.open_worker(config=config, features=F.ALL) as owner,
+        ucp.open_worker(config=config, features=F.ALL & ~(F.AMO32 | F.AMO64)) as unable,
+        ucp.open_worker(config=config, features=F.ALL) as us,
+        open_raw_pair(us, owner) as (endpoint, _),
+    ):
+        with owner.context.register(bytearray(8)) as memory:
+            found = for_ucx(memory.descriptor)
+            for worker in (unable, owner):
+                descriptor = attrs.evolve(found, worker=worker.address)
+                for action in (fetch_add, add, fetch_add_in_chain):
+                    at = Peers(None, endpoint, F.ALL, {})  # type: ignore[arg-type]
+                    with endpoint.attach(descriptor) as remote:
+                        missing = F.AMO64 if worker is unable else F(0)
+                        await expect(partial(action, remote), at, bytearray(8), missing)
 
 
 async def test_facts_that_lie_about_a_worker(worker: ucp.Worker, transports: str) -> None:
