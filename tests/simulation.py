@@ -31,8 +31,8 @@ from trio_ucx._tag_queue import State, Want
 from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.operations import EndpointCore, Operation
-from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._memory.buffers import Pinned
 
 #: What was reported as internal errors of trio_ucx.
