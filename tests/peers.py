@@ -349,6 +349,72 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
 
 @role
+async def two_contexts(features: list[int]) -> None:
+    """Owns memory of a context with all features, and has a worker of another context for each of ``features``.
+
+    Reports the workers' addresses, the addresses of their listeners for Connections, and the memory's descriptors; then
+    the kind and length of each message that one of them gets, until the test ends. At the test's first line, which is
+    the address of its worker, opens endpoints that send the data of their UCP streams back.
+    """
+    async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        owner = await stack.enter_async_context(ucp.open_worker(features=ucp.Feature.ALL))
+        allocated = stack.enter_context(owner.context.allocate(2**20))
+        registered = stack.enter_context(owner.context.register(bytearray(2**20)))
+        workers = [await stack.enter_async_context(ucp.open_worker(features=ucp.Feature(each))) for each in features]
+        listeners: list[Any] = []
+        for worker in workers:
+            if ucp.Feature.TAG in worker.context.features:
+                serve = partial(trio_ucx.serve_ucx, _echo_on_its_endpoint, 0, host="127.0.0.1", worker=worker)
+                [listener] = await nursery.start(serve)
+                listeners.append(listener.address)
+                nursery.start_soon(_report_tag_messages, worker)
+            else:
+                listeners.append(None)
+            if ucp.Feature.AM in worker.context.features:
+                nursery.start_soon(_report_active_messages, worker)
+        descriptors = [memory.descriptor.hex() for memory in (allocated, registered)]
+        say([[bytes(worker.address).hex() for worker in workers], listeners, descriptors])
+        with contextlib.suppress(EOFError):
+            address = ucp.WorkerAddress(bytes.fromhex(await ask()))
+            for worker in workers:
+                if ucp.Feature.STREAM in worker.context.features:
+                    nursery.start_soon(_echo_stream, await worker.open_endpoint(address))
+            await until_told()
+        nursery.cancel_scope.cancel()
+
+
+async def _report_tag_messages(worker: ucp.Worker) -> None:
+    while True:
+        length, _ = await worker.tag_receive(bytearray(2**21), 0, 1 << 63)
+        say(["tag", length])
+
+
+async def _report_active_messages(worker: ucp.Worker) -> None:
+    with worker.open_active_messages(7) as messages:
+        async for message in messages:
+            say(["am", len(await message.receive())])
+
+
+async def _echo_on_its_endpoint(connection: trio_ucx.Connection) -> None:
+    if ucp.Feature.STREAM in connection.worker.context.features:
+        await _echo_stream(connection.endpoint)
+    else:
+        with contextlib.suppress(trio.EndOfChannel, trio.BrokenResourceError):
+            await connection.receive()
+
+
+async def _echo_stream(endpoint: ucp.Endpoint) -> None:
+    try:
+        while True:
+            with await endpoint.stream_receive_some() as data:
+                await endpoint.stream_send(bytes(data))
+    except trio.BrokenResourceError:
+        pass
+    finally:
+        endpoint.abort()
+
+
+@role
 async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
     """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed:
     with four tasks, one of which uses request chains.

@@ -201,6 +201,7 @@ def some_facts(**changes: Any) -> Facts:
         host=HOST,
         address=ALL,
         network_address=NETWORK,
+        features=0x7F,
         software="trio_ucx 9.8",
         ucx=(1, 22),
     )

@@ -32,6 +32,7 @@ from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.operations import EndpointCore, Operation
 from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._memory.buffers import Pinned
 
 #: What was reported as internal errors of trio_ucx.
@@ -101,6 +102,8 @@ class SimulatedEngine:
     usable = True
     handle: Any = "worker"
     peer_is_hostile = False
+    context = SimpleNamespace(features=Feature.TAG)
+    tags = True
 
     def __init__(self) -> None:
         self.tag_dispatch = SimulatedTagDispatch(self)

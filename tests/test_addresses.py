@@ -91,7 +91,8 @@ def with_checksum(data: bytes) -> bytes:
 
 def moved(address: ucp.WorkerAddress, network_namespace: int, process: Process | None = None) -> ucp.WorkerAddress:
     """The address as one of a worker in this network namespace."""
-    return ucp.WorkerAddress._create(address.ucx, process or address.process, network_namespace, address.shared_memory)
+    process = process or address.process
+    return ucp.WorkerAddress._create(address.ucx, process, network_namespace, address.shared_memory, address.features)
 
 
 async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
@@ -99,30 +100,49 @@ async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
     assert address.network_namespace == os.stat("/proc/self/ns/net").st_ino
     foreign = ucp.WorkerAddress.from_ucx(address.ucx)
     assert (foreign.process, foreign.network_namespace, foreign.shared_memory) == (NOBODY, 0, False)
-    for one in (address, foreign, moved(address, 2**64 - 1)):
+    assert (address.features, foreign.features) == (worker.context.features, ucp.Feature.ALL)
+    without_tags, liar = (
+        ucp.WorkerAddress.from_ucx(address.ucx, features=ucp.Feature(features)) for features in (0x7E, 2**32 - 1)
+    )
+    for one in (address, foreign, moved(address, 2**64 - 1), without_tags, liar):
         again = ucp.WorkerAddress(bytes(one))
-        assert again == one and again.network_namespace == one.network_namespace
-    assert moved(address, 1) != address
+        assert again == one and again.network_namespace == one.network_namespace and again.features == one.features
+    assert moved(address, 1) != address and without_tags != foreign
+    with pytest.raises(TypeError, match="must be a Feature"):
+        ucp.WorkerAddress.from_ucx(address.ucx, features=1)  # type: ignore[arg-type]
+
+
+async def test_worker_address_of_version_5(worker: ucp.Worker) -> None:
+    """It did not say the features of the worker's context."""
+    address = worker.address
+    data = bytes(address)
+    assert address.features != ucp.Feature.ALL and data[-5] == 6
+    older = ucp.WorkerAddress(with_checksum(data[: -9 - 4] + data[-9:-5] + bytes([5])))
+    assert older.features == ucp.Feature.ALL
+    assert (older.ucx, older.process, older.shared_memory) == (address.ucx, address.process, address.shared_memory)
+    assert older.network_namespace == address.network_namespace
 
 
 async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
     """The magic, the version and the checksum end an address, whatever the version."""
     data = bytes(worker.address)
     version = data[-5]
-    for other in (version + 1, version - 1, 0, 255):
+    for other in (version + 1, 4, 0, 255):
         changed = with_checksum(b"fields of another version" + data[-9:-5] + bytes([other]))
-        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks version {version}"):
+        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks versions 5 and {version}"):
             ucp.WorkerAddress(changed)
         with pytest.raises(ValueError, match="no worker address, or damaged"):
             ucp.WorkerAddress(data[:-5] + bytes([other]) + data[-4:])
 
 
-@pytest.mark.parametrize("length", [0, 1, 44, 45])
-async def test_worker_address_that_is_too_short(worker: ucp.Worker, length: int) -> None:
+@pytest.mark.parametrize(("version", "size"), [(5, 45), (6, 49)])
+async def test_worker_address_that_is_too_short(worker: ucp.Worker, version: int, size: int) -> None:
     """...for its fields, or has nothing of UCX's before them."""
-    end = bytes(worker.address)[-9:-4]
-    with pytest.raises(ValueError, match="too short"):
-        ucp.WorkerAddress(with_checksum(bytes(length) + end))
+    end = bytes(worker.address)[-9:-5] + bytes([version])
+    for length in (0, 1, size - 1, size):
+        with pytest.raises(ValueError, match="too short"):
+            ucp.WorkerAddress(with_checksum(bytes(length) + end))
+    assert ucp.WorkerAddress(with_checksum(bytes(size + 1) + end)).ucx == bytes(1)
 
 
 async def test_another_network(worker: ucp.Worker) -> None:

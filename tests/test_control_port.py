@@ -93,6 +93,7 @@ class Attacker:
             host=host,
             address=internals(worker).address.ucx,
             network_address=internals(worker).network_address.ucx,
+            features=0,
             software="attacker",
         )
 

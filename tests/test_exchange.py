@@ -597,6 +597,7 @@ def test_endless_frames_are_not_kept() -> None:
     ),
     address=st.binary(max_size=500),
     network_address=st.binary(max_size=500),
+    features=st.integers(0, 2**32 - 1),
     ucx=st.tuples(st.integers(0, 255), st.integers(0, 255)),
     software=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=100),
 )
@@ -614,9 +615,9 @@ OUT_OF_RANGE = {
     "error handling": (4, [2, 255]),
     "sees local": (5, [2, 255]),
     "pid": (10, [2**22 + 1, 2**31, 2**32 - 1]),
-    "address length": (15, [0, len(ALL) + 1, 2**31, 2**32 - 1]),
-    "network address length": (16, [0, len(NETWORK) - 1, 2**32 - 1]),
-    "software length": (17, [0, 1000, 65535]),
+    "address length": (16, [0, len(ALL) + 1, 2**31, 2**32 - 1]),
+    "network address length": (17, [0, len(NETWORK) - 1, 2**32 - 1]),
+    "software length": (18, [0, 1000, 65535]),
 }
 
 

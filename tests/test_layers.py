@@ -52,7 +52,7 @@ SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream",
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
-    ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log"],
+    ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log", "_features"],
     ["_status", "_shared_memory", "_address_format", "_network_part", "_address"],
     ["_memory"],
     ["_attributes", "_opening", "_reach", "_context"],

@@ -7,6 +7,7 @@ internal error, a buffer that stays pinned, or a state that grows without a boun
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Aborted, Kind, State
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._tag_queue import Want
+from trio_ucx.ucp._address import WorkerAddress
 from trio_ucx.ucp._address_format import parse_worker_address
 from trio_ucx.ucp._memory.buffers import Pinned
 
@@ -63,7 +65,14 @@ def facts(data: bytes) -> None:
 
 
 def address(data: bytes) -> None:
-    """A worker address of UCX's."""
+    """A worker address of UCX's; and of trio_ucx's, in both versions, with a checksum that is right."""
+    for version in (5, 6):
+        ended = data + b"TUWA" + bytes([version])
+        try:
+            found = WorkerAddress(ended + struct.pack("<I", zlib.crc32(ended)))
+        except ValueError:
+            continue
+        assert WorkerAddress(bytes(found)) == found
     try:
         parse_worker_address(data)
     except ValueError:

@@ -37,6 +37,7 @@ FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("user", "I", _ANY32),
     ("IPC namespace", "Q", _ANY64),
     ("network namespace", "Q", _ANY64),
+    ("features", "I", _ANY32),
     ("length of the address", "I", (0, MAX_ADDRESS)),
     ("length of the network address", "I", (0, MAX_ADDRESS)),
     ("length of the software", "H", (0, 2**16 - 1)),
@@ -72,6 +73,7 @@ class Facts:
         host: where it runs.
         address: its worker's address, with all transports.
         network_address: the same without shared memory; empty if nothing else is left.
+        features: what its worker's context was opened with (``UCP_FEATURE_*``).
         software: its releases of trio_ucx and UCX, for error messages.
         ucx: its release of UCX, the first two numbers.
     """
@@ -85,6 +87,7 @@ class Facts:
     host: Host
     address: bytes
     network_address: bytes
+    features: int
     software: str
     ucx: tuple[int, int] = (0, 0)
 
@@ -103,6 +106,7 @@ class Facts:
                 host.user,
                 host.ipc_namespace,
                 host.network_namespace,
+                self.features,
                 len(self.address),
                 len(self.network_address),
                 len(software),
@@ -142,6 +146,7 @@ class Facts:
             user,
             ipc_namespace,
             network_namespace,
+            features,
             address_length,
             network_length,
             software_length,
@@ -166,6 +171,7 @@ class Facts:
             host=Host(Process(boot_id, pid_namespace, pid, start), user, ipc_namespace, network_namespace),
             address=address,
             network_address=network_address,
+            features=features,
             software="".join(char if char.isprintable() else "?" for char in software[:200]),
             ucx=(major, minor),
         )

@@ -20,7 +20,7 @@ from outcome import Error, Value
 from .. import _wire as wire
 from .._link import Link, Options, Transport
 from .._wire import ProtocolError
-from ..ucp import Status, UCXError, WorkerAddress
+from ..ucp import Feature, Status, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
@@ -257,7 +257,10 @@ class Handshake:
         """
         facts = self.peer.facts
         address = WorkerAddress.from_ucx(
-            self._peer_address, process=facts.host.process, shared_memory=facts.error_handling
+            self._peer_address,
+            process=facts.host.process,
+            shared_memory=facts.error_handling,
+            features=Feature(facts.features),
         )
         try:
             core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)

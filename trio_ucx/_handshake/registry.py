@@ -81,6 +81,7 @@ class Registry:
             host=this_host(),
             address=engine.address.ucx,
             network_address=self._network_address,
+            features=engine.context.features,
             software=SOFTWARE,
             ucx=(ucx.version[0], ucx.version[1]),
         )

@@ -7,7 +7,7 @@ or in a forked child.
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
     _util, _contained, _live_handles, _process,
-      _forks, _descriptors, _log                      the process: its threads, forks, descriptors, UCX's log
+      _forks, _descriptors, _log, _features           the process: its threads, forks, descriptors, UCX's log; features
     _status, _shared_memory, _address_format,
       _network_part, _address                         statuses and errors, addresses
     _memory                                           buffers, and memory that peers can get and put
@@ -51,9 +51,7 @@ from ._chains.expressions import Piece as Piece
 from ._chains.run import SKIPPED as SKIPPED
 from ._chains.run import Followed as Followed
 from ._chains.run import Outcomes as Outcomes
-from ._context import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._context import Context as Context
-from ._context import Feature as Feature
 from ._context import open_context as open_context
 from ._endpoint import CloseMode as CloseMode
 from ._endpoint import Endpoint as Endpoint
@@ -61,6 +59,8 @@ from ._endpoint import EndpointStatistics as EndpointStatistics
 from ._endpoint import Transport as Transport
 from ._engine.pending import RequestCancelled as RequestCancelled
 from ._engine.statistics import WorkerStatistics as WorkerStatistics
+from ._features import DEFAULT_FEATURES as DEFAULT_FEATURES
+from ._features import Feature as Feature
 from ._listener import ConnectionRequest as ConnectionRequest
 from ._listener import RawListener as RawListener
 from ._memory.foreign import DeviceBuffer as DeviceBuffer

@@ -17,9 +17,9 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib
 from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
-from ._context import Feature
 from ._engine.engine import Engine
 from ._engine.pending import Waiters
+from ._features import Feature
 from ._live_handles import live_handles
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource

@@ -12,17 +12,21 @@ import attrs
 import trio
 
 from .._native import ffi, lib
+from ._features import Feature
 from ._process import NOBODY, Process, check_process, this_host
 from ._status import read_sized
 from ._util import check_integer
 
-#: After UCX's bytes: the process (host, PID namespace, pid, start time), its network namespace, and flags.
-_FACTS = struct.Struct("<16sQIQQB")
+#: After UCX's bytes: the process (host, PID namespace, pid, start time), its network namespace, flags, and the features
+#: of the worker's context.
+_FACTS = struct.Struct("<16sQIQQBI")
+#: Version 5 had no features.
+_FACTS_5 = struct.Struct("<16sQIQQB")
 #: The end, in every version: magic, the version of the facts, and a checksum of everything before. UCX would crash on
 #: damaged bytes, so the checksum is compared first.
 _END = struct.Struct("<4sBI")
 #: Earlier versions had other magic bytes.
-_MAGIC, _VERSION = b"TUWA", 5
+_MAGIC, _VERSION = b"TUWA", 6
 _CHECKSUM = struct.Struct("<I")
 _SHARED_MEMORY = 1
 
@@ -49,6 +53,8 @@ class WorkerAddress:
     network_namespace: int
     #: A flag: endpoints with error handling can reach the worker over shared memory.
     shared_memory: bool
+    #: What the worker's context was opened with; ``Feature.ALL`` if not known.
+    features: Feature
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -61,16 +67,23 @@ class WorkerAddress:
                 f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP "
                 "program without trio_ucx use WorkerAddress.from_ucx"
             )
-        if version != _VERSION:
+        if version not in (5, _VERSION):
             raise ValueError(
-                f"a worker address of version {version}: this trio_ucx speaks version {_VERSION}; use one release of "
-                "trio_ucx on both sides"
+                f"a worker address of version {version}: this trio_ucx speaks versions 5 and {_VERSION}; use one "
+                "release of trio_ucx on both sides"
             )
-        blob, facts = body[: -_FACTS.size], body[-_FACTS.size :]
+        layout = _FACTS_5 if version == 5 else _FACTS
+        blob, facts = body[: -layout.size], body[-layout.size :]
         if not blob:
             raise ValueError("this worker address is too short for its fields")
-        *process, network_namespace, flags = _FACTS.unpack(facts)
-        self.__attrs_init__(blob, check_process(*process), network_namespace, bool(flags & _SHARED_MEMORY))
+        host, namespace, pid, start, network_namespace, flags, *features = layout.unpack(facts)
+        self.__attrs_init__(
+            blob,
+            check_process(host, namespace, pid, start),
+            network_namespace,
+            bool(flags & _SHARED_MEMORY),
+            Feature(*features) if features else Feature.ALL,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> WorkerAddress:
@@ -83,7 +96,14 @@ class WorkerAddress:
         return cls(data)
 
     @classmethod
-    def from_ucx(cls, blob: bytes, *, process: Process = NOBODY, shared_memory: bool = False) -> WorkerAddress:
+    def from_ucx(
+        cls,
+        blob: bytes,
+        *,
+        process: Process = NOBODY,
+        shared_memory: bool = False,
+        features: Feature = Feature.ALL,
+    ) -> WorkerAddress:
         """Makes an address from the bytes that ``ucp_worker_get_address`` gives any UCP program.
 
         UCX does not check them: damaged bytes crash the process. They do not say in which network namespace the program
@@ -95,18 +115,24 @@ class WorkerAddress:
             shared_memory: whether the program runs with UCX's option MM_ERROR_HANDLING=y, as trio_ucx does. Without it,
                 which is UCX's default, it cannot answer an endpoint with error handling over shared memory, and
                 messages would hang: such an endpoint then leaves shared memory out.
+            features: what the worker's context was opened with, where that is known. Endpoints refuse what needs
+                others: the worker would never answer.
 
         Raises:
-            TypeError: ``blob`` is not bytes.
+            TypeError: ``blob`` is not bytes; ``features`` is no :class:`Feature`.
         """
         if not isinstance(blob, (bytes, bytearray, memoryview)):
             raise TypeError(f"an address of UCX's is bytes, not {type(blob).__name__}")
-        return cls._create(bytes(blob), process, 0, bool(shared_memory))
+        if not isinstance(features, Feature):
+            raise TypeError(f"features must be a Feature, not {features!r}")
+        return cls._create(bytes(blob), process, 0, bool(shared_memory), features)
 
     @classmethod
-    def _create(cls, ucx: bytes, process: Process, network_namespace: int, shared_memory: bool) -> WorkerAddress:
+    def _create(
+        cls, ucx: bytes, process: Process, network_namespace: int, shared_memory: bool, features: Feature
+    ) -> WorkerAddress:
         address = cls.__new__(cls)
-        address.__attrs_init__(ucx, process, network_namespace, shared_memory)
+        address.__attrs_init__(ucx, process, network_namespace, shared_memory, features)
         return address
 
     @property
@@ -121,7 +147,7 @@ class WorkerAddress:
 
     def __bytes__(self) -> bytes:
         flags = _SHARED_MEMORY if self.shared_memory else 0
-        facts = _FACTS.pack(*attrs.astuple(self.process), self.network_namespace, flags)
+        facts = _FACTS.pack(*attrs.astuple(self.process), self.network_namespace, flags, self.features)
         body = self.ucx + facts + _END.pack(_MAGIC, _VERSION, 0)[: -_CHECKSUM.size]
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
@@ -129,16 +155,17 @@ class WorkerAddress:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
 
 
-def worker_address(worker: Any, *, shared_memory: bool, network_only: bool = False) -> WorkerAddress:
+def worker_address(worker: Any, features: Feature, *, shared_memory: bool, network_only: bool = False) -> WorkerAddress:
     """The address of a local worker, by its native handle.
 
     Args:
+        features: those of its context.
         shared_memory: whether it can be reached over shared memory with error handling.
         network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
     """
     blob = read_sized(lambda *out: lib.tu_worker_address(worker, network_only, *out), "asking for the worker's address")
     host = this_host()
-    return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory)
+    return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory, features)
 
 
 def in_another_network_namespace(address: WorkerAddress) -> bool:

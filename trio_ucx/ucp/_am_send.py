@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 
 from .._native import ffi, lib
-from ._context import Feature
 from ._engine.operations import EndpointCore, Operation
 from ._engine.posting import pending_operation, pin
+from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError
 from ._util import check_integer
@@ -57,7 +57,7 @@ def post_am_send(
     engine = core.engine
     engine.check()
     core.check()
-    engine.context.require(Feature.AM, "sending active messages")
+    core.require(Feature.AM, "sending active messages")
     pinned_header = Pinned(header)
     length = pinned_header.size
     kept_header = ffi.new("char[]", pinned_header.copy(length))

@@ -104,6 +104,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
+        core.leads_to(address)  # what made it may have said something else about this worker
     return core
 
 
@@ -127,8 +128,7 @@ def _make_to_worker(
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
     if raw:
         engine.numbering.of(address.uid).add_raw(core)
-    core.peer = address.process
-    core.peer_address = address
+    core.leads_to(address)
     return core
 
 

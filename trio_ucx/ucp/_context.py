@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import enum
 import math
 import os
 import socket
@@ -21,6 +20,7 @@ from . import _log as ucx_log
 from . import _shared_memory as shared_memory
 from ._address import WorkerAddress
 from ._attributes import ContextAttributes, check_name, native_name, query_context
+from ._features import DEFAULT_FEATURES, Feature
 from ._forks import Birth
 from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
@@ -32,24 +32,8 @@ from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 Config = Mapping[str, str | int | bool]
 
 
-class Feature(enum.IntFlag):
-    """What a context's workers may be used for (``UCP_FEATURE_*``). WAKEUP is always on: Trio needs it."""
-
-    TAG = 1 << 0
-    RMA = 1 << 1
-    AMO32 = 1 << 2
-    AMO64 = 1 << 3
-    WAKEUP = 1 << 4
-    STREAM = 1 << 5
-    AM = 1 << 6
-    ALL = TAG | RMA | AMO32 | AMO64 | WAKEUP | STREAM | AM
-
-
 #: Any of these lets a context register memory.
 _MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
-
-#: Tag messages, which Connections need, and active messages, by which trio_ucx peers use remote memory.
-DEFAULT_FEATURES = Feature.TAG | Feature.AM | Feature.WAKEUP
 
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
 RENDEZVOUS_THRESHOLD = 64 * 1024
@@ -320,16 +304,6 @@ class Context(metaclass=OpenedNotConstructed):
         """Whether its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
         every context of the process."""
         return Feature.AM in self.features
-
-    @property
-    def ucx_access(self) -> Access:
-        """Which of UCX's puts, gets and atomics to memory of this context UCX answers."""
-        access = Access(0)
-        if Feature.RMA in self.features:
-            access |= Access.READ | Access.WRITE
-        if self.features & (Feature.AMO32 | Feature.AMO64):
-            access |= Access.ATOMIC
-        return access
 
     def _close(self) -> None:
         if self._closed:

@@ -41,12 +41,13 @@ from ._address import WorkerAddress
 from ._address_format import SHARED_MEMORY, parse_worker_address
 from ._connecting import connect_worker
 from ._contained import report
-from ._context import Context, Feature
+from ._context import Context
 from ._engine.engine import Engine
 from ._engine.lifetime import close_now, open_engine
 from ._engine.operations import EndpointCore, endpoints_of
 from ._engine.posting import post_flush
 from ._engine.tag_dispatch import CONNECTION_BIT
+from ._features import Feature
 from ._process import Process, is_visible, this_process
 from ._status import Status, UCXError
 from ._tag import post_bytes_send

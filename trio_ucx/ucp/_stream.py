@@ -11,11 +11,11 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
-from ._context import Feature
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore, Operation
 from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import Piece, StreamBuffer
+from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
@@ -75,7 +75,7 @@ def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
-    core.engine.context.require(Feature.STREAM, "sending on a UCP stream")
+    core.require(Feature.STREAM, "sending on a UCP stream")
     pins = pin(core.engine, data)
     core.unflushed = True
     verdict = lib.tu_stream_send(core.handle, pins.native_list())
@@ -92,7 +92,7 @@ class StreamReader:
     def _open_buffer(self) -> StreamBuffer:
         core = self._core
         core.engine.check()
-        core.engine.context.require(Feature.STREAM, "receiving from a UCP stream")
+        core.require(Feature.STREAM, "receiving from a UCP stream")
         stream_buffer = core.open_stream_buffer()
         if core.handle is None and core.error is None:
             core.check()  # we closed it

@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 
 from .._native import lib
-from ._context import Feature
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore, Operation, ReceiveOperation
 from ._engine.posting import pending_operation, pin
 from ._engine.tag_dispatch import CONNECTION_BIT
+from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
@@ -71,14 +71,15 @@ def check_claim(engine: Engine) -> None:
 
 def check_feature(engine: Engine) -> None:
     if not engine.tags:
-        engine.context.require(Feature.TAG, "using tag messages")
+        engine.context.require(Feature.TAG, "receiving tag messages")
 
 
 def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False) -> Operation | None:
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
-    check_feature(core.engine)
+    if not core.tags:
+        core.require(Feature.TAG, "sending tag messages")
     if type(data) is bytes and len(data) <= SHORT and not sync:
         return post_bytes_send(core, data, tag)
     pins = pin(core.engine, data)

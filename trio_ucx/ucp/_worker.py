@@ -18,7 +18,7 @@ from ._address import SocketAddress, WorkerAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
 from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
-from ._context import DEFAULT_FEATURES, Config, Context, Feature
+from ._context import Config, Context
 from ._endpoint import Endpoint
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_after_lingering, close_now, open_engine
@@ -26,6 +26,7 @@ from ._engine.operations import endpoints_of
 from ._engine.polling import check_spin, check_yield_interval
 from ._engine.posting import completed, pending_operation, pin, post_flush
 from ._engine.statistics import WorkerStatistics
+from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer
 from ._opening import EndpointOptions, ErrorMode

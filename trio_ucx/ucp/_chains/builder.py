@@ -9,10 +9,10 @@ import attrs
 import trio
 
 from ..._native import ffi, lib
-from .._context import Feature
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.posting import check_reaches
+from .._features import Feature
 from .._memory.buffers import Buffer, Pinned
 from .._memory.registered import Access
 from .._rma.remote_memory import RemoteMemory

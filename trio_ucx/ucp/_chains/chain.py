@@ -15,11 +15,11 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import lib
 from .._am_send import MAX_ID
-from .._context import Feature
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.pending import Signal
 from .._engine.posting import completed, pending_operation
+from .._features import Feature
 from .._memory.buffers import Buffer, Pinned
 from .._memory.pointers import refuse_pointers
 from .._memory.registered import Access
@@ -93,7 +93,7 @@ class RequestChain(ChainBuilder):
         Raises:
             TypeError, ValueError: wrong arguments; beyond the end; not allowed by the memory's ``access``.
             DependencyReferenceError, NoDependencyResource: see there.
-            RuntimeError: the context was opened without the feature that this needs.
+            RuntimeError: the context, or as far as is known the peer's, was opened without the feature that this needs.
             trio.ClosedResourceError: the chain, the endpoint or the worker was closed.
             trio.BusyResourceError: the chain is running, or UCX still has requests of an earlier run: see
                 :meth:`wait_idle`.
@@ -362,7 +362,7 @@ class RequestChain(ChainBuilder):
 
         Raises: as :meth:`get`.
         """
-        self._engine.context.require(Feature.TAG, "sending tag messages")
+        self._check_endpoints(endpoint, Feature.TAG, "sending tag messages")
         draft = Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)})
         return self._send(draft, data, length, options)
 
@@ -384,7 +384,7 @@ class RequestChain(ChainBuilder):
 
         Raises: as :meth:`get`.
         """
-        self._engine.context.require(Feature.AM, "sending active messages")
+        self._check_endpoints(endpoint, Feature.AM, "sending active messages")
         fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(bool(reply))}
         refuse_pointers(header, "send")
         with memoryview(header) as view:
@@ -396,10 +396,14 @@ class RequestChain(ChainBuilder):
         draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint, fields=fields, header=copied)
         return self._send(draft, data, length, options)
 
+    def _check_endpoints(self, endpoint: Endpoint | Choice, feature: Feature, doing: str) -> None:
+        self._engine.context.require(feature, doing)
+        for one in endpoint.options if isinstance(endpoint, Choice) else (endpoint,):
+            if not isinstance(one, Endpoint):
+                raise TypeError(f"messages go to an Endpoint or a Choice of some, not to a {type(one).__name__}")
+            one._core.require(feature, doing)
+
     def _send(self, draft: Draft, data: Any, length: Any, options: dict[str, Any]) -> ChainRequest:
-        for endpoint in draft.to.options if isinstance(draft.to, Choice) else (draft.to,):
-            if not isinstance(endpoint, Endpoint):
-                raise TypeError(f"messages go to an Endpoint or a Choice of some, not to a {type(endpoint).__name__}")
         draft.parts = payload(data)
         try:
             draft.terms["length"] = sent_length(length, draft.parts)

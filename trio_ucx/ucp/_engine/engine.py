@@ -42,7 +42,8 @@ from ..._native import ffi, lib
 from .._address import WorkerAddress, worker_address
 from .._attributes import query_worker
 from .._contained import contained, report
-from .._context import Context, Feature
+from .._context import Context
+from .._features import Feature
 from .._forks import Birth
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
@@ -221,9 +222,10 @@ class Engine:
         self.efd = lib.tu_worker_efd(handle)
         self.max_am_header = min(query_worker(handle, client_id).max_am_header, context.longest_am_header)
         handles_errors = context.shared_memory_handles_errors
-        self.address = worker_address(handle, shared_memory=handles_errors)
+        features = context.features
+        self.address = worker_address(handle, features, shared_memory=handles_errors)
         #: The same without shared memory.
-        self.network_address = worker_address(handle, shared_memory=handles_errors, network_only=True)
+        self.network_address = worker_address(handle, features, shared_memory=handles_errors, network_only=True)
         self.data_ports = DataPorts(self.network_address.ucx)
         #: How often the worker was progressed.
         self.progress_count = 0

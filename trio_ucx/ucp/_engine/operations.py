@@ -16,6 +16,7 @@ from ..._native import ffi, lib
 from .. import _reach
 from .._address import WorkerAddress
 from .._contained import contained, report
+from .._features import Feature
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._process import NOBODY
@@ -199,6 +200,7 @@ class EndpointCore:
         "error",
         "exposed",
         "facade",
+        "features",
         "forcible",
         "handle",
         "id",
@@ -213,6 +215,7 @@ class EndpointCore:
         "pending",
         "served",
         "stream_buffer",
+        "tags",
         "told",
         "unflushed",
         "watch",
@@ -237,6 +240,9 @@ class EndpointCore:
         #: Which process it leads to, and to which worker, where that is known.
         self.peer = NOBODY
         self.peer_address: WorkerAddress | None = None
+        #: The features that our context has and, as far as is known, the peer's; and whether TAG is among them.
+        self.features: Feature = engine.context.features
+        self.tags = engine.tags
         #: The user's object for it.
         self.facade: Callable[[], Any] = lambda: None
         #: What came of its UCP stream, once something came.
@@ -268,6 +274,25 @@ class EndpointCore:
         self.watchers: list[Signal] = []
         engine.endpoints[id] = self
         live_handles.opened("endpoint")
+
+    def leads_to(self, address: WorkerAddress) -> None:
+        """Records which worker it leads to."""
+        self.peer, self.peer_address = address.process, address
+        self.features = self.engine.context.features & address.features
+        self.tags = Feature.TAG in self.features
+
+    def require(self, feature: Feature, doing: str) -> None:
+        """Refuses what our context was not opened for, or the peer's, which would then never answer.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if feature not in self.features:
+            self.engine.context.require(feature, doing)
+            raise RuntimeError(
+                f"{doing} needs Feature.{feature.name} at the peer, too, and its context was opened without: open it "
+                f"with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
+            )
 
     @property
     def gone(self) -> bool:
@@ -418,7 +443,9 @@ class EndpointCore:
         id = engine.next_id()
         lib.tu_endpoint_rename(handle, id)
         heir = EndpointCore(engine, id, handle, self.label)
-        heir.peer, heir.peer_address, heir.connected = self.peer, self.peer_address, self.connected
+        heir.connected = self.connected
+        if self.peer_address is not None:
+            heir.leads_to(self.peer_address)
         return heir
 
     def lanes(self) -> list[bytes] | None:

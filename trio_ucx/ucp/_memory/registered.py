@@ -15,6 +15,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from .._address import WorkerAddress
+from .._features import Feature
 from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
 from .._status import Status, UCXError, read_sized
@@ -76,6 +77,30 @@ def _is_rkey(packed: bytes) -> bool:
 def is_host_memory(packed: bytes) -> bool:
     """Whether the memory of a packed remote key is host memory: that of a device, loads and stores do not reach."""
     return bool(_RKEY.unpack_from(packed)[1] == MemoryType.HOST)
+
+
+def ucx_access(features: Feature) -> Access:
+    """Which of UCX's puts, gets and atomics the workers of a context with these features answer."""
+    access = Access(0)
+    if Feature.RMA in features:
+        access |= Access.READ | Access.WRITE
+    if features & (Feature.AMO32 | Feature.AMO64):
+        access |= Access.ATOMIC
+    return access
+
+
+def require_answers(access: Access, answered: Access, context: str) -> None:
+    """Refuses those of UCX's puts, gets and atomics to which a peer's context gives no answer.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if access not in answered:
+        what, feature = ("atomics", "AMO64") if access is Access.ATOMIC else ("puts and gets", "RMA")
+        raise RuntimeError(
+            f"{context} was opened without Feature.{feature}, so it would never answer UCX's {what}: "
+            f"open it with ucp.DEFAULT_FEATURES | ucp.Feature.{feature}"
+        )
 
 
 @attrs.frozen(repr=False)
@@ -185,12 +210,7 @@ class MemoryDescriptor:
         Raises:
             RuntimeError: with what to do.
         """
-        if access not in self.ucx_access:
-            what, feature = ("atomics", "AMO64") if access is Access.ATOMIC else ("puts and gets", "RMA")
-            raise RuntimeError(
-                f"the owner's context was opened without Feature.{feature}, so it would never answer UCX's {what}: "
-                f"open it with ucp.DEFAULT_FEATURES | ucp.Feature.{feature}"
-            )
+        require_answers(access, self.ucx_access, "the owner's context")
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
@@ -271,7 +291,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 address,
                 this_process(),
                 self._token,
-                self.context.ucx_access,
+                ucx_access(self.context.features),
             )
         )
 

@@ -27,13 +27,13 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .._address import WorkerAddress
 from .._connecting import connect_for_atomics, connect_for_memory
-from .._context import Feature
 from .._engine.borrowed import Borrowed
 from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation
 from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
+from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
-from .._memory.registered import Access, MemoryDescriptor
+from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
 from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
@@ -448,19 +448,30 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _atomics_endpoint(self) -> EndpointCore:
         """The endpoint without error handling beside ours."""
-        self._descriptor.require_ucx(Access.ATOMIC)
         core = self._core
+        if "atomics" not in self._keys:  # else this has been checked
+            self._require_ucx(Access.ATOMIC, core.peer_address or self._descriptor.worker)
         if core.atomics_endpoint is None:
             core.atomics_endpoint = connect_for_atomics(core, self._worker_address())
         return core.atomics_endpoint
 
     def _chain_atomics_endpoint(self) -> EndpointCore:
         """The same for the atomics of request chains, of which C decides how many are under way."""
-        self._descriptor.require_ucx(Access.ATOMIC)
         core = self._core
+        self._require_ucx(Access.ATOMIC, core.peer_address or self._descriptor.worker)
         if core.chain_atomics_endpoint is None:
             core.chain_atomics_endpoint = connect_for_atomics(core, self._worker_address())
         return core.chain_atomics_endpoint
+
+    def _require_ucx(self, access: Access, address: WorkerAddress | None) -> None:
+        """Refuses those of UCX's puts, gets and atomics that would never be answered.
+
+        Args:
+            address: the worker to which they go, where it is known. Its context may be another one than the memory's.
+        """
+        self._descriptor.require_ucx(access)
+        if address is not None:
+            require_answers(access, ucx_access(address.features), "the context of the worker at the peer")
 
     def _worker_address(self) -> WorkerAddress:
         address = self._core.peer_address or self._descriptor.worker
@@ -525,7 +536,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
         if self._ucx_way is None or self._ucx_way.core.handle is None:
-            self._descriptor.require_ucx(Access.READ | Access.WRITE)
+            self._require_ucx(Access.READ | Access.WRITE, self._core.peer_address)
             core = connect_for_memory(self._core) if self._core.owner is not None else self._core
             await connect(core)
             self._check_open()

@@ -25,6 +25,7 @@ import attrs
 from ..._native import ffi, lib
 from .._engine.operations import EndpointCore
 from .._engine.posting import completed, post_flush
+from .._features import Feature
 from .._live_handles import live_handles
 from .._memory.registered import MemoryDescriptor, is_host_memory
 from .._status import Status, UCXError
@@ -172,7 +173,7 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
     pointer = 0 if key is None else key.mapped(descriptor)
     native.local = ffi.cast("char *", pointer)
-    if descriptor.token and core.engine.context.serves_memory and _is_emulated(core):
+    if descriptor.token and Feature.AM in core.features and _is_emulated(core):
         native.messages = True
         native.part = PART_OVER_TCP if core.over_tcp() else 0
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))

@@ -1,0 +1,324 @@
+"""What a peer's context was not opened for is refused at once: the peer would drop it in silence, or never answer.
+
+One process owns memory of one context and has workers of others, each with other features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from helpers import Peer, assert_free, open_pair, open_peer, open_raw_pair, pattern
+from outcome import Value
+from remote import SOON, for_ucx
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx.testing import internals
+
+F = ucp.Feature
+#: The features of the peer's workers.
+FEATURES = [F.TAG, F.AM, F.STREAM, F.RMA, F.AMO32, F.AMO64, F.TAG | F.RMA, F.TAG | F.AMO64, ucp.DEFAULT_FEATURES, F.ALL]
+SIZES = [8, 2**20]
+WAYS = [
+    ("tcp", "worker"),
+    ("tcp,sm,self", "worker"),
+    ("sm,self", "worker"),
+    ("tcp", "connection"),
+    ("tcp,sm,self", "connection"),
+]
+
+
+@attrs.frozen
+class Peers:
+    """Our end: an endpoint to a worker of the peer's, whose context has these features, and the peer's memory."""
+
+    peer: Peer
+    endpoint: ucp.Endpoint
+    features: F
+    remote: dict[str, ucp.RemoteMemory]
+
+    async def heard(self, kind: str, size: int) -> None:
+        assert await self.peer.hear() == [kind, size]
+
+    async def chain(self, add: Callable[[ucp.RequestChain], Any]) -> None:
+        chain = self.endpoint.worker.new_chain()
+        try:
+            add(chain)
+            assert all(isinstance(outcome, Value) for outcome in await chain.run())
+            await chain.wait_idle()
+        finally:
+            chain.close()
+
+    async def group(self, add: Callable[[ucp.RequestGroup], Any]) -> None:
+        refused = []
+        async with self.endpoint.worker.open_request_group() as group:
+            try:
+                add(group)
+            except RuntimeError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+
+
+Action = Callable[[Peers, bytearray], Awaitable[None]]
+
+
+async def tag_send(at: Peers, data: bytearray) -> None:
+    await at.endpoint.tag_send(data, 5)
+    await at.heard("tag", len(data))
+
+
+async def tag_send_bytes(at: Peers, data: bytearray) -> None:
+    await at.endpoint.tag_send(bytes(data), 5)
+    await at.heard("tag", len(data))
+
+
+async def tag_send_sync(at: Peers, data: bytearray) -> None:
+    await at.endpoint.tag_send_sync(data, 5)
+    await at.heard("tag", len(data))
+
+
+async def tag_send_in_group(at: Peers, data: bytearray) -> None:
+    await at.group(lambda group: group.tag_send(at.endpoint, data, 5))
+    await at.heard("tag", len(data))
+
+
+async def tag_send_in_chain(at: Peers, data: bytearray) -> None:
+    await at.chain(lambda chain: chain.tag_send(at.endpoint, data, 5))
+    await at.heard("tag", len(data))
+
+
+async def am_send(at: Peers, data: bytearray, protocol: ucp.SendProtocol = ucp.SendProtocol.AUTO) -> None:
+    await at.endpoint.am_send(7, data, b"header", reply=True, protocol=protocol)
+    await at.heard("am", len(data))
+
+
+async def am_send_in_group(at: Peers, data: bytearray) -> None:
+    await at.group(lambda group: group.am_send(at.endpoint, 7, data))
+    await at.heard("am", len(data))
+
+
+async def am_send_in_chain(at: Peers, data: bytearray) -> None:
+    await at.chain(lambda chain: chain.am_send(at.endpoint, 7, data))
+    await at.heard("am", len(data))
+
+
+async def stream_send(at: Peers, data: bytearray, *, in_group: bool = False) -> None:
+    if in_group:
+        await at.group(lambda group: group.stream_send(at.endpoint, data))
+    else:
+        await at.endpoint.stream_send(data)
+    echoed = bytearray(len(data))
+    assert await at.endpoint.stream_receive(echoed, exact=True) == len(data)
+    assert echoed == data
+
+
+async def stream_receive(at: Peers, data: bytearray) -> None:
+    """Waits for nothing if the peer cannot send on a stream."""
+    if F.STREAM in at.features:
+        await stream_send(at, data)
+    else:
+        await at.endpoint.stream_receive(data)
+
+
+async def stream_receive_some(at: Peers, data: bytearray) -> None:
+    if F.STREAM in at.features:
+        await at.endpoint.stream_send(data)
+        received = b""
+        while len(received) < len(data):
+            with await at.endpoint.stream_receive_some() as piece:
+                received += bytes(piece)
+        assert received == data
+    else:
+        await at.endpoint.stream_receive_some()
+
+
+MESSAGES: dict[F, list[Action]] = {
+    F.TAG: [tag_send, tag_send_bytes, tag_send_sync, tag_send_in_group, tag_send_in_chain],
+    F.AM: [
+        am_send,
+        partial(am_send, protocol=ucp.SendProtocol.EAGER),
+        partial(am_send, protocol=ucp.SendProtocol.RENDEZVOUS),
+        am_send_in_group,
+        am_send_in_chain,
+    ],
+    F.STREAM: [stream_send, partial(stream_send, in_group=True), stream_receive, stream_receive_some],
+}
+
+
+async def put_and_get(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    await remote.put(data)
+    await remote.flush()
+    received = bytearray(len(data))
+    await remote.get_into(received)
+    assert received == data
+
+
+async def get(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    assert len(await remote.get(0, len(data))) == len(data)
+
+
+async def put_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    await at.chain(lambda chain: chain.put(remote, data))
+    assert await remote.get(0, len(data)) == data
+
+
+async def get_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    await at.chain(lambda chain: chain.get(remote, into=data))
+
+
+async def add(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    await remote.add(1)
+    await remote.flush()
+    at.endpoint.worker.fence()
+
+
+async def fetch_add(remote: ucp.RemoteMemory, at: Peers, data: bytearray, *, bits: int = 64) -> None:
+    before = await remote.fetch_add(1, bits=bits)
+    assert await remote.fetch_add(1, bits=bits) == before + 1
+
+
+async def fetch_add_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+    await at.chain(lambda chain: chain.fetch_add(remote, 1))
+
+
+TRANSFERS = [put_and_get, get, put_in_chain, get_in_chain]
+ATOMICS: list[Any] = [add, fetch_add, partial(fetch_add, bits=32), fetch_add_in_chain]
+
+
+@asynccontextmanager
+async def open_peers(transports: str, way: str) -> AsyncIterator[list[Peers]]:
+    """For each of FEATURES an endpoint to a worker whose context has them."""
+    features = [each for each in FEATURES if way == "worker" or F.TAG in each]
+    async with (
+        open_peer("two_contexts", [int(each) for each in features], transports=transports) as peer,
+        ucp.open_worker(config={"TLS": transports}, features=F.ALL) as worker,
+        AsyncExitStack() as stack,
+    ):
+        addresses, listeners, descriptors = await peer.hear()
+        await peer.tell(bytes(worker.address).hex())
+        found = []
+        for each, address, listener in zip(features, addresses, listeners, strict=True):
+            if way == "connection":
+                connection = await stack.enter_async_context(trio_ucx.connect(tuple(listener), worker=worker))
+                endpoint = connection.endpoint
+            else:
+                endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(address)))
+                stack.callback(endpoint.abort)
+            allocated, registered = map(bytes.fromhex, descriptors)
+            remote = {
+                "allocated": stack.enter_context(endpoint.attach(allocated)),
+                "registered": stack.enter_context(endpoint.attach(registered)),
+                "of a raw peer": stack.enter_context(endpoint.attach(for_ucx(registered))),
+            }
+            found.append(Peers(peer, endpoint, F(each) | F.WAKEUP, remote))
+        yield found
+
+
+async def expect(action: Any, at: Peers, data: bytearray, missing: F) -> None:
+    """Runs it, or expects that it is refused for a missing feature; in both cases nothing is left of it."""
+    with trio.fail_after(SOON):
+        if missing:
+            with pytest.raises(RuntimeError, match=rf"opened without.* ucp\.Feature\.{missing.name}$"):
+                await action(at, data)
+        else:
+            await action(at, data)
+    assert_free(data)
+    assert at.endpoint.statistics().left_over_operations == 0
+    assert at.endpoint.statistics().operations_in_flight == 0, at.endpoint.describe_operations()
+    assert at.endpoint.alive
+
+
+@pytest.mark.parametrize(("transports", "way"), WAYS)
+async def test_messages_and_streams(transports: str, way: str) -> None:
+    async with open_peers(transports, way) as peers:
+        for at in peers:
+            for needed, actions in MESSAGES.items():
+                for action in actions:
+                    for size in SIZES:
+                        missing = F(0) if needed in at.features else needed
+                        await expect(action, at, bytearray(pattern(size)), missing)
+            with trio.fail_after(SOON):
+                await at.endpoint.flush()
+
+
+@pytest.mark.parametrize(("transports", "way"), WAYS)
+async def test_remote_memory(transports: str, way: str) -> None:
+    """Of another context than that of the worker at the other end of the endpoint."""
+    async with open_peers(transports, way) as peers:
+        for at in peers:
+            for kind, remote in at.remote.items():
+                mapped = kind == "allocated" and transports != "tcp"
+                answered = mapped or (kind != "of a raw peer" and F.AM in at.features)
+                transferred = answered or F.RMA in at.features
+                counted = answered or bool(at.features & (F.AMO32 | F.AMO64))
+                for size in SIZES:
+                    for transfer in TRANSFERS:
+                        missing = F(0) if transferred else F.RMA
+                        await expect(partial(transfer, remote), at, bytearray(pattern(size)), missing)
+                for atomic in ATOMICS:
+                    await expect(partial(atomic, remote), at, bytearray(8), F(0) if counted else F.AMO64)
+
+
+async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
+    """Endpoints by socket address, those of UCX's own addresses, and those of version 5 refuse nothing."""
+    config = {"TLS": worker.context.transports}
+    async with ucp.open_worker(config=config, features=F.ALL) as able:
+        blob = ucp.WorkerAddress.from_ucx(worker.address.ucx, shared_memory=True)
+        unknown, known = await able.open_endpoint(blob), await able.open_endpoint(worker.address)
+        assert internals(unknown).features == F.ALL
+        assert internals(known).features == worker.context.features
+        with trio.fail_after(SOON):
+            await unknown.tag_send(b"x", 1)
+            assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
+        unknown.abort()
+        known.abort()
+        async with open_raw_pair(able, worker) as pair:
+            assert [internals(endpoint).features for endpoint in pair] == [F.ALL, worker.context.features]
+        told = ucp.WorkerAddress.from_ucx(worker.address.ucx, shared_memory=True, features=F.AM)
+        async with await able.open_endpoint(told) as endpoint:
+            with pytest.raises(RuntimeError, match="sending tag messages needs Feature.TAG at the peer, too"):
+                await endpoint.tag_send(b"x", 1)
+
+
+async def test_atomics_by_the_worker_of_a_descriptor(transports: str) -> None:
+    """Over an endpoint by socket address UCX's own go to that worker."""
+    config = {"TLS": transports}
+    async with (
+        ucp.open_worker(config=config, features=F.ALL) as owner,
+        ucp.open_worker(config=config, features=F.ALL & ~(F.AMO32 | F.AMO64)) as unable,
+        ucp.open_worker(config=config, features=F.ALL) as us,
+        open_raw_pair(us, owner) as (endpoint, _),
+    ):
+        with owner.context.register(bytearray(8)) as memory:
+            found = for_ucx(memory.descriptor)
+            for worker in (unable, owner):
+                descriptor = attrs.evolve(found, worker=worker.address)
+                for action in (fetch_add, add, fetch_add_in_chain):
+                    at = Peers(None, endpoint, F.ALL, {})  # type: ignore[arg-type]
+                    with endpoint.attach(descriptor) as remote:
+                        missing = F.AMO64 if worker is unable else F(0)
+                        await expect(partial(action, remote), at, bytearray(8), missing)
+
+
+async def test_facts_that_lie_about_a_worker(worker: ucp.Worker, transports: str) -> None:
+    """An endpoint that is kept for the next connection has the features that the next peer says, not the last one."""
+    async with ucp.open_worker(config={"TLS": transports}, features=F.ALL) as able:
+        used = set()
+        for said in (F.TAG, F.TAG | F.AM, F.ALL):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(worker.context, "features", said)
+                async with open_pair(able, worker) as (client, server):
+                    core = internals(client).core
+                    assert core.features == said
+                    used.add(core.handle)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(client.aclose)
+                        nursery.start_soon(server.aclose)
+        assert len(used) < 3, "no endpoint was kept"
