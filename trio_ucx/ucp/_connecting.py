@@ -13,6 +13,7 @@ from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
 from ._address_format import PADDING
 from ._engine.engine import Engine
+from ._engine.numbering import NotAskedFor
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._network_part import without_shared_memory
@@ -84,14 +85,19 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
     """Makes our endpoint with this number, or takes one that was made before. UCX pairs it with the peer's.
 
+    The worker with the greater uid adopts its endpoint: see :mod:`._engine.numbering`.
+
     Args:
         uid: of that worker.
 
     Returns:
         None when the number cannot be used: see :meth:`PeerNumbers.make`.
+
+    Raises:
+        NotAskedFor: there is nothing to adopt.
     """
 
-    make = partial(_make_numbered, engine, address)
+    make = partial(_adopt if uid < engine.address.uid else _make_numbered, engine, address)
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
@@ -102,8 +108,34 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
 
 
 def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
-    options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-    return _make_to_worker(engine, address, options, repr(address), raw=False)
+    return _make_to_worker(engine, address, _numbered_options(error_handling), repr(address), raw=False)
+
+
+def _numbered_options(error_handling: bool) -> EndpointOptions:
+    return opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
+
+
+def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
+    """Takes the endpoint that UCX has made for the peer's next one.
+
+    Raises:
+        NotAskedFor: there is none.
+    """
+    options, uid = _numbered_options(error_handling), address.uid
+    how = options.native(None)
+    try:
+        return _make_counted(
+            engine,
+            address,
+            options,
+            repr(address),
+            lambda id, out: lib.tu_endpoint_adopt(engine.handle, id, uid, how, out),
+            raw=False,
+        )
+    except OSError as error:
+        if error.errno != errno.EHOSTUNREACH:
+            raise
+        raise NotAskedFor(errno.EPROTO, "UCX of the peer has not asked for this endpoint") from None
 
 
 def _make_to_worker(
@@ -111,15 +143,35 @@ def _make_to_worker(
 ) -> EndpointCore:
     blob = _usable_part(engine, address, options)
     native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
+    return _make_counted(
+        engine,
+        address,
+        options,
+        label,
+        lambda id, out: lib.tu_endpoint_to_worker(engine.handle, id, native, how, out),
+        raw=raw,
+    )
 
-    def create(id: int, out: Any) -> int:
-        status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
+
+def _make_counted(
+    engine: Engine,
+    address: WorkerAddress,
+    options: EndpointOptions,
+    label: str,
+    create: Callable[[int, Any], int],
+    *,
+    raw: bool,
+) -> EndpointCore:
+    """Makes an endpoint, to which UCX gives the next number."""
+
+    def counted(id: int, out: Any) -> int:
+        status = create(id, out)
         if status != Status.NO_MEMORY:  # UCX counts failed attempts, too
             error_handling = options.error_mode is not ErrorMode.NONE
             engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
         return status
 
-    core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
+    core = _make(engine, label, options, counted, lambda status: hint(engine.context, status, address))
     core.peer = address.process
     core.peer_address = address
     return core
