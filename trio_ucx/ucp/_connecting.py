@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING
+from ._address_format import PADDING, with_uuid
 from ._engine.engine import Engine
 from ._engine.numbering import NotAskedFor
 from ._engine.operations import EndpointCore
@@ -62,8 +63,7 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
 def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
     """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
     core.engine.has_atomics_endpoints = True
-    label, options = f"{address!r}, for atomics", opening.WITHOUT_ERROR_HANDLING
-    endpoint = _make_to_worker(core.engine, address, options, label, raw=True)
+    endpoint = _make_beside(core, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics")
     endpoint.origin = core.origin
     return endpoint
 
@@ -77,9 +77,22 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
     if core.memory_endpoint is None or core.memory_endpoint.handle is None:
         assert core.peer_address is not None
         label = f"{core.label}, for its memory"
-        core.memory_endpoint = _make_to_worker(core.engine, core.peer_address, opening.DEFAULT, label, raw=True)
+        core.memory_endpoint = _make_beside(core, core.peer_address, opening.DEFAULT, label)
         core.memory_endpoint.origin = core.origin
     return core.memory_endpoint
+
+
+def _make_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
+    """Makes an endpoint beside another one to the same worker.
+
+    Beside a Connection's, UCX pairs it with none of the peer's endpoints: it gets another uid for that worker. The
+    peer's UCX knows the real one, so nothing that it says is compared with the address, which may be a lie.
+    """
+    engine = core.engine
+    if core.owner is None or address.uid == engine.address.uid:
+        return _make_to_worker(engine, address, options, label, raw=True)
+    blob = with_uuid(_usable_part(engine, address, options), secrets.randbits(64))
+    return _make_from(engine, address, blob, options, label)
 
 
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
@@ -123,55 +136,59 @@ def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> Endp
     """
     options, uid = _numbered_options(error_handling), address.uid
     how = options.native(None)
+
+    def create(id: int, out: Any) -> int:
+        status = lib.tu_endpoint_adopt(engine.handle, id, uid, how, out)
+        _count(engine, uid, options, status, raw=False)
+        return status
+
     try:
-        return _make_counted(
-            engine,
-            address,
-            options,
-            repr(address),
-            lambda id, out: lib.tu_endpoint_adopt(engine.handle, id, uid, how, out),
-            raw=False,
-        )
+        return _make_known(engine, address, options, repr(address), create)
     except OSError as error:
         if error.errno != errno.EHOSTUNREACH:
             raise
-        raise NotAskedFor(errno.EPROTO, "UCX of the peer has not asked for this endpoint") from None
+        raise NotAskedFor(errno.EPROTO, "the peer's UCX has not asked for this endpoint") from None
 
 
 def _make_to_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
-    blob = _usable_part(engine, address, options)
-    native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
-    return _make_counted(
-        engine,
-        address,
-        options,
-        label,
-        lambda id, out: lib.tu_endpoint_to_worker(engine.handle, id, native, how, out),
-        raw=raw,
+    blob, uid = _usable_part(engine, address, options), address.uid
+    return _make_from(
+        engine, address, blob, options, label, lambda status: _count(engine, uid, options, status, raw=raw)
     )
 
 
-def _make_counted(
+def _count(engine: Engine, uid: int, options: EndpointOptions, status: int, *, raw: bool) -> None:
+    """UCX has made an endpoint, or has tried to, which uses up a number, too."""
+    if status != Status.NO_MEMORY:
+        engine.numbering.of(uid).made(raw=raw, error_handling=options.error_mode is not ErrorMode.NONE)
+
+
+def _make_from(
     engine: Engine,
     address: WorkerAddress,
+    blob: bytes,
     options: EndpointOptions,
     label: str,
-    create: Callable[[int, Any], int],
-    *,
-    raw: bool,
+    tried: Callable[[int], None] = lambda status: None,
 ) -> EndpointCore:
-    """Makes an endpoint, to which UCX gives the next number."""
+    """Makes an endpoint from an address as UCX writes it; ``tried`` gets UCX's status."""
+    native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
 
-    def counted(id: int, out: Any) -> int:
-        status = create(id, out)
-        if status != Status.NO_MEMORY:  # UCX counts failed attempts, too
-            error_handling = options.error_mode is not ErrorMode.NONE
-            engine.numbering.of(address.uid).made(raw=raw, error_handling=error_handling)
+    def create(id: int, out: Any) -> int:
+        status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
+        tried(status)
         return status
 
-    core = _make(engine, label, options, counted, lambda status: hint(engine.context, status, address))
+    return _make_known(engine, address, options, label, create)
+
+
+def _make_known(
+    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, create: Callable[[int, Any], int]
+) -> EndpointCore:
+    """Makes an endpoint whose peer's address is known."""
+    core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
     core.peer = address.process
     core.peer_address = address
     return core
