@@ -26,7 +26,7 @@ from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
 from ..ucp._engine.engine import InFlight
-from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
+from ..ucp._engine.numbering import NotAskedFor, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
@@ -297,6 +297,7 @@ class Handshake:
         """Makes or adopts our endpoint, and returns whether it could get this number.
 
         Raises:
+            ProtocolError: there is nothing to adopt.
             OSError, UCXError: UCX cannot reach the peer.
         """
         facts = self.peer.facts
@@ -305,6 +306,11 @@ class Handshake:
         )
         try:
             core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
+        except NotAskedFor as error:
+            raise ProtocolError(
+                f"UCX of {self.label} has not asked for the endpoint by which it greeted (its option "
+                "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
+            ) from error
         except OSError as error:  # its message has only the worker address
             reason = os.strerror(error.errno or errno.EHOSTUNREACH)
             raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.route})") from error
