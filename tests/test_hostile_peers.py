@@ -139,6 +139,16 @@ async def test_false_worker_address(transports: str, lie: str, below: bool, monk
             assert await connection.receive() == pattern(100_000)
 
 
+@pytest.mark.parametrize("value", ["n", "auto"])
+async def test_worker_whose_ucx_does_not_ask_first(value: str) -> None:
+    """UCX of the worker with the smaller uid would believe what the peer's UCX asks for."""
+    async with ucp.open_worker(config={"RESOLVE_REMOTE_EP_ID": value}) as worker:
+        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+            await trio_ucx.open_ucx_listeners(0, worker=worker)
+        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+            await trio_ucx.open_ucx_stream("127.0.0.1", 9, worker=worker)
+
+
 # ---- the greeting ----
 
 
