@@ -157,9 +157,9 @@ class Handshake:
             exchange.receive_data(data or b"")
 
     async def _receive(self, stream: ControlStream) -> bytes | None:
-        """Waits for bytes on the control socket; None if the awaited HELLO came first."""
+        """Waits for bytes on the control socket; None if the awaited HELLO or a failure came first."""
         with trio.CancelScope() as self._receiving:
-            if self._awaited is None or self._awaited not in self._greetings:
+            if self.opened.outcome is None and self._awaited not in self._greetings:
                 return await stream.receive_some()
         return None
 
@@ -511,6 +511,7 @@ class Handshake:
         """Ends the handshake with an error. Failed or opened already: no effect."""
         if self.opened.outcome is None:
             self.opened.finish(Error(error))
+            self._receiving.cancel()
             self._release("")
 
     def close(self, reason: str = "") -> None:
