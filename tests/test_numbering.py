@@ -171,6 +171,19 @@ def test_numbers_without_error_handling_are_sent() -> None:
     assert sent.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
 
 
+def test_fillers_that_the_peer_has_not_asked_for() -> None:
+    made, peer = Made(), Made()
+    for _ in range(4):
+        peer.open()
+    peer.cores[1].close()
+    assert made.claim(3, pairs=peer) is made.cores[3]
+    assert made.claim(1, pairs=peer) is None, "its number is used up"
+    assert made.claim(2, pairs=peer) is made.cores[2]
+    with pytest.raises(NotAskedFor):
+        made.claim(4, pairs=peer)
+    assert made.numbers.numbers() == Numbers(5)
+
+
 def test_limits() -> None:
     made = Made()
     for number in (MAX_FILLERS + 1, 64_000, LIMIT, 65535, 2**32 - 1):
