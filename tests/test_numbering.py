@@ -29,7 +29,8 @@ from trio_ucx._handshake.handshake import ExchangeOptions, Handshake
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
-from trio_ucx.ucp._connecting import connect_worker
+from trio_ucx.testing import internals
+from trio_ucx.ucp._connecting import connect_for_atomics, connect_for_memory, connect_worker
 from trio_ucx.ucp._engine import numbering as numbering_module
 from trio_ucx.ucp._engine.numbering import (
     FILLERS_AT_ONCE,
@@ -652,6 +653,22 @@ async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: 
             connection.abort()
         for endpoint in raw:
             endpoint.abort()
+
+
+async def test_endpoints_beside_a_connection_have_no_number(transports: str) -> None:
+    """UCX compares none of them with what the peer's UCX says: they are paired with none of the peer's."""
+    async with open_two(transports) as workers:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=workers[0])
+        async with listener, trio_ucx.connect(listener.address, worker=workers[1]) as client, await listener.accept():
+            core = internals(client).core
+            assert core.peer_address is not None
+            numbers = core.engine.numbering.of(core.peer_address.uid)
+            before = numbers.numbers()
+            beside = [connect_for_memory(core), connect_for_atomics(core, core.peer_address)]
+            assert numbers.numbers() == before
+            for each in beside:
+                each.close()
+            client.send_nowait(b"the connection goes on")
 
 
 async def test_aborting_one_disturbs_no_other(transports: str) -> None:
