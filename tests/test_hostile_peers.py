@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
+from false_addresses import LIES, change_devices
 from helpers import Certificates, open_pair, open_peer, open_raw_pair, pattern, until
 from injected_faults import has_unexpected_messages, send_beyond_the_window, send_false_threshold, send_to_queue
 from timing import PROMPT, Stopwatch
@@ -23,7 +25,9 @@ from trio_ucx import ucp
 from trio_ucx._byte_stream import MAX_PIECE
 from trio_ucx._credit import cost
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
+from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.handshake import Handshake
+from trio_ucx._handshake.registry import Registry
 from trio_ucx.testing import internals
 from trio_ucx.ucp._tag import post_bytes_send
 
@@ -83,6 +87,66 @@ async def test_listener_that_never_answers(worker: ucp.Worker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         with Stopwatch(0.5 + PROMPT), pytest.raises(TimeoutError, match="is it a trio_ucx listener"):
             await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=0.5)
+
+
+# ---- false worker addresses ----
+
+
+async def open_worker_beside(
+    stack: contextlib.AsyncExitStack, transports: str, server: tuple[str, int], *, below: bool
+) -> ucp.Worker:
+    """Opens a worker whose uid is below that of the server's worker, or above it."""
+    for _ in range(100):
+        worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+        async with trio_ucx.connect(server, worker=worker) as honest:
+            address = internals(honest).core.peer_address
+        assert address is not None
+        if (internals(worker).address.uid < address.uid) is below:
+            return worker
+    pytest.skip("a hundred random numbers were on one side of the server's")
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_false_worker_address(transports: str, lie: str, below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client says about its worker differs from what its UCX says: UCX would end the server's process."""
+
+    def facts(registry: Registry, *arguments: Any) -> Facts:
+        true = make_facts(registry, *arguments)
+        return attrs.evolve(
+            true,
+            address=change_devices(true.address, LIES[lie]),
+            network_address=change_devices(true.network_address, LIES[lie]),
+        )
+
+    make_facts = Registry.facts
+    async with open_peer("echo", [0], transports=transports) as server, contextlib.AsyncExitStack() as stack:
+        address, _ = await server.hear()
+        liar = await open_worker_beside(stack, transports, tuple(address), below=below)
+        monkeypatch.setattr(Registry, "facts", facts)
+        for _ in range(8):
+            with contextlib.suppress(OSError, trio.BrokenResourceError):
+                connection = await trio_ucx.open_ucx_stream(*address, worker=liar, connect_timeout=1)
+                stack.callback(connection.abort)
+                connection.send_nowait(pattern(100_000))
+                with trio.move_on_after(1):
+                    assert await connection.receive() == pattern(100_000)
+            assert server.process.poll() is None, "the server ended"
+        monkeypatch.undo()
+        honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+        async with trio_ucx.connect(tuple(address), worker=honest) as connection:
+            connection.send_nowait(pattern(100_000))
+            assert await connection.receive() == pattern(100_000)
+
+
+@pytest.mark.parametrize("value", ["n", "auto"])
+async def test_worker_whose_ucx_does_not_ask_first(value: str) -> None:
+    """UCX of the worker with the smaller uid would believe what the peer's UCX asks for."""
+    async with ucp.open_worker(config={"RESOLVE_REMOTE_EP_ID": value}) as worker:
+        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+            await trio_ucx.open_ucx_listeners(0, worker=worker)
+        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+            await trio_ucx.open_ucx_stream("127.0.0.1", 9, worker=worker)
 
 
 # ---- the greeting ----

@@ -32,9 +32,10 @@ from trio_ucx._handshake.handshake import ExchangeOptions, Handshake
 from trio_ucx._handshake.server import Acceptor
 from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
+from trio_ucx.testing import internals
 from trio_ucx.ucp import _contained as contained_module
+from trio_ucx.ucp._connecting import connect_for_atomics, connect_for_memory, connect_worker
 from trio_ucx.ucp._connecting import connect_paired as connect_paired_for_real
-from trio_ucx.ucp._connecting import connect_worker
 from trio_ucx.ucp._engine import numbering as numbering_module
 from trio_ucx.ucp._engine.numbering import (
     FILLERS_AT_ONCE,
@@ -42,6 +43,7 @@ from trio_ucx.ucp._engine.numbering import (
     MAX_FILLERS,
     MAX_IDLE,
     MAX_PLAIN,
+    NotAskedFor,
     Numbering,
     Numbers,
     PeerNumbers,
@@ -114,9 +116,21 @@ class Made:
         if core.raw:
             self.numbers.add_raw(core)
 
-    def claim(self, number: int, address: bytes = b"") -> Core | None:
+    def adopt(self, peer: Made, error_handling: bool) -> Core:
+        """Takes the endpoint that UCX has made for the peer's."""
+        core = self.open(error_handling)
+        pair = peer.cores[core.index] if core.index < len(peer.cores) else None
+        if pair is None or pair.handle is None:
+            core.close()
+            raise NotAskedFor
+        assert pair.forcible == error_handling
+        return core
+
+    def claim(self, number: int, address: bytes = b"", pairs: Made | None = None) -> Core | None:
+        """Makes an endpoint, or adopts it if its pairs are given."""
+
         def make(error_handling: bool) -> Any:
-            core = self.open(error_handling)
+            core = self.open(error_handling) if pairs is None else self.adopt(pairs, error_handling)
             core.peer_address = SimpleNamespace(ucx=address)
             return core
 
@@ -197,6 +211,19 @@ def test_numbers_without_error_handling_are_sent() -> None:
     sent = made.numbers.numbers()
     assert sent.next == 3000 and sent.has_raw
     assert sent.plain == tuple(range(3000 - 2 * MAX_PLAIN + 1, 3000, 2))  # the newest ones
+
+
+def test_fillers_that_the_peer_has_not_asked_for() -> None:
+    made, peer = Made(), Made()
+    for _ in range(4):
+        peer.open()
+    peer.cores[1].close()
+    assert made.claim(3, pairs=peer) is made.cores[3]
+    assert made.claim(1, pairs=peer) is None, "its number is used up"
+    assert made.claim(2, pairs=peer) is made.cores[2]
+    with pytest.raises(NotAskedFor):
+        made.claim(4, pairs=peer)
+    assert made.numbers.numbers() == Numbers(5)
 
 
 def test_limits() -> None:
@@ -331,7 +358,8 @@ class Node:
 
 
 def connect_paired(engine: Any, address: Any, uid: int, number: int, label: str) -> Core | None:
-    return engine.made.claim(number, address.ucx)  # type: ignore[no-any-return]
+    pairs = engine.peer.made if engine.address.uid > uid else None
+    return engine.made.claim(number, address.ucx, pairs)  # type: ignore[no-any-return]
 
 
 class Control:
@@ -355,6 +383,7 @@ def greet(end: Any) -> None:
     greeted = end.__dict__.setdefault("greeted", set())
     assert end._core is not None and end.number == end._core.index and end.number not in greeted
     greeted.add(end.number)
+    end.hellos.append(end.number)
 
 
 EXCHANGE_OPTIONS = ExchangeOptions(SharedMemory.AUTO, 20.0, None, None)
@@ -376,6 +405,10 @@ class Meeting:
         self.exchanges = {
             is_client: Exchange(is_client=is_client, software="", authkey=None) for is_client in (True, False)
         }
+        #: HELLOs in flight, by their receiver.
+        self.hellos: dict[bool, deque[int]] = {True: deque(), False: deque()}
+        for is_client, end in self.ends.items():
+            end.__dict__["hellos"] = self.hellos[not is_client]
         self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO, True))
         #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
@@ -408,27 +441,45 @@ class Meeting:
     def settled(self, is_client: bool) -> bool:
         return self.ends[is_client].control is not None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is in flight."""
+        return not any(self.under_way.values()) and not any(self.hellos.values())
+
     def deliver(self, is_client: bool) -> None:
-        """Takes the next bytes for one side to it."""
+        """Takes the next bytes for one side to it, or the next HELLO."""
         if not self.under_way[is_client]:
+            self.deliver_hello(is_client)
             return
         data = self.under_way[is_client].popleft()
-        if is_client in self.given_up:
-            return
-        exchange = self.exchanges[is_client]
-        exchange.receive_data(data)
+        if is_client not in self.given_up:
+            self.exchanges[is_client].receive_data(data)
+            self._answer_events(is_client)
+
+    def deliver_hello(self, is_client: bool) -> None:
+        if self.hellos[is_client]:
+            number = self.hellos[is_client].popleft()
+            if is_client not in self.given_up:
+                self.ends[is_client]._greetings.add(number)
+                self._answer_events(is_client)
+
+    def _next_event(self, is_client: bool) -> Any:
+        event = self.exchanges[is_client].next_event()
+        return event or (None if self.settled(is_client) else self.ends[is_client]._awaited_greeting())
+
+    def _answer_events(self, is_client: bool) -> None:
+        exchange, end = self.exchanges[is_client], self.ends[is_client]
         try:
-            while (event := exchange.next_event()) is not None:
+            while (event := self._next_event(is_client)) is not None:
                 if self.settled(is_client):
                     if is_client:
                         self.connector._event_while_greeting(exchange, event)
                     else:
-                        self.ends[False].event_arrived(event)
+                        self.acceptor._event_while_greeting(end, exchange, event)
                 elif is_client:
                     self.connector._answer(exchange, event)
                 else:
-                    self.acceptor._answer(_CLIENT, self.ends[False], exchange, event)
-                end = self.ends[is_client]
+                    self.acceptor._answer(_CLIENT, end, exchange, event)
                 if end.number is not None and end.control is None:
                     end.control = Control(exchange)  # type: ignore[assignment]
                     end.greet()
@@ -448,7 +499,7 @@ class Meeting:
 
     @property
     def opened(self) -> bool:
-        return not self.failed and not any(self.under_way.values()) and bool(self.left or all(map(self.core, (0, 1))))
+        return not self.failed and self.is_quiet and bool(self.left or all(map(self.core, (0, 1))))
 
     def leave(self, is_client: bool) -> None:
         """Closes one side of the connection gracefully."""
@@ -471,6 +522,8 @@ class World:
 
     def __init__(self) -> None:
         self.nodes = [Node(1, 2), Node(2, 1)]
+        for node, peer in zip(self.nodes, self.nodes[::-1], strict=True):
+            node.engine.peer = peer
         self.meetings: list[Meeting] = []
 
     def start(self, client: int) -> None:
@@ -478,7 +531,7 @@ class World:
 
     def finish(self) -> None:
         """Delivers what is under way until nothing is."""
-        while any(any(meeting.under_way.values()) for meeting in self.meetings):
+        while not all(meeting.is_quiet for meeting in self.meetings):
             for meeting in self.meetings:
                 for is_client in (True, False):
                     meeting.deliver(is_client)
@@ -583,7 +636,8 @@ def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
             world.break_endpoint(number, int(flag))
         elif world.meetings:
             meeting = world.meetings[number % len(world.meetings)]
-            meeting.deliver(flag) if what == "deliver" else meeting.give_up(flag)
+            step = {"deliver": meeting.deliver, "hello": meeting.deliver_hello, "give up": meeting.give_up}[what]
+            step(flag)
         world.check()
 
 
@@ -614,39 +668,41 @@ model = settings.get_profile("model")
 
 
 @model
-@given(steps_of("start", "deliver", "deliver", "deliver"))
+@given(steps_of("start", "deliver", "deliver", "deliver", "hello"))
 def test_connections_in_both_directions(steps: list[tuple[str, int, bool]]) -> None:
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "raw", "deliver", "deliver", "deliver"))
+@given(steps_of("start", "raw", "deliver", "deliver", "deliver", "hello"))
 def test_with_raw_endpoints(steps: list[tuple[str, int, bool]]) -> None:
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "start", "raw", "give up", "deliver", "deliver", "deliver", "deliver"))
+@given(steps_of("start", "start", "raw", "give up", "deliver", "deliver", "deliver", "deliver", "hello"))
 def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) -> None:
     played(steps)
 
 
 @model
-@given(steps_of("start", "raw", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver"))
+@given(steps_of("start", "raw", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver", "hello"))
 def test_with_connections_that_are_closed(steps: list[tuple[str, int, bool]]) -> None:
     """Each side keeps its endpoint for a while, not for the same time."""
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver"))
+@given(steps_of("start", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver", "hello"))
 @example(FORGOTTEN_MEANWHILE)
 def test_with_connections_that_are_closed_or_given_up(steps: list[tuple[str, int, bool]]) -> None:
     played(steps)
 
 
 @model
-@given(steps_of("start", "raw", "leave", "forget", "give up", "fail", "break", "deliver", "deliver", "deliver"))
+@given(
+    steps_of("start", "raw", "leave", "forget", "give up", "fail", "break", "deliver", "deliver", "deliver", "hello")
+)
 def test_with_all(steps: list[tuple[str, int, bool]]) -> None:
     """...also endpoints that UCX cannot make, or that fail."""
     played(steps)
@@ -741,7 +797,7 @@ def test_many_connections_whose_choices_come_in_any_order(client: int) -> None:
         for is_client in (False, True):
             for meeting in world.meetings:
                 meeting.deliver(is_client)
-        while any(any(meeting.under_way.values()) for meeting in world.meetings):
+        while not all(meeting.is_quiet for meeting in world.meetings):
             chance.choice(world.meetings).deliver(chance.random() < 0.5)
         world.check_finished()
         assert not world.failed
@@ -785,7 +841,8 @@ def test_server_that_sends_false_numbers(theirs: Numbers) -> None:
 async def test_fillers_are_closed_where_no_task_waits(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of a connection that was given up may have nothing else to do."""
     monkeypatch.setattr(numbering_module, "FILLER_AGE", 0.1)
-    async with open_two(transports) as (one, other):
+    async with open_two(transports) as two:
+        one, other = sorted(two, key=lambda worker: worker.address.uid)  # the other order would adopt endpoints
         engine = one._engine
         core = connect_paired_for_real(engine, other.address, other.address.uid, 3, "a client")
         assert core is not None and len(engine.endpoints) == 4
@@ -826,9 +883,11 @@ async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: 
     """...after the client has chosen it, before the server has: they agree on another, and the raw endpoint works."""
     answer = Acceptor._answer
     raw: list[ucp.Endpoint] = []
+    disturbed: set[Handshake] = set()
 
     def with_raw_endpoint(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
-        if isinstance(rest[1], Taken) and not handshake.late_greetings:
+        if isinstance(rest[1], Taken) and handshake not in disturbed:
+            disturbed.add(handshake)
             core = connect_worker(acceptor.engine, other_of[acceptor.worker].address)
             raw.append(ucp.Endpoint._create(acceptor.worker, core))
         answer(acceptor, client, handshake, *rest)
@@ -860,6 +919,22 @@ async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: 
             connection.abort()
         for endpoint in raw:
             endpoint.abort()
+
+
+async def test_endpoints_beside_a_connection_have_no_number(transports: str) -> None:
+    """UCX compares none of them with what the peer's UCX says: they are paired with none of the peer's."""
+    async with open_two(transports) as workers:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=workers[0])
+        async with listener, trio_ucx.connect(listener.address, worker=workers[1]) as client, await listener.accept():
+            core = internals(client).core
+            assert core.peer_address is not None
+            numbers = core.engine.numbering.of(core.peer_address.uid)
+            before = numbers.numbers()
+            beside = [connect_for_memory(core), connect_for_atomics(core, core.peer_address)]
+            assert numbers.numbers() == before
+            for each in beside:
+                each.close()
+            client.send_nowait(b"the connection goes on")
 
 
 async def test_aborting_one_disturbs_no_other(transports: str) -> None:

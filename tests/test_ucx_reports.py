@@ -55,6 +55,8 @@ SHOWN = [
     ),
     Shown("dead_reader", ["after that the worker's flush does not end", "and ucp_worker_arm: Device is busy"]),
     Shown("shared_registration", ["its worker is gone", f"sender: {CRASHED}"], since=(1, 22)),
+    Shown("false_address", ["true address: exit status 0", f"false address: {CRASHED}"]),
+    Shown("unreachable_peer", [f"server: {CRASHED}"]),
     Shown("am_handlers", [rf"\d+ left: {CRASHED}"]),
     Shown("fence", [r"ucp_worker_fence took [01]\.[5-9] seconds"], since=(1, 22)),
     Shown("ucm_stdout", [r".*UCX +WARN +cannot open /proc/self/maps for reading.*", "data"]),

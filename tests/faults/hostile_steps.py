@@ -2,8 +2,7 @@
 
 The hostile peer takes random steps of ``docs/wire.md``, legal and illegal. Each session draws its steps from a seed and
 its own number, so it can be repeated. It uses UCX by its API only: what a peer can do that forges UCX's own packets is
-not the subject. So it neither gets nor puts by UCX's messages (``docs/ucp.md`` says how these end the owner), nor does
-it lie about where a worker is.
+not the subject. So it neither gets nor puts by UCX's messages (``docs/ucp.md`` says how these end the owner).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import trio
 
 sys.path.append(str(Path(__file__).parent.parent))
 
+from false_addresses import random_lie
 from helpers import pattern, resident
 from peers import REMOTE, ask, say
 
@@ -447,6 +447,13 @@ class Session:
             {"network_address": facts.network_address + facts.network_address},
             {"address": _changed(facts.address, chance)},
             {"network_address": _changed(facts.network_address, chance)},
+            *[
+                {
+                    "address": random_lie(facts.address, chance),
+                    "network_address": random_lie(facts.network_address, chance),
+                }
+                for _ in range(4)
+            ],
         ]
         if victims:
             lies.append({"address": victims[0].address, "network_address": victims[0].network_address})

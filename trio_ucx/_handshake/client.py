@@ -11,11 +11,11 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError
-from ..ucp._engine.numbering import FILLERS_AT_ONCE, MAX_FILLERS
+from ..ucp._engine.numbering import Numbers
 from ..ucp._engine.operations import under_way
 from .control_stream import ControlStream, leads_to_this_machine, set_keepalive
-from .exchange import Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
-from .handshake import ExchangeOptions, Handshake, send_refusal
+from .exchange import Aborted, Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
+from .handshake import ExchangeOptions, Greeted, Handshake, send_refusal
 from .registry import SOFTWARE, Registry
 
 
@@ -111,7 +111,7 @@ class Connector:
             raise
         handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(exchange, event))
 
-    def _answer(self, exchange: Exchange, event: Event) -> None:
+    def _answer(self, exchange: Exchange, event: Event | Greeted) -> None:
         """Answers the server.
 
         Raises:
@@ -126,65 +126,61 @@ class Connector:
                 handshake.peer_facts_arrived(facts)
                 handshake.numbers.heard(numbers)
                 if number is None:
-                    self._choose_number(exchange, event)
+                    self._choose_number(exchange, numbers)
                 else:
                     self._use_number(exchange, number)
             case Assigned(number=number, numbers=numbers):
                 handshake.numbers.heard(numbers)
                 self._use_number(exchange, number)
+            case Declined(numbers=numbers):
+                self._choose_number(exchange, numbers)
+            case Greeted(number=number):
+                while not handshake.make_endpoint(number):
+                    if handshake.choose_number(None) != number:
+                        self._await_greeting(exchange)
+                        return
+            case Aborted():
+                raise ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection")
             case _:
                 raise ProtocolError(f"the server sent {type(event).__name__}")
 
-    def _choose_number(self, exchange: Exchange, event: Welcomed | Declined) -> None:
-        """Chooses a number, makes our endpoint with it, and takes it."""
+    def _choose_number(self, exchange: Exchange, numbers: Numbers) -> None:
+        """Chooses a number, and takes it."""
         handshake = self._handshake
         if handshake.chooses_number is False:
             raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
-        for _ in range(MAX_FILLERS // FILLERS_AT_ONCE + 1):
-            if self._take(exchange, handshake.choose_number(event.numbers)):
-                return
-        raise ProtocolError(
-            f"the listener's worker has made {event.numbers.next} endpoints to this worker, and this worker far fewer: "
-            "connect from another worker"
-        )
+        number = handshake.choose_number(numbers)
+        if handshake.adopts:
+            self._await_greeting(exchange)
+        else:
+            self._use_number(exchange, number)
+
+    def _await_greeting(self, exchange: Exchange) -> None:
+        """Takes the number that we have chosen: the server makes its endpoint first."""
+        handshake = self._handshake
+        assert handshake.chosen is not None
+        handshake.await_greeting(handshake.chosen)
+        exchange.take(handshake.chosen, handshake.numbers.numbers())
 
     def _use_number(self, exchange: Exchange, number: int) -> None:
-        """Takes the server's number, or declines it."""
-        if not self._take(exchange, number):
-            exchange.decline(self._handshake.numbers.numbers())
-
-    def _take(self, exchange: Exchange, number: int) -> bool:
-        """Makes our endpoint with a number, and takes that number; returns whether it could."""
-        if not self._handshake.make_endpoint(number):
-            return False
-        exchange.take(number, self._handshake.numbers.numbers())
-        return True
+        """Makes our endpoint with the server's number, and takes that number; or declines it."""
+        handshake = self._handshake
+        if handshake.adopts:
+            raise ProtocolError("the listener chose the endpoint number that it has to leave to the client")
+        if handshake.make_endpoint(number):
+            exchange.take(number, handshake.numbers.numbers())
+        else:
+            exchange.decline(handshake.numbers.numbers())
 
     def _event_while_greeting(self, exchange: Exchange, event: Event) -> None:
-        """Handles an event while we wait for the server's HELLO: the server may still decline the number."""
+        """Handles an event while we wait for the server's HELLO: the server may still assign another number."""
         handshake = self._handshake
-        try:
-            match event:
-                case Declined() if handshake.chooses_number is True:
-                    handshake.keep_as_filler()
-                    self._choose_number(exchange, event)
-                    has_new_endpoint = True
-                case Assigned(number=number, numbers=numbers) if handshake.chooses_number is False:
-                    handshake.numbers.heard(numbers)
-                    if number == handshake.number:  # the server has made some of its fillers, and needs more time
-                        exchange.take(number, handshake.numbers.numbers())
-                        has_new_endpoint = False
-                    else:
-                        handshake.keep_as_filler()
-                        self._use_number(exchange, number)
-                        has_new_endpoint = handshake.number is not None
-                case _:
-                    handshake.event_arrived(event)
-                    return
-        except (OSError, UCXError, ProtocolError) as error:
-            handshake.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+        if not isinstance(event, Assigned) or handshake.chooses_number is not False:
+            handshake.event_arrived(event)
             return
-        assert handshake.control is not None
-        handshake.control.flush()
-        if has_new_endpoint:
-            handshake.greet()
+        handshake.numbers.heard(event.numbers)
+        if event.number == handshake.number:  # the server has adopted some of its fillers, and needs more time
+            exchange.take(event.number, handshake.numbers.numbers())
+            handshake.flush()
+        else:
+            handshake.move_endpoint(lambda: self._use_number(exchange, event.number))

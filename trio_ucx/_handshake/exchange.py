@@ -13,9 +13,11 @@
              [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
                                                    number; then the client goes on as before TAKE]
 
-Without an authkey the client does not wait for the server's PREAMBLE. The client makes its endpoint before it sends
-TAKE, and the server when TAKE arrives. Then the peers greet each other over UCX (``handshake.py``). REFUSE, with a
-reason, is allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+Without an authkey the client does not wait for the server's PREAMBLE. The side whose worker has the smaller uid makes
+its endpoint first: the client before it sends TAKE, or the server when TAKE arrives. Then it greets the peer over UCX
+(``handshake.py``), and when that HELLO has arrived, the other side adopts its endpoint, and greets, too. A client that
+cannot adopt it sends another TAKE. REFUSE, with a reason, is allowed until the connection is open, and ABORT from TAKE
+on. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
 HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
@@ -94,8 +96,8 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
     (True, State.OPENED): frozenset({Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
-    (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE}),
-    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.ABORT}),
+    (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE, Kind.ABORT}),
+    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.TAKE, Kind.ABORT}),
     (False, State.OPENED): frozenset({Kind.ABORT}),
 }
 
@@ -135,7 +137,7 @@ class Assigned:
 
 @attrs.frozen
 class Taken:
-    """TAKE arrived: the client has made its endpoint.
+    """TAKE arrived: the client has made its endpoint, or waits for ours.
 
     Attributes:
         numbers: which numbers the client can use.
@@ -260,7 +262,7 @@ class Exchange:
         self.state = State.NUMBER
 
     def take(self, number: int, numbers: Numbers) -> None:
-        """For the client: its endpoint has this number. ``numbers`` says which others it can use."""
+        """For the client: its endpoint has or gets this number. ``numbers`` says which others it can use."""
         self._send(Kind.TAKE, _NUMBER.pack(number) + _pack(numbers))
         self.state = State.GREETING
 
@@ -443,6 +445,8 @@ class Exchange:
             case Kind.ASSIGN:
                 return Assigned(*_unpack_choice(body))
             case Kind.TAKE:
+                if self.state is State.GREETING:
+                    self._count_declined()
                 return Taken(*_unpack_choice(body))
             case Kind.DECLINE:
                 self._count_declined()

@@ -1,9 +1,10 @@
 """One side of a handshake: from the exchange on the control socket to an open connection.
 
-When the exchange has agreed on the number of the endpoints, each side makes its endpoint and sends HELLO, a control
-frame, over UCX. A side opens the connection when its endpoint exists and the peer's HELLO has arrived. It does so
-inside the delivery of that HELLO, or in ``greet`` if HELLO came first. So nothing that follows HELLO arrives before its
-connection exists.
+When the exchange has agreed on the number of the endpoints, each side gets its endpoint and sends HELLO, a control
+frame, over UCX. The side whose worker has the greater uid adopts its endpoint, when the peer's HELLO has arrived: see
+``ucp/_engine/numbering.py``. A side opens the connection when its endpoint exists and the peer's HELLO has arrived. It
+does so inside the delivery of that HELLO, or in ``greet`` if HELLO came first. So nothing that follows HELLO arrives
+before its connection exists.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
 from ..ucp._engine.engine import InFlight
-from ..ucp._engine.numbering import Numbers, PeerNumbers, UsedUp
+from ..ucp._engine.numbering import NotAskedFor, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
 from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, ip_of, local_address, remote_address
-from .exchange import MAX_DECLINED, Aborted, Assigned, Declined, Event, Exchange, Refused
+from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
 
@@ -51,6 +52,13 @@ class ExchangeOptions:
     authkey: bytes | None
     ssl_context: ssl.SSLContext | None
     server_hostname: str | None = None
+
+
+@attrs.frozen
+class Greeted:
+    """The HELLO has arrived for which we waited before we adopt our endpoint: see :meth:`Handshake.await_greeting`."""
+
+    number: int
 
 
 def _greeting(frame: bytes) -> int | None:
@@ -100,8 +108,9 @@ class Handshake:
         self._peer: Reach | None = None
         #: The numbers in the HELLOs that have arrived.
         self._greetings: set[int] = set()
-        #: The numbers whose HELLOs are ignored, because this side declined them.
-        self.late_greetings: set[int] = set()
+        #: Our endpoint is adopted when the HELLO with this number has arrived.
+        self._awaited: int | None = None
+        self._receiving = trio.CancelScope()
         self._shared_memory = False
         #: The number of our endpoint, once that has been made.
         self.number: int | None = None
@@ -121,8 +130,10 @@ class Handshake:
 
     # ---- the exchange ----
 
-    async def run_exchange(self, stream: ControlStream, exchange: Exchange, answer: Callable[[Event], object]) -> None:
-        """Runs the exchange on the control socket until our endpoint has been made.
+    async def run_exchange(
+        self, stream: ControlStream, exchange: Exchange, answer: Callable[[Event | Greeted], object]
+    ) -> None:
+        """Runs the exchange on the control socket until we have our endpoint.
 
         What the last answer has to send is left to :meth:`hand_over`.
 
@@ -135,15 +146,43 @@ class Handshake:
         """
         while self.number is None:
             self.check()
-            event = exchange.next_event()
+            event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
                 answer(event)
                 continue
             await stream.send_all(exchange.data_to_send())
-            data = await stream.receive_some()
-            if not data:
+            data = await self._receive(stream)
+            if data == b"":
                 raise ConnectionResetError(errno.ECONNRESET, f"{self.label} ended the connection during the exchange")
-            exchange.receive_data(data)
+            exchange.receive_data(data or b"")
+
+    async def _receive(self, stream: ControlStream) -> bytes | None:
+        """Waits for bytes on the control socket; None if the awaited HELLO or a failure came first."""
+        with trio.CancelScope() as self._receiving:
+            if self.opened.outcome is None and self._awaited not in self._greetings:
+                return await stream.receive_some()
+        return None
+
+    def await_greeting(self, number: int) -> None:
+        """Waits for the peer's HELLO with this number: the next event of the exchange is its :class:`Greeted`.
+
+        Raises:
+            ProtocolError: no honest peer takes this number, or the peer takes a second one.
+        """
+        if self._awaited is not None:
+            raise ProtocolError("it took a number while it had not greeted with another one")
+        if not self.numbers.is_near(number):
+            raise ProtocolError(
+                f"the other side's worker has made {number} endpoints to this worker, and this worker far fewer: "
+                "connect from another worker"
+            )
+        self._awaited = number
+
+    def _awaited_greeting(self) -> Greeted | None:
+        if self._awaited is None or self._awaited not in self._greetings:
+            return None
+        number, self._awaited = self._awaited, None
+        return Greeted(number)
 
     def hand_over(self, stream: ControlStream, exchange: Exchange, on_event: Callable[[Event], None]) -> None:
         """Hands the control socket over to the worker's control sockets, and greets the peer over UCX.
@@ -223,6 +262,11 @@ class Handshake:
         return None if own == self.peer.uid else own > self.peer.uid
 
     @property
+    def adopts(self) -> bool:
+        """Whether this side adopts its endpoint, and so gets it after the peer."""
+        return self.chooses_number is True
+
+    @property
     def _peer_address(self) -> bytes:
         """The worker address of the peer that our endpoint is made from."""
         facts = self.peer.facts
@@ -235,6 +279,7 @@ class Handshake:
             ProtocolError: none is left.
         """
         self._return_number()
+        self._awaited = None
         try:
             self.chosen = 0 if self.chooses_number is None else self.numbers.choose(peer_numbers, self._peer_address)
         except UsedUp:
@@ -249,9 +294,10 @@ class Handshake:
             self.numbers.give_back(chosen)
 
     def make_endpoint(self, number: int) -> bool:
-        """Makes our endpoint, and returns whether it could get this number.
+        """Makes or adopts our endpoint, and returns whether it could get this number.
 
         Raises:
+            ProtocolError: there is nothing to adopt.
             OSError, UCXError: UCX cannot reach the peer; or the handshake failed meanwhile, because making an endpoint
                 progresses the worker.
         """
@@ -264,6 +310,11 @@ class Handshake:
         )
         try:
             core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
+        except NotAskedFor as error:
+            raise ProtocolError(
+                f"UCX of {self.label} has not asked for the endpoint by which it greeted (its option "
+                "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
+            ) from error
         except OSError as error:  # its message has only the worker address
             reason = os.strerror(error.errno or errno.EHOSTUNREACH)
             raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.route})") from error
@@ -306,6 +357,27 @@ class Handshake:
             core.on_failure = None
             self.numbers.keep_as_filler(number, core)
 
+    def move_endpoint(self, use_number: Callable[[], None]) -> None:
+        """The peer could not use our endpoint's number: gets another endpoint, if it can, and greets with that.
+
+        Args:
+            use_number: makes the endpoint, and answers the peer through the exchange.
+        """
+        self.keep_as_filler()
+        try:
+            use_number()
+        except (OSError, UCXError, ProtocolError) as error:
+            self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            return
+        self.flush()
+        if self.number is not None:
+            self.greet()
+
+    def flush(self) -> None:
+        """Sends what the exchange has to send, after :meth:`hand_over`."""
+        assert self.control is not None
+        self.control.flush()
+
     def drop_endpoint(self) -> None:
         """Closes our endpoint by force; over TCP a moment later.
 
@@ -336,6 +408,8 @@ class Handshake:
                 self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something other than its greeting"))
                 return
             self._greetings.add(number)
+            if number == self._awaited:
+                self._receiving.cancel()
             count, data = count - 1, data[length:]
             link = self._open_if_greeted()
             if link is not None:
@@ -367,7 +441,6 @@ class Handshake:
             facts.threshold,
             self.options,
         )
-        link.late_greetings = self.late_greetings - self._greetings
         closing = link.closing
         closing.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
@@ -389,7 +462,7 @@ class Handshake:
                 self.fail(self.refusal(reason))
             case Aborted():
                 self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
-            case Declined() | Assigned():
+            case _:
                 self.fail(ConnectionError(errno.EPROTO, f"{self.label} declined the number that it had chosen"))
 
     def refusal(self, reason: str) -> OSError:
@@ -445,6 +518,7 @@ class Handshake:
         """Ends the handshake with an error. Failed or opened already: no effect."""
         if self.opened.outcome is None:
             self.opened.finish(Error(error))
+            self._receiving.cancel()
             self._release("")
 
     def close(self, reason: str = "") -> None:

@@ -37,6 +37,11 @@ class Registry:
                 f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
                 f"here it is {least}: the receiver must get their control frames without asking for them"
             )
+        if not worker.context.asks_for_pairs:
+            raise ValueError(
+                "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
+                "here: otherwise a peer that lies about its worker's address could end the process"
+            )
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine

@@ -21,8 +21,8 @@ from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
 from .control_stream import ControlStream, leads_to_this_machine, local_address, remote_address, set_keepalive
-from .exchange import Declined, Event, Exchange, NotTrioUCX, Opened, Refused, Taken
-from .handshake import ExchangeOptions, Handshake, send_refusal, send_rest
+from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, Refused, Taken
+from .handshake import ExchangeOptions, Greeted, Handshake, send_refusal, send_rest
 from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
@@ -258,9 +258,9 @@ class Acceptor:
         except (ProtocolError, OSError, UCXError) as error:
             await send_refusal(stream, exchange, error)
             raise
-        handshake.hand_over(stream, exchange, handshake.event_arrived)
+        handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(handshake, exchange, event))
 
-    def _answer(self, client: Client, handshake: Handshake, exchange: Exchange, event: Event) -> None:
+    def _answer(self, client: Client, handshake: Handshake, exchange: Exchange, event: Event | Greeted) -> None:
         """Answers the client.
 
         Raises:
@@ -284,13 +284,13 @@ class Acceptor:
                 missing = number - handshake.numbers.numbers().next
                 if missing > 0:
                     self._check_room(DESCRIPTORS_EACH * min(missing, FILLERS_AT_ONCE))
+                if handshake.adopts:
+                    handshake.await_greeting(number)
+                else:
+                    self._use_number(handshake, exchange, number)
+            case Greeted(number=number):
                 if handshake.make_endpoint(number):
-                    handshake.late_greetings.discard(number)
                     exchange.taken()
-                    return
-                handshake.late_greetings.add(number)
-                if handshake.chooses_number is False:
-                    exchange.decline(handshake.numbers.numbers())
                 else:  # a raw endpoint has it, or there are not enough fillers yet
                     exchange.reassign(handshake.choose_number(None), handshake.numbers.numbers())
             case Declined(numbers=numbers):
@@ -299,8 +299,23 @@ class Acceptor:
                 exchange.assign(handshake.choose_number(numbers), handshake.numbers.numbers())
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
-            case _:
-                raise ProtocolError(f"it sent {type(event).__name__}")
+            case Aborted():
+                raise ConnectionAbortedError(errno.ECONNABORTED, "it gave up")
+
+    def _use_number(self, handshake: Handshake, exchange: Exchange, number: int) -> None:
+        """Makes our endpoint with the number that the client took, or declines that number."""
+        if handshake.make_endpoint(number):
+            exchange.taken()
+        else:
+            exchange.decline(handshake.numbers.numbers())
+
+    def _event_while_greeting(self, handshake: Handshake, exchange: Exchange, event: Event) -> None:
+        """Handles an event while we wait for the client's HELLO: it may still take another number."""
+        if not isinstance(event, Taken) or handshake.chooses_number is not False:
+            handshake.event_arrived(event)
+            return
+        handshake.numbers.heard(event.numbers)
+        handshake.move_endpoint(lambda: self._use_number(handshake, exchange, event.number))
 
     def _check_room(self, more: int = 0) -> None:
         """Refuses a client if too many wait to be accepted, or if there are too few descriptors for it.

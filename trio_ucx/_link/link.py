@@ -36,8 +36,6 @@ class Link:
     Attributes:
         my_id, peer_id: the ids under which this side and the peer are written to.
         local_address, remote_address: of the control socket.
-        late_greetings: numbers of endpoints that the peer had made and could not keep; what it sent by them may still
-            arrive.
         on_unclosed: called when the worker closes before the link; the Connection sets it, and warns.
     """
 
@@ -58,7 +56,6 @@ class Link:
         self.peer_id = peer_id
         self.local_address: tuple[str, int] | None = None
         self.remote_address: tuple[str, int] | None = None
-        self.late_greetings: set[int] = set()
         self.on_unclosed: Callable[[], None] | None = None
         self.handshake = handshake = CloseHandshake()
         threshold = worker.context.rendezvous_threshold or 0
@@ -125,10 +122,8 @@ class Link:
                 self.closing.ack_arrived()
             case wire.Done():
                 self.closing.done_arrived()
-            case wire.Hello(number=number):
-                if number not in self.late_greetings:
-                    raise wire.ProtocolError("a second greeting")
-                self.late_greetings.remove(number)
+            case wire.Hello():
+                raise wire.ProtocolError("a second greeting")
 
     def buffers_released(self) -> bool:
         """Whether no buffer of a cancelled send or receive belongs to the library."""

@@ -221,6 +221,8 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
                         const tu_endpoint_options_t *options, tu_endpoint_t **out);
 int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out);
+int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_endpoint_options_t *options,
+                      tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              bool *answered, tu_endpoint_t **out);
 void tu_endpoint_linger(tu_endpoint_t *endpoint);

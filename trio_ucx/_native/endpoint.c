@@ -1,5 +1,12 @@
 /* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
+#include <string.h>
+
 #include "native.h"
+
+/* The format of worker addresses (src/ucp/wireup/address.c, version 1): the header with the flag that a uuid follows,
+ * and what stands for a list of no devices. */
+#define ADDRESS_WITH_UID 0x20
+#define ADDRESS_NO_DEVICE 0xff
 
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
@@ -102,6 +109,24 @@ int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address,
     tu_endpoint_t *endpoint = endpoint_new(worker, id, options);
 
     return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
+}
+
+/* Takes the endpoint that UCX has made because the peer's worker, which has this uid, asked for it with the next number
+ * of ours. UCS_ERR_UNREACHABLE: there is none. The number is used up all the same.
+ *
+ * UCX looks for such an endpoint first, and reads no more than the uid then. The address has nothing else, so UCX can
+ * make no other endpoint of it. */
+int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_endpoint_options_t *options,
+                      tu_endpoint_t **out)
+{
+    unsigned char address[] = {ADDRESS_WITH_UID, 0, 0, 0, 0, 0, 0, 0, 0, ADDRESS_NO_DEVICE};
+    int status;
+
+    memcpy(&address[1], &uid, sizeof(uid));
+    tu_log_mute(true); /* UCX would log an error if there is none */
+    status = tu_endpoint_to_worker(worker, id, address, options, out);
+    tu_log_mute(false);
+    return status;
 }
 
 /* *answered: whether UCX was asked to accept the request; if not, it can still be answered. */

@@ -25,7 +25,7 @@
  *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
  *                                                       is over
  *   tu_endpoint_t               tu_endpoint_connect,    tu_endpoint_free; without      as the argument of callbacks;
- *                               _to_worker,             error handling it goes to      without error handling until the
+ *                               _to_worker, _adopt,     error handling it goes to      without error handling until the
  *                               _from_request           worker->closed and is freed    worker is destroyed
  *                                                       by tu_worker_destroy
  *   tu_listener_t               tu_listener_create      tu_listener_destroy            as the argument of callbacks
@@ -306,6 +306,11 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
 /* The newest record, or NULL when the ring is empty. */
 tu_record_t *tu_ring_last(tu_worker_t *worker);
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
+
+/* ---- log.c ---- */
+
+/* Drops what UCX logs in this thread, or no longer. */
+void tu_log_mute(bool mute);
 
 /* ---- the Connections' messages (tag_inbox.c) ---- */
 

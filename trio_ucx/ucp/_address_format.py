@@ -286,6 +286,16 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
     return ParsedAddress(version, uuid, devices, client_id, name, release, bool(flags & _FLAG_AM_ONLY))
 
 
+def with_uuid(blob: bytes, uuid: int) -> bytes:
+    """The same address with another uuid.
+
+    Args:
+        blob: an address that :func:`parse_worker_address` accepts.
+    """
+    start = 1 if blob[0] & 0x0F == 0 else 2  # behind the header of version 1 or 2
+    return blob[:start] + uuid.to_bytes(8, "little") + blob[start + 8 :]
+
+
 class _Reader:
     """Reads fields one after another, and never past the end."""
 

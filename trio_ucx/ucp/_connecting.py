@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING
+from ._address_format import PADDING, with_uuid
 from ._engine.engine import Engine
+from ._engine.numbering import NotAskedFor
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._network_part import without_shared_memory
@@ -79,24 +81,42 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
 
 def _connect_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
     """Makes an endpoint that ends when ``core`` does."""
-    endpoint = _make_to_worker(core.engine, address, options, label, raw=True)
+    endpoint = _make_beside(core, address, options, label)
     endpoint.origin = core.origin
     if core.gone:  # since just now: making an endpoint progresses the worker
         endpoint.follow(core)
     return endpoint
 
 
+def _make_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
+    """Makes an endpoint beside another one to the same worker.
+
+    Beside a Connection's, UCX pairs it with none of the peer's endpoints: it gets another uid for that worker. The
+    peer's UCX knows the real one, so nothing that it says is compared with the address, which may be a lie.
+    """
+    engine = core.engine
+    if core.owner is None or address.uid == engine.address.uid:
+        return _make_to_worker(engine, address, options, label, raw=True)
+    blob = with_uuid(_usable_part(engine, address, options), secrets.randbits(64))
+    return _make_from(engine, address, blob, options, label)
+
+
 def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
     """Makes our endpoint with this number, or takes one that was made before. UCX pairs it with the peer's.
+
+    The worker with the greater uid adopts its endpoint: see :mod:`._engine.numbering`.
 
     Args:
         uid: of that worker.
 
     Returns:
         None when the number cannot be used: see :meth:`PeerNumbers.make`.
+
+    Raises:
+        NotAskedFor: there is nothing to adopt.
     """
 
-    make = partial(_make_numbered, engine, address)
+    make = partial(_adopt if uid < engine.address.uid else _make_numbered, engine, address)
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
@@ -109,25 +129,75 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
 
 
 def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
-    options = opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-    return _make_to_worker(engine, address, options, repr(address), raw=False)
+    return _make_to_worker(engine, address, _numbered_options(error_handling), repr(address), raw=False)
+
+
+def _numbered_options(error_handling: bool) -> EndpointOptions:
+    return opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
+
+
+def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
+    """Takes the endpoint that UCX has made for the peer's next one.
+
+    Raises:
+        NotAskedFor: there is none.
+    """
+    options, uid = _numbered_options(error_handling), address.uid
+    how = options.native(None)
+
+    def create(id: int, out: Any) -> int:
+        status = lib.tu_endpoint_adopt(engine.handle, id, uid, how, out)
+        _count(engine, uid, options, status)
+        return status
+
+    try:
+        return _make_known(engine, address, options, repr(address), create)
+    except OSError as error:
+        if error.errno != errno.EHOSTUNREACH:
+            raise
+        raise NotAskedFor(errno.EPROTO, "the peer's UCX has not asked for this endpoint") from None
 
 
 def _make_to_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
 ) -> EndpointCore:
-    blob = _usable_part(engine, address, options)
+    blob, uid = _usable_part(engine, address, options), address.uid
+    core = _make_from(engine, address, blob, options, label, lambda status: _count(engine, uid, options, status))
+    if raw:
+        engine.numbering.of(uid).add_raw(core)
+    return core
+
+
+def _count(engine: Engine, uid: int, options: EndpointOptions, status: int) -> None:
+    """UCX has made an endpoint, or has tried to, which uses up a number, too."""
+    if status != Status.NO_MEMORY:
+        engine.numbering.of(uid).made(error_handling=options.error_mode is not ErrorMode.NONE)
+
+
+def _make_from(
+    engine: Engine,
+    address: WorkerAddress,
+    blob: bytes,
+    options: EndpointOptions,
+    label: str,
+    tried: Callable[[int], None] = lambda status: None,
+) -> EndpointCore:
+    """Makes an endpoint from an address as UCX writes it; ``tried`` gets UCX's status."""
     native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:
         status = lib.tu_endpoint_to_worker(engine.handle, id, native, how, out)
-        if status != Status.NO_MEMORY:  # UCX counts failed attempts, too
-            engine.numbering.of(address.uid).made(error_handling=options.error_mode is not ErrorMode.NONE)
+        tried(status)
         return status
 
+    return _make_known(engine, address, options, label, create)
+
+
+def _make_known(
+    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, create: Callable[[int, Any], int]
+) -> EndpointCore:
+    """Makes an endpoint whose peer's address is known."""
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
-    if raw:
-        engine.numbering.of(address.uid).add_raw(core)
     core.leads_to(address)
     return core
 

@@ -236,7 +236,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
-        if (_effective("UNIFIED_MODE", self.config) or "n").lower() in ("y", "yes", "1", "on"):
+        if self._is_on("UNIFIED_MODE"):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
     @property
@@ -252,9 +252,17 @@ class Context(metaclass=OpenedNotConstructed):
         return min((number for number in numbers if number is not None), default=None)
 
     @property
+    def asks_for_pairs(self) -> bool:
+        """Whether a new endpoint asks the peer's UCX for the one that is paired with it (RESOLVE_REMOTE_EP_ID)."""
+        return self._is_on("RESOLVE_REMOTE_EP_ID")
+
+    @property
     def shared_memory_handles_errors(self) -> bool:
         """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
-        return (_effective("MM_ERROR_HANDLING", self.config) or "n").lower() in ("y", "yes", "1", "on")
+        return self._is_on("MM_ERROR_HANDLING")
+
+    def _is_on(self, option: str) -> bool:
+        return (_effective(option, self.config) or "n").lower() in ("y", "yes", "1", "on")
 
     @property
     def transports(self) -> str:

@@ -8,6 +8,12 @@ keeps them (*fillers*). Raw endpoints take numbers on one side only; each side t
 handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
 error handling.
 
+The worker with the greater uid makes no endpoint from the address that the peer has given: it *adopts* the one that its
+UCX has made, when the peer's UCX asked for it. If both made one, UCX would compare the address that the peer gave with
+what the peer's UCX says, at the worker with the greater uid only; and it would end that process if they differ in
+certain ways. So that side waits until the peer has made its endpoint. A filler that the peer has not asked for uses up
+its number.
+
 Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
 nothing left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that
 pair.
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -62,6 +69,10 @@ class Numbers:
 
 class UsedUp(Exception):
     """UCX has no number left for an endpoint between two workers."""
+
+
+class NotAskedFor(ConnectionError):
+    """The peer's UCX has not asked for the endpoint that we want to adopt. Its number is used up."""
 
 
 class NumberedEndpoint(Protocol):
@@ -197,7 +208,7 @@ class PeerNumbers(Generic[E]):
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
 
         Args:
-            make: makes an endpoint to this peer, with error handling or without, and calls :meth:`made`.
+            make: makes or adopts an endpoint to this peer, with error handling or without, and calls :meth:`made`.
             address: of the peer.
 
         Raises:
@@ -212,13 +223,18 @@ class PeerNumbers(Generic[E]):
                 return core
             core.close()
             return None
-        if number < self._next or number - self._next > MAX_FILLERS or number >= LIMIT:
+        if number < self._next or not self.is_near(number):
             return None
         last = min(number, self._next + FILLERS_AT_ONCE)
         while self._next < last:
             following = self._next
-            self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
+            with suppress(NotAskedFor):
+                self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True) if last == number else None
+
+    def is_near(self, number: int) -> bool:
+        """Whether a number is below all limits, and needs no more fillers than an honest peer does."""
+        return number < LIMIT and number - self._next <= MAX_FILLERS
 
     def keep_as_filler(self, number: int, core: E) -> None:
         """An endpoint whose number the peer cannot use is a filler from now on, or closed if it has served before."""
