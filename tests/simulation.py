@@ -155,6 +155,9 @@ class SimulatedEngine:
     def suspect_queue(self) -> None:
         pass
 
+    def peer_left(self, core: EndpointCore) -> None:
+        pass
+
     def undisturbed(self, function: Callable[[], None]) -> bool:
         function()
         return False
