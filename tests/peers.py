@@ -216,7 +216,8 @@ async def sender_then_wait(plan: list[list[int]]) -> None:
 @role
 async def raw_listener() -> None:
     """A raw UCP listener: accepts endpoints, and does nothing with them but progress."""
-    async with ucp.open_worker() as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
+    async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
         say([listener.address, bytes(worker.address).hex()])
         endpoints = []
 

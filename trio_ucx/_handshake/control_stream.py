@@ -6,6 +6,7 @@ and its TLS state move to ``control_sockets``, which watches all control sockets
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 
@@ -217,4 +218,15 @@ def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
             probe.bind((peer, 0))  # only addresses of this machine can be bound
         except OSError:
             return False
+    return True
+
+
+def has_route(address: tuple[str, int]) -> bool:
+    """Whether the kernel knows where to send packets for an IP address; True if that cannot be found out."""
+    host, port = address
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+    except OSError as error:
+        return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
     return True

@@ -196,8 +196,9 @@ class Reach:
     #: The kinds of shared memory in its address.
     shared_memory: frozenset[str]
     has_network: bool
-    #: Where its TCP transport listens.
+    #: Where its TCP transport listens, and whether there is no other transport between hosts.
     tcp_addresses: tuple[tuple[str, int], ...]
+    needs_tcp: bool
 
     @classmethod
     def of(cls, facts: Facts) -> Reach:
@@ -213,7 +214,10 @@ class Reach:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
         if network is not None and network.uuid != address.uuid:
             raise ProtocolError("the peer's two worker addresses belong to different workers")
-        return cls(facts, address.uuid, address.shared_memory, network is not None, address.tcp_addresses)
+        needs_tcp = network is not None and all(
+            transport.name == "tcp" for device in network.devices for transport in device.transports
+        )
+        return cls(facts, address.uuid, address.shared_memory, network is not None, address.tcp_addresses, needs_tcp)
 
 
 # A cache for our own addresses, and those of peers that connect again and again.

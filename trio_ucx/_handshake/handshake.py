@@ -25,14 +25,16 @@ from ..ucp import Feature, Status, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
+from ..ucp._engine.data_ports import is_loopback
 from ..ucp._engine.engine import InFlight
 from ..ucp._engine.numbering import NotAskedFor, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
+from ..ucp._process import this_host
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
-from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, ip_of, local_address, remote_address
+from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, has_route, ip_of, local_address, remote_address
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
@@ -168,6 +170,7 @@ class Handshake:
 
         Raises:
             ProtocolError: no honest peer takes this number, or the peer takes a second one.
+            OSError: there is no route to the peer.
         """
         if self._awaited is not None:
             raise ProtocolError("it took a number while it had not greeted with another one")
@@ -176,7 +179,26 @@ class Handshake:
                 f"the other side's worker has made {number} endpoints to this worker, and this worker far fewer: "
                 "connect from another worker"
             )
+        self._check_route()
         self._awaited = number
+
+    def _check_route(self) -> None:
+        """Where UCX makes an endpoint, it says that there is no route. Not where one is adopted.
+
+        Raises:
+            OSError: there is no route to the peer.
+        """
+        if self._shared_memory or not self.peer.needs_tcp:
+            return
+        here, there = this_host(), self.peer.facts.host
+        is_local = here.process.host == there.process.host and here.network_namespace == there.network_namespace
+        addresses = [address for address in self.peer.tcp_addresses if is_local or not is_loopback(address[0])]
+        if not any(map(has_route, addresses)):
+            raise self._unreachable(errno.EHOSTUNREACH)
+
+    def _unreachable(self, number: int | None) -> OSError:
+        reason = os.strerror(number or errno.EHOSTUNREACH)
+        return OSError(number, f"UCX cannot connect to {self.label}: {reason} ({self.route})")
 
     def _awaited_greeting(self) -> Greeted | None:
         if self._awaited is None or self._awaited not in self._greetings:
@@ -316,8 +338,7 @@ class Handshake:
                 "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
             ) from error
         except OSError as error:  # its message has only the worker address
-            reason = os.strerror(error.errno or errno.EHOSTUNREACH)
-            raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.route})") from error
+            raise self._unreachable(error.errno) from error
         if core is None:
             return False
         self._core = core
