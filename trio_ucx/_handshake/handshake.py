@@ -114,6 +114,8 @@ class Handshake:
         self._shared_memory = False
         #: The number of our endpoint, once that has been made.
         self.number: int | None = None
+        #: The numbers without error handling that the peer was told last.
+        self._told: tuple[int, ...] = ()
         #: The number that this side has chosen, until its endpoint has been made.
         self.chosen: int | None = None
         #: The addresses of the control socket.
@@ -149,6 +151,8 @@ class Handshake:
             event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
                 answer(event)
+                if isinstance(event, Greeted) and self.number is None:
+                    await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
                 continue
             await stream.send_all(exchange.data_to_send())
             data = await self._receive(stream)
@@ -255,6 +259,20 @@ class Handshake:
     def numbers(self) -> PeerNumbers[EndpointCore]:
         return self.registry.engine.numbering.of(self.peer.uid)
 
+    def tell_numbers(self) -> Numbers:
+        """Our numbers, to be sent to the peer."""
+        numbers = self.numbers.numbers()
+        self._told = numbers.plain
+        return numbers
+
+    @property
+    def peer_can_adopt(self) -> bool:
+        """Whether the peer, if it adopts, knows which of our endpoints are without error handling.
+
+        UCX destroys an endpoint that is adopted otherwise. A message to it may then end the peer's process.
+        """
+        return self.chooses_number is not False or self.numbers.numbers().plain == self._told
+
     @property
     def chooses_number(self) -> bool | None:
         """Whether this side chooses the endpoints' number; None if the number does not matter."""
@@ -322,11 +340,26 @@ class Handshake:
             return False
         self._core = core
         self.number = number
-        self.chosen = None
+        self._return_number()
         core.on_failure = self._endpoint_failed
         if self.opened.outcome is not None:
             self.drop_endpoint()
         self.check()
+        return True
+
+    def adopt_endpoint(self, number: int) -> bool:
+        """Adopts our endpoint, or some of the fillers before it: then :class:`Greeted` comes again.
+
+        Returns:
+            Whether this number can still be had.
+
+        Raises: what :meth:`make_endpoint` does.
+        """
+        if self.make_endpoint(number):
+            return True
+        if not self.numbers.is_ahead(number):
+            return False
+        self._awaited = number
         return True
 
     def greet(self) -> None:
