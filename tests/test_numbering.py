@@ -935,6 +935,32 @@ async def test_fillers_of_raw_endpoints_are_closed(transports: str, monkeypatch:
                     await trio.sleep(0.05)
 
 
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_error_of_a_client_that_hears_nothing_over_ucx(
+    transports: str, below: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so, whether the client has its endpoint already or waits for the server's HELLO to adopt one."""
+    monkeypatch.setattr(Handshake, "greet", lambda end: None)
+    async with open_two(transports) as two:
+        client, server = sorted(two, key=lambda worker: worker.address.uid, reverse=not below)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        async with listener:
+            with pytest.raises(TimeoutError, match="messages did not get through over UCX"):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=client, connect_timeout=0.3)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_client_without_a_route_to_the_server(below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side that adopts makes no endpoint, so UCX does not tell it: it asks the kernel."""
+    monkeypatch.setattr(handshake_side, "has_route", lambda ip: False)
+    async with open_two("tcp") as two:
+        client, server = sorted(two, key=lambda worker: worker.address.uid, reverse=not below)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        async with listener:
+            with pytest.raises(OSError, match="UCX cannot connect to .*: No route to host .its UCX listens at"):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=client)
+
+
 async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """...after the client has chosen it, before the server has: they agree on another, and the raw endpoint works."""
     answer = Acceptor._answer

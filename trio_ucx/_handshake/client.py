@@ -79,9 +79,13 @@ class Connector:
         except BaseException:
             stream.close()
             raise
-        self.stage = f"messages did not get through over UCX ({handshake.route}); does a firewall block them?"
+        self._wait_for_messages()
         link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
         return link
+
+    def _wait_for_messages(self) -> None:
+        route = self._handshake.route
+        self.stage = f"messages did not get through over UCX ({route}); does a firewall block them?"
 
     async def _exchange(self, stream: ControlStream) -> None:
         options, handshake = self.exchange_options, self._handshake
@@ -160,6 +164,7 @@ class Connector:
         assert handshake.chosen is not None
         handshake.await_greeting(handshake.chosen)
         exchange.take(handshake.chosen, handshake.tell_numbers())
+        self._wait_for_messages()
 
     def _use_number(self, exchange: Exchange, number: int) -> None:
         """Makes our endpoint with the server's number, and takes that number; or declines it."""

@@ -6,6 +6,7 @@ and its TLS state move to ``control_sockets``, which watches all control sockets
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 
@@ -203,6 +204,16 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between)
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)  # not asked while there is TCP_USER_TIMEOUT
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+
+
+def has_route(ip: str) -> bool:
+    """Whether the kernel knows a route to an IP address."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, 9))  # sends nothing
+        except OSError as error:
+            return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return True
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:

@@ -32,7 +32,7 @@ from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
-from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, ip_of, local_address, remote_address
+from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, has_route, ip_of, local_address, remote_address
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
@@ -172,7 +172,12 @@ class Handshake:
 
         Raises:
             ProtocolError: no honest peer takes this number, or the peer takes a second one.
+            OSError: there is no route to the peer. UCX would tell a side that makes its endpoint, and tells nobody who
+                only waits.
         """
+        hosts = () if self._shared_memory else self.peer.hosts
+        if hosts and not any(map(has_route, hosts)):
+            raise self._unreachable(errno.EHOSTUNREACH)
         if self._awaited is not None:
             raise ProtocolError("it took a number while it had not greeted with another one")
         if not self.numbers.is_near(number):
@@ -334,8 +339,7 @@ class Handshake:
                 "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
             ) from error
         except OSError as error:  # its message has only the worker address
-            reason = os.strerror(error.errno or errno.EHOSTUNREACH)
-            raise OSError(error.errno, f"UCX cannot connect to {self.label}: {reason} ({self.route})") from error
+            raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
             return False
         self._core = core
@@ -346,6 +350,9 @@ class Handshake:
             self.drop_endpoint()
         self.check()
         return True
+
+    def _unreachable(self, number: int) -> OSError:
+        return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
 
     def adopt_endpoint(self, number: int) -> bool:
         """Adopts our endpoint, or some of the fillers before it: then :class:`Greeted` comes again.

@@ -300,7 +300,7 @@ class Acceptor:
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
             case Aborted():
-                raise ConnectionAbortedError(errno.ECONNABORTED, "it gave up")
+                raise ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")
 
     def _use_number(self, handshake: Handshake, exchange: Exchange, number: int) -> None:
         """Makes our endpoint with the number that the client took, or declines that number."""
