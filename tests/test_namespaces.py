@@ -397,4 +397,5 @@ async def test_forwarded_between_networks(hosts: Hosts) -> None:
         assert await forwarder.hear() < 100_000
         transports, log = await told_to_end(listening)
         assert transports == [["tcp"]]
-        assert "gave up the connection" in log, log
+        # A client with the greater uid has no endpoint yet, and just closes the control socket.
+        assert "gave up the connection" in log or "its control connection ended" in log, log

@@ -63,6 +63,8 @@ class Core:
     error: ucp.UCXError | None = None
     peer_address: object = None
     served: bool = False
+    #: Whether the peer's UCX has got the request for its pair.
+    asked_for: bool = False
 
     def close(self) -> None:
         self.on_failure = None
@@ -120,7 +122,7 @@ class Made:
         """Takes the endpoint that UCX has made for the peer's."""
         core = self.open(error_handling)
         pair = peer.cores[core.index] if core.index < len(peer.cores) else None
-        if pair is None or pair.handle is None:
+        if pair is None or pair.handle is None or not pair.asked_for:
             core.close()
             raise NotAskedFor
         assert pair.forcible == error_handling
@@ -216,7 +218,7 @@ def test_numbers_without_error_handling_are_sent() -> None:
 def test_fillers_that_the_peer_has_not_asked_for() -> None:
     made, peer = Made(), Made()
     for _ in range(4):
-        peer.open()
+        peer.open().asked_for = True
     peer.cores[1].close()
     assert made.claim(3, pairs=peer) is made.cores[3]
     assert made.claim(1, pairs=peer) is None, "its number is used up"
@@ -459,6 +461,9 @@ class Meeting:
     def deliver_hello(self, is_client: bool) -> None:
         if self.hellos[is_client]:
             number = self.hellos[is_client].popleft()
+            greeter = self.ends[not is_client].registry.engine.made
+            if number < len(greeter.cores):  # not in a connection of a worker with itself
+                greeter.cores[number].asked_for = True
             if is_client not in self.given_up:
                 self.ends[is_client]._greetings.add(number)
                 self._answer_events(is_client)
@@ -578,6 +583,12 @@ class World:
         """Whether any connection did not come about."""
         return any(meeting.failed for meeting in self.meetings)
 
+    def ask(self, number: int, node: int) -> None:
+        """A node's UCX asks for the pair of one of its endpoints, at the latest before HELLO."""
+        later = [core for core in self.nodes[node].made.cores if not core.asked_for]
+        if later:
+            later[number % len(later)].asked_for = True
+
     def let_time_pass(self, node: int) -> None:
         """So much that one side closes what nobody has come for."""
         with pytest.MonkeyPatch.context() as patch:
@@ -629,6 +640,8 @@ def play(world: World, steps: list[tuple[str, int, bool]]) -> None:
             there = [meeting for meeting in world.meetings if meeting.opened and flag not in meeting.left]
             if there:
                 there[number % len(there)].leave(flag)
+        elif what == "ask":
+            world.ask(number, int(flag))
         elif what == "fail":
             made = world.nodes[number % 2].made
             made.failing, made.failing_counts = 1 + number % 3, flag
@@ -668,32 +681,34 @@ model = settings.get_profile("model")
 
 
 @model
-@given(steps_of("start", "deliver", "deliver", "deliver", "hello"))
+@given(steps_of("start", "ask", "deliver", "deliver", "deliver", "hello"))
 def test_connections_in_both_directions(steps: list[tuple[str, int, bool]]) -> None:
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "raw", "deliver", "deliver", "deliver", "hello"))
+@given(steps_of("start", "raw", "ask", "deliver", "deliver", "deliver", "hello"))
 def test_with_raw_endpoints(steps: list[tuple[str, int, bool]]) -> None:
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "start", "raw", "give up", "deliver", "deliver", "deliver", "deliver", "hello"))
+@given(steps_of("start", "start", "raw", "ask", "give up", "deliver", "deliver", "deliver", "deliver", "hello"))
 def test_with_connections_that_are_given_up(steps: list[tuple[str, int, bool]]) -> None:
     played(steps)
 
 
 @model
-@given(steps_of("start", "raw", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver", "hello"))
+@given(steps_of("start", "raw", "ask", "leave", "leave", "forget", "deliver", "deliver", "deliver", "deliver", "hello"))
 def test_with_connections_that_are_closed(steps: list[tuple[str, int, bool]]) -> None:
     """Each side keeps its endpoint for a while, not for the same time."""
     assert not played(steps).failed
 
 
 @model
-@given(steps_of("start", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver", "hello"))
+@given(
+    steps_of("start", "ask", "leave", "leave", "forget", "give up", "deliver", "deliver", "deliver", "deliver", "hello")
+)
 @example(FORGOTTEN_MEANWHILE)
 def test_with_connections_that_are_closed_or_given_up(steps: list[tuple[str, int, bool]]) -> None:
     played(steps)
@@ -701,7 +716,9 @@ def test_with_connections_that_are_closed_or_given_up(steps: list[tuple[str, int
 
 @model
 @given(
-    steps_of("start", "raw", "leave", "forget", "give up", "fail", "break", "deliver", "deliver", "deliver", "hello")
+    steps_of(
+        "start", "raw", "ask", "leave", "forget", "give up", "fail", "break", "deliver", "deliver", "deliver", "hello"
+    )
 )
 def test_with_all(steps: list[tuple[str, int, bool]]) -> None:
     """...also endpoints that UCX cannot make, or that fail."""
@@ -725,6 +742,45 @@ def test_offer_of_an_endpoint_that_the_peer_has_closed(client: int, chooser_forg
     for node in world.nodes:
         node.made.numbers.close_old_fillers()
         assert len([core for core in node.made.cores if core.handle is not None]) <= 1 + chooser_forgets
+
+
+@pytest.mark.parametrize("client", [0, 1])
+@pytest.mark.parametrize("busy", [0, 1])
+def test_raw_endpoints_by_the_thousand(client: int, busy: int) -> None:
+    """One worker has opened them. The fillers of the other one are made a few at a time."""
+    world = World()
+    for _ in range(1500):
+        world.nodes[busy].made.open(raw=True)
+    world.start(client)
+    world.finish()
+    world.check_finished()
+    assert not world.failed
+    assert [len(node.made.cores) for node in world.nodes] == [1501, 1501]
+
+
+def test_endpoint_without_error_handling_of_which_the_peer_has_not_heard() -> None:
+    """The client must not adopt it as one that handles errors: UCX would destroy it."""
+    world = World()
+    for _ in range(2):
+        world.start(1)
+    for is_client in (False, True):
+        for meeting in world.meetings:
+            meeting.deliver(is_client)
+    raw = world.nodes[0].made.open(error_handling=False, raw=True)  # takes the number of the first connection
+    raw.asked_for = True
+    for is_client in (False, True):
+        world.meetings[1].deliver(is_client)
+    world.finish()
+    world.check_finished()
+    assert not world.failed
+
+
+def test_numbers_without_error_handling_that_are_heard_in_another_order() -> None:
+    made = Made()
+    made.numbers.heard(Numbers(2, True, (1,)))
+    made.numbers.heard(Numbers(1, True))
+    made.claim(2)
+    assert [core.forcible for core in made.cores] == [True, False, True]
 
 
 @pytest.mark.parametrize("client", [0, 1])
@@ -877,6 +933,32 @@ async def test_fillers_of_raw_endpoints_are_closed(transports: str, monkeypatch:
                     connection.abort()
                 while theirs._fillers:
                     await trio.sleep(0.05)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_error_of_a_client_that_hears_nothing_over_ucx(
+    transports: str, below: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so, whether the client has its endpoint already or waits for the server's HELLO to adopt one."""
+    monkeypatch.setattr(Handshake, "greet", lambda end: None)
+    async with open_two(transports) as two:
+        client, server = sorted(two, key=lambda worker: worker.address.uid, reverse=not below)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        async with listener:
+            with pytest.raises(TimeoutError, match="messages did not get through over UCX"):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=client, connect_timeout=0.3)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_client_without_a_route_to_the_server(below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side that adopts makes no endpoint, so UCX does not tell it: it asks the kernel."""
+    monkeypatch.setattr(handshake_side, "has_route", lambda ip: False)
+    async with open_two("tcp") as two:
+        client, server = sorted(two, key=lambda worker: worker.address.uid, reverse=not below)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        async with listener:
+            with pytest.raises(OSError, match="UCX cannot connect to .*: No route to host .its UCX listens at"):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=client)
 
 
 async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:

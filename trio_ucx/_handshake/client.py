@@ -79,11 +79,11 @@ class Connector:
         except BaseException:
             stream.close()
             raise
-        self._await_messages()
+        self._wait_for_messages()
         link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
         return link
 
-    def _await_messages(self) -> None:
+    def _wait_for_messages(self) -> None:
         route = self._handshake.route
         self.stage = f"messages did not get through over UCX ({route}); does a firewall block them?"
 
@@ -139,10 +139,9 @@ class Connector:
             case Declined(numbers=numbers):
                 self._choose_number(exchange, numbers)
             case Greeted(number=number):
-                while not handshake.make_endpoint(number):
-                    if handshake.choose_number(None) != number:
-                        self._await_greeting(exchange)
-                        return
+                if not handshake.adopt_endpoint(number):
+                    handshake.choose_number(None)
+                    self._await_greeting(exchange)
             case Aborted():
                 raise ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection")
             case _:
@@ -164,8 +163,8 @@ class Connector:
         handshake = self._handshake
         assert handshake.chosen is not None
         handshake.await_greeting(handshake.chosen)
-        self._await_messages()
-        exchange.take(handshake.chosen, handshake.numbers.numbers())
+        exchange.take(handshake.chosen, handshake.tell_numbers())
+        self._wait_for_messages()
 
     def _use_number(self, exchange: Exchange, number: int) -> None:
         """Makes our endpoint with the server's number, and takes that number; or declines it."""
@@ -173,9 +172,9 @@ class Connector:
         if handshake.adopts:
             raise ProtocolError("the listener chose the endpoint number that it has to leave to the client")
         if handshake.make_endpoint(number):
-            exchange.take(number, handshake.numbers.numbers())
+            exchange.take(number, handshake.tell_numbers())
         else:
-            exchange.decline(handshake.numbers.numbers())
+            exchange.decline(handshake.tell_numbers())
 
     def _event_while_greeting(self, exchange: Exchange, event: Event) -> None:
         """Handles an event while we wait for the server's HELLO: the server may still assign another number."""
@@ -184,8 +183,4 @@ class Connector:
             handshake.event_arrived(event)
             return
         handshake.numbers.heard(event.numbers)
-        if event.number == handshake.number:  # the server has adopted some of its fillers, and needs more time
-            exchange.take(event.number, handshake.numbers.numbers())
-            handshake.flush()
-        else:
-            handshake.move_endpoint(lambda: self._use_number(exchange, event.number))
+        handshake.move_endpoint(lambda: self._use_number(exchange, event.number))

@@ -206,6 +206,16 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
 
 
+def has_route(ip: str) -> bool:
+    """Whether the kernel knows a route to an IP address; True if that cannot be found out."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((ip, 9))  # sends nothing
+    except OSError as error:
+        return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return True
+
+
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
     """Whether the peer's end of a socket is on this machine, in the same network namespace."""
     if control.family == socket.AF_UNIX:
@@ -218,15 +228,4 @@ def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
             probe.bind((peer, 0))  # only addresses of this machine can be bound
         except OSError:
             return False
-    return True
-
-
-def has_route(address: tuple[str, int]) -> bool:
-    """Whether the kernel knows where to send packets for an IP address; True if that cannot be found out."""
-    host, port = address
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing
-    except OSError as error:
-        return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
     return True

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
-from ..ucp._address_format import parse_worker_address
+from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._process import MAX_PID, Host, Process
 
 #: The longest worker address.
@@ -198,7 +198,8 @@ class Reach:
     has_network: bool
     #: Where its TCP transport listens, and whether there is no other transport between hosts.
     tcp_addresses: tuple[tuple[str, int], ...]
-    needs_tcp: bool
+    #: The IP addresses of which one must be reachable without shared memory; none if it has other transports, too.
+    hosts: tuple[str, ...]
 
     @classmethod
     def of(cls, facts: Facts) -> Reach:
@@ -214,10 +215,20 @@ class Reach:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
         if network is not None and network.uuid != address.uuid:
             raise ProtocolError("the peer's two worker addresses belong to different workers")
-        needs_tcp = network is not None and all(
-            transport.name == "tcp" for device in network.devices for transport in device.transports
+        return cls(
+            facts,
+            address.uuid,
+            address.shared_memory,
+            has_network=network is not None,
+            tcp_addresses=address.tcp_addresses,
+            hosts=() if network is None else _hosts(network),
         )
-        return cls(facts, address.uuid, address.shared_memory, network is not None, address.tcp_addresses, needs_tcp)
+
+
+def _hosts(network: ParsedAddress) -> tuple[str, ...]:
+    if network.transports != {"tcp"}:
+        return ()
+    return tuple(host for host, _ in network.tcp_addresses if not _is_loopback(host))
 
 
 # A cache for our own addresses, and those of peers that connect again and again.
@@ -265,7 +276,11 @@ def _releases_differ(ours: Reach, theirs: Reach) -> bool:
 
 
 def _only_loopback(side: Reach) -> bool:
-    return bool(side.tcp_addresses) and all(ip.startswith("127.") or ip == "::1" for ip, _ in side.tcp_addresses)
+    return bool(side.tcp_addresses) and all(_is_loopback(ip) for ip, _ in side.tcp_addresses)
+
+
+def _is_loopback(ip: str) -> bool:
+    return ip.startswith("127.") or ip == "::1"
 
 
 def _listed(words: list[str]) -> str:

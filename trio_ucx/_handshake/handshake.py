@@ -25,12 +25,10 @@ from ..ucp import Feature, Status, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
-from ..ucp._engine.data_ports import is_loopback
 from ..ucp._engine.engine import InFlight
 from ..ucp._engine.numbering import NotAskedFor, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
-from ..ucp._process import this_host
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -116,6 +114,8 @@ class Handshake:
         self._shared_memory = False
         #: The number of our endpoint, once that has been made.
         self.number: int | None = None
+        #: The numbers without error handling that the peer was told last.
+        self._told: tuple[int, ...] = ()
         #: The number that this side has chosen, until its endpoint has been made.
         self.chosen: int | None = None
         #: The addresses of the control socket.
@@ -151,6 +151,8 @@ class Handshake:
             event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
                 answer(event)
+                if isinstance(event, Greeted) and self.number is None:
+                    await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
                 continue
             await stream.send_all(exchange.data_to_send())
             data = await self._receive(stream)
@@ -170,8 +172,12 @@ class Handshake:
 
         Raises:
             ProtocolError: no honest peer takes this number, or the peer takes a second one.
-            OSError: there is no route to the peer.
+            OSError: there is no route to the peer. UCX would tell a side that makes its endpoint, and tells nobody who
+                only waits.
         """
+        hosts = () if self._shared_memory else self.peer.hosts
+        if hosts and not any(map(has_route, hosts)):
+            raise self._unreachable(errno.EHOSTUNREACH)
         if self._awaited is not None:
             raise ProtocolError("it took a number while it had not greeted with another one")
         if not self.numbers.is_near(number):
@@ -179,26 +185,7 @@ class Handshake:
                 f"the other side's worker has made {number} endpoints to this worker, and this worker far fewer: "
                 "connect from another worker"
             )
-        self._check_route()
         self._awaited = number
-
-    def _check_route(self) -> None:
-        """Where UCX makes an endpoint, it says that there is no route. Not where one is adopted.
-
-        Raises:
-            OSError: there is no route to the peer.
-        """
-        if self._shared_memory or not self.peer.needs_tcp:
-            return
-        here, there = this_host(), self.peer.facts.host
-        is_local = here.process.host == there.process.host and here.network_namespace == there.network_namespace
-        addresses = [address for address in self.peer.tcp_addresses if is_local or not is_loopback(address[0])]
-        if not any(map(has_route, addresses)):
-            raise self._unreachable(errno.EHOSTUNREACH)
-
-    def _unreachable(self, number: int | None) -> OSError:
-        reason = os.strerror(number or errno.EHOSTUNREACH)
-        return OSError(number, f"UCX cannot connect to {self.label}: {reason} ({self.route})")
 
     def _awaited_greeting(self) -> Greeted | None:
         if self._awaited is None or self._awaited not in self._greetings:
@@ -277,6 +264,20 @@ class Handshake:
     def numbers(self) -> PeerNumbers[EndpointCore]:
         return self.registry.engine.numbering.of(self.peer.uid)
 
+    def tell_numbers(self) -> Numbers:
+        """Our numbers, to be sent to the peer."""
+        numbers = self.numbers.numbers()
+        self._told = numbers.plain
+        return numbers
+
+    @property
+    def peer_can_adopt(self) -> bool:
+        """Whether the peer, if it adopts, knows which of our endpoints are without error handling.
+
+        UCX destroys an endpoint that is adopted otherwise. A message to it may then end the peer's process.
+        """
+        return self.chooses_number is not False or self.numbers.numbers().plain == self._told
+
     @property
     def chooses_number(self) -> bool | None:
         """Whether this side chooses the endpoints' number; None if the number does not matter."""
@@ -338,16 +339,34 @@ class Handshake:
                 "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
             ) from error
         except OSError as error:  # its message has only the worker address
-            raise self._unreachable(error.errno) from error
+            raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
             return False
         self._core = core
         self.number = number
-        self.chosen = None
+        self._return_number()
         core.on_failure = self._endpoint_failed
         if self.opened.outcome is not None:
             self.drop_endpoint()
         self.check()
+        return True
+
+    def _unreachable(self, number: int) -> OSError:
+        return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
+
+    def adopt_endpoint(self, number: int) -> bool:
+        """Adopts our endpoint, or some of the fillers before it: then :class:`Greeted` comes again.
+
+        Returns:
+            Whether this number can still be had.
+
+        Raises: what :meth:`make_endpoint` does.
+        """
+        if self.make_endpoint(number):
+            return True
+        if not self.numbers.is_ahead(number):
+            return False
+        self._awaited = number
         return True
 
     def greet(self) -> None:

@@ -276,7 +276,7 @@ class Acceptor:
                 )
                 handshake.peer_facts_arrived(facts)
                 number = None if handshake.chooses_number is False else handshake.choose_number(None)
-                exchange.welcome(own_facts, number, handshake.numbers.numbers())
+                exchange.welcome(own_facts, number, handshake.tell_numbers())
             case Taken(number=number, numbers=numbers):
                 if handshake.chooses_number is not False and number != handshake.chosen:
                     raise ProtocolError(f"it took the number {number}, which it was not given")
@@ -289,14 +289,14 @@ class Acceptor:
                 else:
                     self._use_number(handshake, exchange, number)
             case Greeted(number=number):
-                if handshake.make_endpoint(number):
+                if not handshake.adopt_endpoint(number):
+                    exchange.reassign(handshake.choose_number(None), handshake.tell_numbers())
+                elif handshake.number is not None:
                     exchange.taken()
-                else:  # a raw endpoint has it, or there are not enough fillers yet
-                    exchange.reassign(handshake.choose_number(None), handshake.numbers.numbers())
             case Declined(numbers=numbers):
                 if handshake.chooses_number is False:
                     raise ProtocolError("it declined the number that it had chosen itself")
-                exchange.assign(handshake.choose_number(numbers), handshake.numbers.numbers())
+                exchange.assign(handshake.choose_number(numbers), handshake.tell_numbers())
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
             case Aborted():
@@ -304,10 +304,10 @@ class Acceptor:
 
     def _use_number(self, handshake: Handshake, exchange: Exchange, number: int) -> None:
         """Makes our endpoint with the number that the client took, or declines that number."""
-        if handshake.make_endpoint(number):
+        if handshake.peer_can_adopt and handshake.make_endpoint(number):
             exchange.taken()
         else:
-            exchange.decline(handshake.numbers.numbers())
+            exchange.decline(handshake.tell_numbers())
 
     def _event_while_greeting(self, handshake: Handshake, exchange: Exchange, event: Event) -> None:
         """Handles an event while we wait for the client's HELLO: it may still take another number."""

@@ -218,10 +218,13 @@ class ParsedAddress:
     am_only: bool = False
 
     @property
+    def transports(self) -> set[str | None]:
+        return {transport.name for device in self.devices for transport in device.transports}
+
+    @property
     def shared_memory(self) -> frozenset[str]:
         """The kinds of shared memory among its transports."""
-        names = {transport.name for device in self.devices for transport in device.transports}
-        return frozenset(name for name in SHARED_MEMORY if name in names)
+        return frozenset(name for name in SHARED_MEMORY if name in self.transports)
 
     @property
     def tcp_addresses(self) -> tuple[tuple[str, int], ...]:

@@ -168,14 +168,14 @@ class DataPorts:
         """
         if not self.restricted:
             return
-        if ucx < BINDS_TO_ITS_ADDRESS and control is not None and not is_loopback(control):
+        if ucx < BINDS_TO_ITS_ADDRESS and control is not None and not _is_loopback(control):
             self.open("a peer's UCX is too old to connect from the addresses that it names")
             return
         hosts = list(dict.fromkeys(hosts))[:MAX_EACH]
-        if control is not None and not is_loopback(control) and control not in (*hosts, *self._local):
+        if control is not None and not _is_loopback(control) and control not in (*hosts, *self._local):
             self.open("a peer's control socket comes from an address that its TCP transport does not have")
             return
-        hosts = [host for host in hosts if not is_loopback(host)]
+        hosts = [host for host in hosts if not _is_loopback(host)]
         new = [host for host in hosts if host not in self._admitted and host not in self._local]
         for host in hosts:
             if host in self._admitted:
@@ -217,5 +217,5 @@ def _family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"

@@ -108,7 +108,7 @@ class PeerNumbers(Generic[E]):
         #: The numbers of endpoints without error handling, here and at the peer.
         self._plain: list[int] = []
         self._peer_plain: frozenset[int] = frozenset()
-        #: The numbers that were chosen, and whose endpoints have not been made here.
+        #: The numbers that were chosen, and have not been given back.
         self._chosen: set[int] = set()
         self._fillers: dict[int, tuple[E, float]] = {}
         #: Endpoints of connections that were closed, and since when, the oldest first.
@@ -133,7 +133,8 @@ class PeerNumbers(Generic[E]):
     def heard(self, theirs: Numbers) -> None:
         """The other side said how far it is."""
         self._peer_has_raw = theirs.has_raw
-        self._peer_plain = frozenset(theirs.plain)
+        # What was said in different handshakes may come in any order.
+        self._peer_plain = frozenset(number for number in self._peer_plain.union(theirs.plain) if number >= self._next)
 
     @property
     def used_up(self) -> bool:
@@ -162,7 +163,7 @@ class PeerNumbers(Generic[E]):
                 core.close()
 
     def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
-        """A number for a new Connection. :meth:`give_back` it if it was never used.
+        """A number for a new Connection. :meth:`give_back` it when it is used or given up.
 
         Args:
             theirs: how far the other side is, if that is known.
@@ -194,9 +195,9 @@ class PeerNumbers(Generic[E]):
         return self._next == 0 and not self._chosen
 
     def give_back(self, number: int) -> None:
-        """A number was chosen, and neither side has made an endpoint with it, as far as is known.
+        """A number was chosen, and is used now, or given up.
 
-        An endpoint that was offered is closed: the peer has closed its pair, or the connection was not opened.
+        An endpoint that is still offered is closed: the peer has closed its pair, or the connection was not opened.
         """
         self._chosen.discard(number)
         offered = self._offered.pop(number, None)
@@ -207,6 +208,8 @@ class PeerNumbers(Generic[E]):
     def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
 
+        None also if too many fillers were missing, of which it has made some: then the number :meth:`is_ahead` still.
+
         Args:
             make: makes or adopts an endpoint to this peer, with error handling or without, and calls :meth:`made`.
             address: of the peer.
@@ -214,7 +217,6 @@ class PeerNumbers(Generic[E]):
         Raises:
             OSError, UCXError: what ``make`` raises.
         """
-        self._chosen.discard(number)
         self.close_old_fillers()
         there = self._offered.pop(number, None) or self._fillers.pop(number, None) or self._idle.pop(number, None)
         if there is not None:
@@ -223,7 +225,7 @@ class PeerNumbers(Generic[E]):
                 return core
             core.close()
             return None
-        if number < self._next or not self.is_near(number):
+        if not self.is_ahead(number) or not self.is_near(number):
             return None
         last = min(number, self._next + FILLERS_AT_ONCE)
         while self._next < last:
@@ -231,6 +233,10 @@ class PeerNumbers(Generic[E]):
             with suppress(NotAskedFor):
                 self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True) if last == number else None
+
+    def is_ahead(self, number: int) -> bool:
+        """Whether no endpoint here has had this number."""
+        return number >= self._next
 
     def is_near(self, number: int) -> bool:
         """Whether a number is below all limits, and needs no more fillers than an honest peer does."""
