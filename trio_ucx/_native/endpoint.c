@@ -8,6 +8,7 @@
 #define ADDRESS_WITH_UID 0x20
 #define ADDRESS_NO_DEVICE 0xff
 
+#define ROOM_SHARE 20    /* looking for full sockets takes at most one part in so many of the time */
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
@@ -174,6 +175,17 @@ static void progress_until_quiet(tu_worker_t *worker)
     }
 }
 
+/* Enlarges full send buffers, if that has not just been done: with many sockets it takes milliseconds. */
+static void make_room(tu_worker_t *worker)
+{
+    uint64_t began = tu_now();
+
+    if (began >= worker->next_room) {
+        tu_sockets_make_room(worker->efd);
+        worker->next_room = began + ROOM_SHARE * (tu_now() - began);
+    }
+}
+
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */
@@ -186,8 +198,8 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
     tu_post_t post;
 
     progress_until_quiet(endpoint->worker);
-    if (!endpoint->failed) {
-        tu_sockets_make_room(endpoint->worker->efd);
+    if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
+        make_room(endpoint->worker);
     }
     if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;

@@ -257,6 +257,7 @@ struct tu_worker {
     tu_rma_t *rma;
     tu_chains_t *chains;
     bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
+    uint64_t next_room;        /* nanoseconds: full sockets are not looked for before: endpoint.c */
 
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
@@ -306,6 +307,10 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
 /* The newest record, or NULL when the ring is empty. */
 tu_record_t *tu_ring_last(tu_worker_t *worker);
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
+
+/* ---- query.c ---- */
+
+bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
 
 /* ---- log.c ---- */
 

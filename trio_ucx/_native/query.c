@@ -5,6 +5,8 @@
 
 #include "native.h"
 
+#define MAX_LANES 64
+
 _Static_assert(TU_NAME_SIZE == UCP_ENTITY_NAME_MAX, "the records of cdef.h hold UCX's names");
 
 int tu_library_thread_mode(int *mode)
@@ -72,27 +74,49 @@ int tu_endpoint_sockaddr(tu_endpoint_t *endpoint, bool remote, char *host, size_
     return tu_sockaddr_text(remote ? &attr.remote_sockaddr : &attr.local_sockaddr, host, size, port);
 }
 
+/* Asks UCX for the transport and device of each lane. Needs UCX 1.14. */
+static ucs_status_t query_lanes(tu_endpoint_t *endpoint, tu_transport_entry_t entries[MAX_LANES], unsigned *count)
+{
+    tu_ep_attr_t attr = {
+        .field_mask = TU_EP_ATTR_TRANSPORTS,
+        .transports = {.entries = entries, .num_entries = MAX_LANES, .entry_size = sizeof(entries[0])},
+    };
+    ucs_status_t status = tu_ucx_has(1, 14) ? tu_ep_query(endpoint->ep, &attr) : UCS_ERR_NOT_IMPLEMENTED;
+
+    *count = attr.transports.num_entries;
+    return status;
+}
+
+/* Whether it has a lane over TCP; also if UCX cannot say. */
+bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint)
+{
+    tu_transport_entry_t entries[MAX_LANES];
+    unsigned i, count;
+
+    if (query_lanes(endpoint, entries, &count) != UCS_OK) {
+        return true;
+    }
+    for (i = 0; i < count; i++) {
+        if (strcmp(entries[i].transport_name, "tcp") == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Writes "transport/device" for each lane, one a line. Needs UCX 1.14. */
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
 {
-    tu_transport_entry_t entries[64];
-    tu_ep_attr_t attr = {
-        .field_mask = TU_EP_ATTR_TRANSPORTS,
-        .transports = {.entries = entries, .num_entries = 64, .entry_size = sizeof(entries[0])},
-    };
-    ucs_status_t status;
-    size_t used = 0;
-    unsigned i;
+    tu_transport_entry_t entries[MAX_LANES];
+    unsigned i, count;
+    ucs_status_t status = query_lanes(endpoint, entries, &count);
+    size_t used         = 0;
 
-    if (!tu_ucx_has(1, 14)) {
-        return UCS_ERR_NOT_IMPLEMENTED;
-    }
-    status = tu_ep_query(endpoint->ep, &attr);
     if (status != UCS_OK) {
         return status;
     }
     out[0] = '\0';
-    for (i = 0; i < attr.transports.num_entries && used < size; i++) {
+    for (i = 0; i < count && used < size; i++) {
         int wrote = snprintf(out + used, size - used, "%s/%s\n", entries[i].transport_name, entries[i].device_name);
 
         used += wrote > 0 ? (size_t)wrote : 0;
