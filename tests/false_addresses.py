@@ -1,4 +1,4 @@
-"""Worker addresses that have the right structure and lie: UCX of their worker says something else later."""
+"""Worker addresses that are well formed and false: the worker's own UCX sends a different one later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def set_system_device(device: bytearray, number: int = 3) -> None:
 
 
 def set_memory_domain(device: bytearray, number: int | None = None) -> None:
-    """Sets a memory domain; without a number, one that another device has."""
+    """Sets the number of the memory domain; without a number, to another one than the device has."""
     device[0] = device[0] ^ 1 if number is None else number
 
 

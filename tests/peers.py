@@ -353,9 +353,10 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 async def two_contexts(features: list[int]) -> None:
     """Owns memory of a context with all features, and has a worker of another context for each of ``features``.
 
-    Reports the workers' addresses, the addresses of their listeners for Connections, and the memory's descriptors; then
-    the kind and length of each message that one of them gets, until the test ends. At the test's first line, which is
-    the address of its worker, opens endpoints that send the data of their UCP streams back.
+    First it reports the workers' addresses, the addresses of their listeners for Connections, and the memory's
+    descriptors. The first line from the test is the address of the test's worker: each worker with STREAM opens an
+    endpoint to it, and echoes that endpoint's UCP stream. It reports the kind and length of each message that a worker
+    receives, until the test ends.
     """
     async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
         owner = await stack.enter_async_context(ucp.open_worker(features=ucp.Feature.ALL))

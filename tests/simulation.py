@@ -155,7 +155,7 @@ class SimulatedEngine:
     def suspect_queue(self) -> None:
         pass
 
-    def peer_left(self, core: EndpointCore) -> None:
+    def endpoint_closing(self, core: EndpointCore) -> None:
         pass
 
     def undisturbed(self, function: Callable[[], None]) -> bool:

@@ -35,7 +35,7 @@ WAYS = [
 
 
 @attrs.frozen
-class Peers:
+class End:
     """Our end: an endpoint to a worker of the peer's, whose context has these features, and the peer's memory."""
 
     peer: Peer
@@ -66,77 +66,77 @@ class Peers:
             raise refused[0]
 
 
-Action = Callable[[Peers, bytearray], Awaitable[None]]
+Action = Callable[[End, bytearray], Awaitable[None]]
 
 
-async def tag_send(at: Peers, data: bytearray) -> None:
-    await at.endpoint.tag_send(data, 5)
-    await at.heard("tag", len(data))
+async def tag_send(end: End, data: bytearray) -> None:
+    await end.endpoint.tag_send(data, 5)
+    await end.heard("tag", len(data))
 
 
-async def tag_send_bytes(at: Peers, data: bytearray) -> None:
-    await at.endpoint.tag_send(bytes(data), 5)
-    await at.heard("tag", len(data))
+async def tag_send_bytes(end: End, data: bytearray) -> None:
+    await end.endpoint.tag_send(bytes(data), 5)
+    await end.heard("tag", len(data))
 
 
-async def tag_send_sync(at: Peers, data: bytearray) -> None:
-    await at.endpoint.tag_send_sync(data, 5)
-    await at.heard("tag", len(data))
+async def tag_send_sync(end: End, data: bytearray) -> None:
+    await end.endpoint.tag_send_sync(data, 5)
+    await end.heard("tag", len(data))
 
 
-async def tag_send_in_group(at: Peers, data: bytearray) -> None:
-    await at.group(lambda group: group.tag_send(at.endpoint, data, 5))
-    await at.heard("tag", len(data))
+async def tag_send_in_group(end: End, data: bytearray) -> None:
+    await end.group(lambda group: group.tag_send(end.endpoint, data, 5))
+    await end.heard("tag", len(data))
 
 
-async def tag_send_in_chain(at: Peers, data: bytearray) -> None:
-    await at.chain(lambda chain: chain.tag_send(at.endpoint, data, 5))
-    await at.heard("tag", len(data))
+async def tag_send_in_chain(end: End, data: bytearray) -> None:
+    await end.chain(lambda chain: chain.tag_send(end.endpoint, data, 5))
+    await end.heard("tag", len(data))
 
 
-async def am_send(at: Peers, data: bytearray, protocol: ucp.SendProtocol = ucp.SendProtocol.AUTO) -> None:
-    await at.endpoint.am_send(7, data, b"header", reply=True, protocol=protocol)
-    await at.heard("am", len(data))
+async def am_send(end: End, data: bytearray, protocol: ucp.SendProtocol = ucp.SendProtocol.AUTO) -> None:
+    await end.endpoint.am_send(7, data, b"header", reply=True, protocol=protocol)
+    await end.heard("am", len(data))
 
 
-async def am_send_in_group(at: Peers, data: bytearray) -> None:
-    await at.group(lambda group: group.am_send(at.endpoint, 7, data))
-    await at.heard("am", len(data))
+async def am_send_in_group(end: End, data: bytearray) -> None:
+    await end.group(lambda group: group.am_send(end.endpoint, 7, data))
+    await end.heard("am", len(data))
 
 
-async def am_send_in_chain(at: Peers, data: bytearray) -> None:
-    await at.chain(lambda chain: chain.am_send(at.endpoint, 7, data))
-    await at.heard("am", len(data))
+async def am_send_in_chain(end: End, data: bytearray) -> None:
+    await end.chain(lambda chain: chain.am_send(end.endpoint, 7, data))
+    await end.heard("am", len(data))
 
 
-async def stream_send(at: Peers, data: bytearray, *, in_group: bool = False) -> None:
+async def stream_send(end: End, data: bytearray, *, in_group: bool = False) -> None:
     if in_group:
-        await at.group(lambda group: group.stream_send(at.endpoint, data))
+        await end.group(lambda group: group.stream_send(end.endpoint, data))
     else:
-        await at.endpoint.stream_send(data)
+        await end.endpoint.stream_send(data)
     echoed = bytearray(len(data))
-    assert await at.endpoint.stream_receive(echoed, exact=True) == len(data)
+    assert await end.endpoint.stream_receive(echoed, exact=True) == len(data)
     assert echoed == data
 
 
-async def stream_receive(at: Peers, data: bytearray) -> None:
+async def stream_receive(end: End, data: bytearray) -> None:
     """Waits for nothing if the peer cannot send on a stream."""
-    if F.STREAM in at.features:
-        await stream_send(at, data)
+    if F.STREAM in end.features:
+        await stream_send(end, data)
     else:
-        await at.endpoint.stream_receive(data)
+        await end.endpoint.stream_receive(data)
 
 
-async def stream_receive_some(at: Peers, data: bytearray) -> None:
-    if F.STREAM in at.features:
-        await at.endpoint.stream_send(data)
+async def stream_receive_some(end: End, data: bytearray) -> None:
+    if F.STREAM in end.features:
+        await end.endpoint.stream_send(data)
         received = b""
         while len(received) < len(data):
-            with await at.endpoint.stream_receive_some() as piece:
+            with await end.endpoint.stream_receive_some() as piece:
                 received += bytes(piece)
         assert received == data
     else:
-        await at.endpoint.stream_receive_some()
+        await end.endpoint.stream_receive_some()
 
 
 MESSAGES: dict[F, list[Action]] = {
@@ -152,7 +152,7 @@ MESSAGES: dict[F, list[Action]] = {
 }
 
 
-async def put_and_get(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+async def put_and_get(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
     await remote.put(data)
     await remote.flush()
     received = bytearray(len(data))
@@ -160,32 +160,32 @@ async def put_and_get(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> N
     assert received == data
 
 
-async def get(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+async def get(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
     assert len(await remote.get(0, len(data))) == len(data)
 
 
-async def put_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
-    await at.chain(lambda chain: chain.put(remote, data))
+async def put_in_chain(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
+    await end.chain(lambda chain: chain.put(remote, data))
     assert await remote.get(0, len(data)) == data
 
 
-async def get_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
-    await at.chain(lambda chain: chain.get(remote, into=data))
+async def get_in_chain(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
+    await end.chain(lambda chain: chain.get(remote, into=data))
 
 
-async def add(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
+async def add(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
     await remote.add(1)
     await remote.flush()
-    at.endpoint.worker.fence()
+    end.endpoint.worker.fence()
 
 
-async def fetch_add(remote: ucp.RemoteMemory, at: Peers, data: bytearray, *, bits: int = 64) -> None:
+async def fetch_add(remote: ucp.RemoteMemory, end: End, data: bytearray, *, bits: int = 64) -> None:
     before = await remote.fetch_add(1, bits=bits)
     assert await remote.fetch_add(1, bits=bits) == before + 1
 
 
-async def fetch_add_in_chain(remote: ucp.RemoteMemory, at: Peers, data: bytearray) -> None:
-    await at.chain(lambda chain: chain.fetch_add(remote, 1))
+async def fetch_add_in_chain(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
+    await end.chain(lambda chain: chain.fetch_add(remote, 1))
 
 
 TRANSFERS = [put_and_get, get, put_in_chain, get_in_chain]
@@ -193,7 +193,7 @@ ATOMICS: list[Any] = [add, fetch_add, partial(fetch_add, bits=32), fetch_add_in_
 
 
 @asynccontextmanager
-async def open_peers(transports: str, way: str) -> AsyncIterator[list[Peers]]:
+async def open_ends(transports: str, way: str) -> AsyncIterator[list[End]]:
     """For each of FEATURES an endpoint to a worker whose context has them."""
     features = [each for each in FEATURES if way == "worker" or F.TAG in each]
     async with (
@@ -217,53 +217,53 @@ async def open_peers(transports: str, way: str) -> AsyncIterator[list[Peers]]:
                 "registered": stack.enter_context(endpoint.attach(registered)),
                 "of a raw peer": stack.enter_context(endpoint.attach(for_ucx(registered))),
             }
-            found.append(Peers(peer, endpoint, F(each) | F.WAKEUP, remote))
+            found.append(End(peer, endpoint, F(each) | F.WAKEUP, remote))
         yield found
 
 
-async def expect(action: Any, at: Peers, data: bytearray, missing: F) -> None:
-    """Runs it, or expects that it is refused for a missing feature; in both cases nothing is left of it."""
+async def expect(action: Any, end: End, data: bytearray, missing: F) -> None:
+    """Runs an action, or expects that it is refused for a missing feature; either way it leaves no operation."""
     with trio.fail_after(SOON):
         if missing:
             with pytest.raises(RuntimeError, match=rf"opened without.* ucp\.Feature\.{missing.name}$"):
-                await action(at, data)
+                await action(end, data)
         else:
-            await action(at, data)
+            await action(end, data)
     assert_free(data)
-    assert at.endpoint.statistics().left_over_operations == 0
-    assert at.endpoint.statistics().operations_in_flight == 0, at.endpoint.describe_operations()
-    assert at.endpoint.alive
+    assert end.endpoint.statistics().left_over_operations == 0
+    assert end.endpoint.statistics().operations_in_flight == 0, end.endpoint.describe_operations()
+    assert end.endpoint.alive
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_messages_and_streams(transports: str, way: str) -> None:
-    async with open_peers(transports, way) as peers:
-        for at in peers:
+    async with open_ends(transports, way) as peers:
+        for end in peers:
             for needed, actions in MESSAGES.items():
                 for action in actions:
                     for size in SIZES:
-                        missing = F(0) if needed in at.features else needed
-                        await expect(action, at, bytearray(pattern(size)), missing)
+                        missing = F(0) if needed in end.features else needed
+                        await expect(action, end, bytearray(pattern(size)), missing)
             with trio.fail_after(SOON):
-                await at.endpoint.flush()
+                await end.endpoint.flush()
 
 
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_remote_memory(transports: str, way: str) -> None:
     """Of another context than that of the worker at the other end of the endpoint."""
-    async with open_peers(transports, way) as peers:
-        for at in peers:
-            for kind, remote in at.remote.items():
+    async with open_ends(transports, way) as peers:
+        for end in peers:
+            for kind, remote in end.remote.items():
                 mapped = kind == "allocated" and transports != "tcp"
-                answered = mapped or (kind != "of a raw peer" and F.AM in at.features)
-                transferred = answered or F.RMA in at.features
-                counted = answered or bool(at.features & (F.AMO32 | F.AMO64))
+                answered = mapped or (kind != "of a raw peer" and F.AM in end.features)
+                transferred = answered or F.RMA in end.features
+                counted = answered or bool(end.features & (F.AMO32 | F.AMO64))
                 for size in SIZES:
                     for transfer in TRANSFERS:
                         missing = F(0) if transferred else F.RMA
-                        await expect(partial(transfer, remote), at, bytearray(pattern(size)), missing)
+                        await expect(partial(transfer, remote), end, bytearray(pattern(size)), missing)
                 for atomic in ATOMICS:
-                    await expect(partial(atomic, remote), at, bytearray(8), F(0) if counted else F.AMO64)
+                    await expect(partial(atomic, remote), end, bytearray(8), F(0) if counted else F.AMO64)
 
 
 async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
@@ -301,10 +301,10 @@ async def test_atomics_by_the_worker_of_a_descriptor(transports: str) -> None:
             for worker in (unable, owner):
                 descriptor = attrs.evolve(found, worker=worker.address)
                 for action in (fetch_add, add, fetch_add_in_chain):
-                    at = Peers(None, endpoint, F.ALL, {})  # type: ignore[arg-type]
+                    end = End(None, endpoint, F.ALL, {})  # type: ignore[arg-type]
                     with endpoint.attach(descriptor) as remote:
                         missing = F.AMO64 if worker is unable else F(0)
-                        await expect(partial(action, remote), at, bytearray(8), missing)
+                        await expect(partial(action, remote), end, bytearray(8), missing)
 
 
 async def test_facts_that_lie_about_a_worker(worker: ucp.Worker, transports: str) -> None:

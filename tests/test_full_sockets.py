@@ -15,7 +15,7 @@ from timing import check_prompt
 from trio_ucx._native import lib
 
 #: What UCX writes when it closes an endpoint.
-FAREWELL = bytes(9)
+CLOSING_BYTES = bytes(9)
 #: Seconds that an abort may take, besides the noise.
 PROMPT = 0.1
 
@@ -55,7 +55,7 @@ def test_a_full_socket_gets_room(
     inner.register(sender, select.EPOLLIN)
     fill(sender)
     assert lib.tu_sockets_make_room(efd) == 1
-    assert sender.send(FAREWELL) == len(FAREWELL)
+    assert sender.send(CLOSING_BYTES) == len(CLOSING_BYTES)
 
 
 def test_a_buffer_that_may_not_grow_does_not_shrink(

@@ -580,7 +580,7 @@ class World:
 
     @property
     def failed(self) -> bool:
-        """Whether any connection did not come about."""
+        """Whether any handshake has failed."""
         return any(meeting.failed for meeting in self.meetings)
 
     def ask(self, number: int, node: int) -> None:
@@ -590,7 +590,7 @@ class World:
             later[number % len(later)].asked_for = True
 
     def let_time_pass(self, node: int) -> None:
-        """So much that one side closes what nobody has come for."""
+        """Makes one side close its idle endpoints and old fillers, as if their time were over."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(numbering_module, "IDLE_TIME", -1)
             patch.setattr(numbering_module, "FILLER_AGE", -1)
@@ -721,7 +721,7 @@ def test_with_connections_that_are_closed_or_given_up(steps: list[tuple[str, int
     )
 )
 def test_with_all(steps: list[tuple[str, int, bool]]) -> None:
-    """...also endpoints that UCX cannot make, or that fail."""
+    """All kinds of steps at once, and UCX cannot make some endpoints, or they fail."""
     played(steps)
 
 

@@ -55,7 +55,7 @@ thread)
     setarch -R env LD_PRELOAD="$(libraries tsan)" python -m pytest -n 0 --timeout 1200 "$@"
     ;;
 valgrind)
-    # Most capabilities of the C code, but not every test of them: memcheck makes all some 30 times slower.
+    # Without the files for active messages, remote memory and atomics: under memcheck tests are about 30 times slower.
     [ $# -gt 0 ] || set -- tests/test_native_out_of_memory.py tests/test_full_sockets.py tests/test_messages.py \
         tests/test_chains.py tests/test_ucp_streams.py
     status=0

@@ -656,7 +656,7 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
 
 
 def ended_well(trial: Trial, task: Task) -> bool:
-    """Whether it did all it had to, or could not, because one of the sides has closed."""
+    """Whether a task finished its work, or could not because one side has closed."""
     if task.outcome in ("done", "cancelled"):
         return True
     ends: tuple[type[Exception], ...] = (trio.ClosedResourceError, trio.EndOfChannel)

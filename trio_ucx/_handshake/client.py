@@ -141,7 +141,7 @@ class Connector:
             case Greeted(number=number):
                 if not handshake.adopt_endpoint(number):
                     handshake.choose_number(None)
-                    self._await_greeting(exchange)
+                    self._expect_greeting(exchange)
             case Aborted():
                 raise ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection")
             case _:
@@ -154,15 +154,15 @@ class Connector:
             raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
         number = handshake.choose_number(numbers)
         if handshake.adopts:
-            self._await_greeting(exchange)
+            self._expect_greeting(exchange)
         else:
             self._use_number(exchange, number)
 
-    def _await_greeting(self, exchange: Exchange) -> None:
+    def _expect_greeting(self, exchange: Exchange) -> None:
         """Takes the number that we have chosen: the server makes its endpoint first."""
         handshake = self._handshake
         assert handshake.chosen is not None
-        handshake.await_greeting(handshake.chosen)
+        handshake.expect_greeting(handshake.chosen)
         exchange.take(handshake.chosen, handshake.tell_numbers())
         self._wait_for_messages()
 

@@ -14,10 +14,10 @@
                                                    number; then the client goes on as before TAKE]
 
 Without an authkey the client does not wait for the server's PREAMBLE. The side whose worker has the smaller uid makes
-its endpoint first: the client before it sends TAKE, or the server when TAKE arrives. Then it greets the peer over UCX
-(``handshake.py``), and when that HELLO has arrived, the other side adopts its endpoint, and greets, too. A client that
-cannot adopt it sends another TAKE. REFUSE, with a reason, is allowed until the connection is open, and ABORT from TAKE
-on. ``docs/wire.md`` has the layout.
+its endpoint first: the client before it sends TAKE, or the server when TAKE arrives. Then it sends HELLO over UCX
+(``handshake.py``). When that HELLO has arrived, the other side adopts its endpoint, and sends HELLO, too. If it cannot
+adopt it, a client sends another TAKE, and a server sends ASSIGN. REFUSE, with a reason, is allowed until the connection
+is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
 HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.

@@ -56,7 +56,7 @@ class ExchangeOptions:
 
 @attrs.frozen
 class Greeted:
-    """The HELLO has arrived for which we waited before we adopt our endpoint: see :meth:`Handshake.await_greeting`."""
+    """The awaited HELLO has arrived, so we can adopt our endpoint: see :meth:`Handshake.expect_greeting`."""
 
     number: int
 
@@ -167,11 +167,11 @@ class Handshake:
                 return await stream.receive_some()
         return None
 
-    def await_greeting(self, number: int) -> None:
-        """Waits for the peer's HELLO with this number: the next event of the exchange is its :class:`Greeted`.
+    def expect_greeting(self, number: int) -> None:
+        """Makes :meth:`run_exchange` wait for the peer's HELLO with this number, and answer it as a :class:`Greeted`.
 
         Raises:
-            ProtocolError: no honest peer takes this number, or the peer takes a second one.
+            ProtocolError: the number needs more fillers than an honest peer can need, or one is awaited already.
             OSError: there is no route to the peer. UCX would tell a side that makes its endpoint, and tells nobody who
                 only waits.
         """
@@ -179,7 +179,7 @@ class Handshake:
         if hosts and not any(map(has_route, hosts)):
             raise self._unreachable(errno.EHOSTUNREACH)
         if self._awaited is not None:
-            raise ProtocolError("it took a number while it had not greeted with another one")
+            raise ProtocolError("it sent TAKE again before it sent HELLO for the number that it had taken")
         if not self.numbers.is_near(number):
             raise ProtocolError(
                 f"the other side's worker has made {number} endpoints to this worker, and this worker far fewer: "
@@ -398,7 +398,7 @@ class Handshake:
             self.numbers.keep_as_filler(number, core)
 
     def move_endpoint(self, use_number: Callable[[], None]) -> None:
-        """The peer could not use our endpoint's number: gets another endpoint, if it can, and greets with that.
+        """Replaces our endpoint, whose number the peer could not use, by another one if it can, and greets with that.
 
         Args:
             use_number: makes the endpoint, and answers the peer through the exchange.

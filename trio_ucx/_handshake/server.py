@@ -285,7 +285,7 @@ class Acceptor:
                 if missing > 0:
                     self._check_room(DESCRIPTORS_EACH * min(missing, FILLERS_AT_ONCE))
                 if handshake.adopts:
-                    handshake.await_greeting(number)
+                    handshake.expect_greeting(number)
                 else:
                     self._use_number(handshake, exchange, number)
             case Greeted(number=number):

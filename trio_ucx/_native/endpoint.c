@@ -3,8 +3,8 @@
 
 #include "native.h"
 
-/* The format of worker addresses (src/ucp/wireup/address.c, version 1): the header with the flag that a uuid follows,
- * and what stands for a list of no devices. */
+/* The format of worker addresses (src/ucp/wireup/address.c, version 1): the flag in the header that a uid follows, and
+ * the mark of an empty list of devices. */
 #define ADDRESS_WITH_UID 0x20
 #define ADDRESS_NO_DEVICE 0xff
 
@@ -112,11 +112,11 @@ int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address,
     return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
-/* Takes the endpoint that UCX has made because the peer's worker, which has this uid, asked for it with the next number
- * of ours. UCS_ERR_UNREACHABLE: there is none. The number is used up all the same.
+/* Adopts the endpoint with our next number, which UCX has made because the peer's worker (uid) asked for it.
+ * UCS_ERR_UNREACHABLE: there is none; the number is used up all the same.
  *
- * UCX looks for such an endpoint first, and reads no more than the uid then. The address has nothing else, so UCX can
- * make no other endpoint of it. */
+ * UCX looks for such an endpoint first, by the uid, and does not read the rest of the address. Ours has no devices, so
+ * UCX cannot make a new endpoint from it. */
 int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_endpoint_options_t *options,
                       tu_endpoint_t **out)
 {

@@ -314,7 +314,7 @@ bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
 
 /* ---- log.c ---- */
 
-/* Drops what UCX logs in this thread, or no longer. */
+/* Starts or stops dropping what UCX logs in this thread. */
 void tu_log_mute(bool mute);
 
 /* ---- the Connections' messages (tag_inbox.c) ---- */

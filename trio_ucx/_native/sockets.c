@@ -1,5 +1,5 @@
-/* The TCP sockets that UCX opens for a worker. UCX does not tell of them: the kernel lists them among what the worker's
- * event descriptor watches. */
+/* The TCP sockets that UCX opens for a worker. UCX has no call that lists them; the kernel lists them among the
+ * descriptors that the worker's event descriptor watches. */
 #include <limits.h>
 #include <linux/sock_diag.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@
 
 typedef void (*visit_t)(int fd, void *arg);
 
-/* Calls `visit` with each descriptor that an epoll descriptor watches; another descriptor watches none. */
+/* Calls `visit` with each descriptor that an epoll descriptor watches. Not an epoll descriptor: no calls. */
 static void for_each_watched(int epoll, visit_t visit, void *arg)
 {
     char name[64], line[256];

@@ -83,7 +83,7 @@ def _connect_beside(core: EndpointCore, address: WorkerAddress, options: Endpoin
     """Makes an endpoint that ends when ``core`` does."""
     endpoint = _make_beside(core, address, options, label)
     endpoint.origin = core.origin
-    if core.gone:  # since just now: making an endpoint progresses the worker
+    if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
         endpoint.follow(core)
     return endpoint
 
@@ -91,8 +91,8 @@ def _connect_beside(core: EndpointCore, address: WorkerAddress, options: Endpoin
 def _make_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
     """Makes an endpoint beside another one to the same worker.
 
-    Beside a Connection's, UCX pairs it with none of the peer's endpoints: it gets another uid for that worker. The
-    peer's UCX knows the real one, so nothing that it says is compared with the address, which may be a lie.
+    Beside a Connection's endpoint, UCX gets the peer's address with a random uid. So UCX pairs the new endpoint with
+    none of the peer's, and does not compare the address, which may be false, with what the peer's UCX says.
     """
     engine = core.engine
     if core.owner is None or address.uid == engine.address.uid:
@@ -120,11 +120,11 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
     if uid == engine.address.uid:  # UCX connects such an endpoint with itself
         core: EndpointCore | None = make(True)
     else:
-        engine.safety_net.watch()  # which closes the fillers that are left
+        engine.safety_net.watch()  # it closes fillers that no connection uses
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
-        core.leads_to(address)  # what made it may have said something else about this worker
+        core.leads_to(address)  # a filler or idle endpoint may have been made with other features of the same worker
     return core
 
 
@@ -169,7 +169,7 @@ def _make_to_worker(
 
 
 def _count(engine: Engine, uid: int, options: EndpointOptions, status: int) -> None:
-    """UCX has made an endpoint, or has tried to, which uses up a number, too."""
+    """Counts an endpoint that UCX has made, or failed to make: both use up a number."""
     if status != Status.NO_MEMORY:
         engine.numbering.of(uid).made(error_handling=options.error_mode is not ErrorMode.NONE)
 

@@ -247,7 +247,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
             TypeError, ValueError: not such a buffer; the tag is out of range.
-            RuntimeError: the context was opened without ``Feature.TAG``, or the peer's was, as far as is known.
+            RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.TAG``.
         """
         tag = check_tag(tag)
         self._check()
@@ -300,7 +300,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             UCXError: the receiver refused a rendezvous. (Nothing tells of an eager message that was dropped.)
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
             TypeError, ValueError: not a contiguous buffer; the header is too long; the id is out of range.
-            RuntimeError: the context was opened without ``Feature.AM``, or the peer's was, as far as is known.
+            RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.AM``.
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -321,7 +321,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
             TypeError, ValueError: not a contiguous buffer.
-            RuntimeError: the context was opened without ``Feature.STREAM``, or the peer's was, as far as is known.
+            RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.STREAM``.
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -346,7 +346,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: this endpoint, or its worker, was closed.
             trio.BusyResourceError: another task is receiving.
             TypeError, ValueError: not such a buffer.
-            RuntimeError: the context was opened without ``Feature.STREAM``, or the peer's was, as far as is known.
+            RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.STREAM``.
         """
         return await self._reader.receive_into(buffer, exact)
 

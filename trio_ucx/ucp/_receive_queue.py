@@ -13,12 +13,12 @@ memory any more, and UCX tells nobody.
    Then a second worker in this process sends a message to each of the worker's queues. A message that arrives shows
    that its queue is read. If one does not arrive, its queue has stopped.
 
-A peer whose endpoint was closed here may have been stopped in the middle of writing, and may be killed later. So its
-process is watched until UCX can be armed once.
-
 Both steps count checks of the worker as well as seconds, so a program that is busy or stopped does not take its own
 slowness for a stopped queue. (A peer that is stopped in the middle of writing, while another one dies, is taken for a
 dead one, because nothing distinguishes the two.)
+
+A peer may be suspended in the middle of writing, and be killed after its endpoint was closed here. So its process is
+watched until UCX can be armed once: that shows that the peer had finished writing.
 
 When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
 (``Registry.current``). Endpoints over other transports go on.
@@ -56,7 +56,7 @@ logger = logging.getLogger("trio_ucx")
 
 #: Seconds between two checks.
 _INTERVAL = 0.02
-#: The same, at most, while processes are watched that may be stopped for long.
+#: The longest interval while peers' processes are watched, which may be suspended for long.
 _LONG_INTERVAL = 0.1
 #: For so many seconds, and checks, UCX cannot be armed before probes are sent.
 _SUSPICION = 0.4, 10
@@ -170,8 +170,9 @@ class ReceiveQueue:
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
-        #: By process whose endpoint was closed here, a pidfd; and whether a task watches them.
-        self._left: dict[Process, int] = {}
+        #: A pidfd for each process that may still be writing, though its endpoint was closed here; and whether a task
+        #: watches them.
+        self._suspects: dict[Process, int] = {}
         self._watching = False
         self._next_probe = 0.0
         #: The counters for ``stopped_queues``: those of the worker that this one succeeds, if it is a successor.
@@ -183,26 +184,26 @@ class ReceiveQueue:
         if not self._checking and self._queues and not self._engine.queue_stopped:
             self._checking = self._spawn(self._run, "receive queue")
 
-    def left(self, core: EndpointCore) -> None:
+    def endpoint_closing(self, core: EndpointCore) -> None:
         """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
         process = core.peer
-        if process in self._left or not self._queues or self._engine.queue_stopped:
+        if process in self._suspects or not self._queues or self._engine.queue_stopped:
             return
         if not is_visible(process) or process.pid == this_process().pid or not uses_queue(core):
             return
         try:
-            self._left[process] = os.pidfd_open(process.pid)
+            self._suspects[process] = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self.suspect()
         except OSError:  # no descriptor is left for it
             return
-        if self._left and not self._watching:
-            self._watching = self._spawn(self._watch_left, "processes that may be writing")
+        if self._suspects and not self._watching:
+            self._watching = self._spawn(self._watch_suspects, "processes that may be writing")
             if not self._watching:
-                self._forget(list(self._left))
+                self._forget(list(self._suspects))
 
     def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
-        """Returns whether the run goes on."""
+        """Starts a system task; False if Trio's run is over."""
         try:
             trio.lowlevel.spawn_system_task(function, name=f"trio_ucx {what} (efd {self._engine.efd})")
         except RuntimeError:
@@ -218,19 +219,19 @@ class ReceiveQueue:
         finally:
             self._checking = False
 
-    async def _watch_left(self) -> None:
-        """Returns when none of the processes is left that may be in the middle of writing."""
+    async def _watch_suspects(self) -> None:
+        """Watches these processes until none of them can be in the middle of writing."""
         interval = _INTERVAL
         try:
             with _timer() as timer:
-                while self._left and self._engine.usable and self._engine.broken is None:
-                    watched = list(self._left)
+                while self._suspects and self._engine.usable and self._engine.broken is None:
+                    watched = list(self._suspects)
                     await _sleep(timer, interval)
                     if self._engine.usable and self._armed():  # what was being written has arrived
                         ended = []
                         self._forget(watched)
                     else:
-                        ended = [process for process, fd in self._left.items() if lib.tu_readable(fd)]
+                        ended = [process for process, fd in self._suspects.items() if lib.tu_readable(fd)]
                         self._forget(ended)
                     if ended:
                         self.suspect()
@@ -239,11 +240,11 @@ class ReceiveQueue:
             self._engine.internal_error(error)
         finally:
             self._watching = False
-            self._forget(list(self._left))
+            self._forget(list(self._suspects))
 
     def _forget(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            os.close(self._left.pop(process))
+            os.close(self._suspects.pop(process))
 
     async def _check(self, timer: int) -> None:
         """Returns when the queues are known to be read, when one is known to have stopped, or when the worker ends."""

@@ -95,7 +95,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise
         worker = cls._create(context, engine, owned)
         worker._queue = ReceiveQueue(engine)
-        engine.suspect_queue, engine.peer_left = worker._queue.suspect, worker._queue.left
+        engine.suspect_queue, engine.endpoint_closing = worker._queue.suspect, worker._queue.endpoint_closing
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.on_closed = context._close

@@ -93,7 +93,7 @@ class RequestChain(ChainBuilder):
         Raises:
             TypeError, ValueError: wrong arguments; beyond the end; not allowed by the memory's ``access``.
             DependencyReferenceError, NoDependencyResource: see there.
-            RuntimeError: the context, or as far as is known the peer's, was opened without the feature that this needs.
+            RuntimeError: our context, or the peer's if its features are known, was opened without the feature needed.
             trio.ClosedResourceError: the chain, the endpoint or the worker was closed.
             trio.BusyResourceError: the chain is running, or UCX still has requests of an earlier run: see
                 :meth:`wait_idle`.

@@ -296,7 +296,7 @@ class Engine:
         #: Called when a process may have died that wrote to this worker over shared memory.
         self.suspect_queue: Callable[[], None] = _nothing
         #: Called when an endpoint is being closed here, while its peer may be writing to this worker.
-        self.peer_left: Callable[[Any], None] = lambda core: None
+        self.endpoint_closing: Callable[[Any], None] = lambda core: None
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering(self.progress)
 

@@ -8,11 +8,10 @@ keeps them (*fillers*). Raw endpoints take numbers on one side only; each side t
 handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
 error handling.
 
-The worker with the greater uid makes no endpoint from the address that the peer has given: it *adopts* the one that its
-UCX has made, when the peer's UCX asked for it. If both made one, UCX would compare the address that the peer gave with
-what the peer's UCX says, at the worker with the greater uid only; and it would end that process if they differ in
-certain ways. So that side waits until the peer has made its endpoint. A filler that the peer has not asked for uses up
-its number.
+Only the worker with the smaller uid makes its endpoint from the address that the peer gave. UCX there asks the peer's
+UCX for the pair, which makes it. The worker with the greater uid waits for that, and *adopts* this pair. If it made an
+endpoint itself, its UCX would compare the address that the peer gave with what the peer's UCX says, and would end the
+process if they differ in certain ways. A filler for which the peer's UCX has not asked uses up its number.
 
 Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
 nothing left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that
@@ -159,7 +158,7 @@ class PeerNumbers(Generic[E]):
         limit = time.monotonic() - IDLE_TIME
         for number, (core, since) in list(self._idle.items()):
             if core.handle is None or since <= limit:
-                self._idle.pop(number, None)  # closing one may end a connection, whose endpoint takes its place
+                self._idle.pop(number, None)  # gone if an earlier close ended a connection, and `keep` made room
                 core.close()
 
     def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
@@ -239,7 +238,7 @@ class PeerNumbers(Generic[E]):
         return number >= self._next
 
     def is_near(self, number: int) -> bool:
-        """Whether a number is below all limits, and needs no more fillers than an honest peer does."""
+        """Whether a number is below all limits, and needs no more fillers than a Connection to an honest peer does."""
         return number < LIMIT and number - self._next <= MAX_FILLERS
 
     def keep_as_filler(self, number: int, core: E) -> None:
@@ -257,8 +256,8 @@ class PeerNumbers(Generic[E]):
         """Closes fillers that nobody asks for any more."""
         oldest = time.monotonic() - FILLER_AGE
         for number, (core, made_at) in list(self._fillers.items()):
-            # A filler may be the pair of an open raw endpoint of the peer's, whose messages it answers: that one stays.
-            # So does one without error handling: UCX could only flush it, and its peer may have died.
+            # While the peer has raw endpoints open, fillers stay: each may be the pair of one, and answer its messages.
+            # A filler without error handling stays, too: UCX could only flush it, and its peer may have died.
             if core.handle is None or (made_at < oldest and core.forcible and not self._peer_has_raw):
                 del self._fillers[number]
                 core.close()

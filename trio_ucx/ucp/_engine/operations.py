@@ -282,7 +282,7 @@ class EndpointCore:
         self.tags = Feature.TAG in self.features
 
     def require(self, feature: Feature, doing: str) -> None:
-        """Refuses what our context was not opened for, or the peer's, which would then never answer.
+        """Refuses an operation whose feature our context lacks, or the peer's, which would never answer.
 
         Raises:
             RuntimeError: with what to do.
@@ -290,8 +290,8 @@ class EndpointCore:
         if feature not in self.features:
             self.engine.context.require(feature, doing)
             raise RuntimeError(
-                f"{doing} needs Feature.{feature.name} at the peer, too, and its context was opened without: open it "
-                f"with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
+                f"{doing} needs Feature.{feature.name} at the peer, too, and the peer's context was opened without it: "
+                f"open that one with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
             )
 
     @property
@@ -484,7 +484,7 @@ class EndpointCore:
     def _let_go(self) -> Any:
         """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         contained(self.stop_watching)
-        contained(self.engine.peer_left, self)
+        contained(self.engine.endpoint_closing, self)
         handle, self.handle = self.handle, None
         for operation in list(self.pending):
             contained(self._end_operation, operation)
