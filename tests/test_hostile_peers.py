@@ -106,6 +106,7 @@ async def open_worker_beside(
     pytest.skip("a hundred random numbers were on one side of the server's")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
 async def test_false_worker_address(transports: str, lie: str, below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
