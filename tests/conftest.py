@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import ssl
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import trustme
-from helpers import TRANSPORTS, Certificates, Rounds
+from helpers import SANITIZED, TRANSPORTS, Certificates, Rounds
 from hypothesis import settings
 from remote import Ground, open_ground
 
@@ -93,9 +92,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
 
-
-#: Under which checker tools/sanitize.sh runs the tests.
-SANITIZED = os.environ.get("TRIO_UCX_SANITIZED")
 
 _closed: list[ucp.WorkerStatistics] = []
 _finish_close = _lifetime._finish_close

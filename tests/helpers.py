@@ -39,6 +39,8 @@ from trio_ucx import ucp
 #: Values of UCX_TLS. Shared memory alone has no connections by socket address.
 TRANSPORTS = ["tcp", "tcp,sm,self"]
 HERE = Path(__file__).parent
+#: Under which checker tools/sanitize.sh runs the tests; None: under none.
+SANITIZED = os.environ.get("TRIO_UCX_SANITIZED")
 
 
 #: See the fixture ``rounds``.
@@ -266,7 +268,9 @@ class Certificates:
 
 
 def resident(pid: int | str = "self") -> int:
-    """The memory that a process has, in bytes."""
+    """The memory that a process has, in bytes. Under a checker, which keeps what was freed, it says nothing: 0."""
+    if SANITIZED:
+        return 0
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 

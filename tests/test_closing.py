@@ -12,7 +12,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 import trio.testing
-from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import (
+    SANITIZED,
+    Rounds,
+    assert_free,
+    nothing_happens,
+    open_pair,
+    open_peer,
+    open_raw_pair,
+    pattern,
+    until,
+)
 from injected_faults import break_connection, close_worker
 from timing import PROMPT, Stopwatch, cancelled_after
 
@@ -555,7 +565,7 @@ async def test_two_workers_that_send_the_same_memory(transports: str) -> None:
             async with ucp.open_worker(context=context):
                 assert not context.postponed
         assert not context.workers
-    if ucx.version >= (1, 22):
+    if ucx.version >= (1, 22) and SANITIZED != "address":  # tools/sanitize.sh leaves out what keeps registrations
         assert postponed
     assert_free(data)
 

@@ -43,9 +43,9 @@ libraries() { for name in "$@"; do gcc -print-file-name="lib$name.so"; done | pa
 case $tool in
 address)
     # UCX reads an abstract Unix address, and jumps over frames, in ways that are no faults of ours.
-    export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allow_user_segv_handler=1
+    export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allow_user_segv_handler=1:suppressions=$suppressions/address.txt
     [ $# -gt 0 ] || set -- tests
-    LD_PRELOAD=$(libraries asan ubsan) python -m pytest -n 0 --timeout 1200 "$@"
+    LD_PRELOAD=$(libraries asan ubsan) python -m pytest --timeout 1200 "$@"
     ;;
 thread)
     export TSAN_OPTIONS=suppressions=$suppressions/thread.txt:halt_on_error=1:report_signal_unsafe=0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Rounds
+from helpers import SANITIZED, Rounds
 
 sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
 
@@ -63,7 +63,7 @@ async def test_cycles(transports: str, seed: int, rounds: Rounds) -> None:
         assert last[what] == before[what], (seed, what, before, last)
     assert last["descriptors"] <= before["descriptors"] + 4, (seed, before, last)
     assert last["segments"] <= before["segments"] + 4, (seed, before, last)
-    grown = last["resident"] - first["resident"]
+    grown = 0 if SANITIZED else last["resident"] - first["resident"]  # a checker keeps what was freed
     assert grown < 8 * 2**20 + 500 * count, f"seed {seed}: {grown} bytes in {count} cycles"
 
 
