@@ -347,7 +347,7 @@ class Node:
         self.engine = SimpleNamespace(
             numbering=self.made.numbering,
             address=SimpleNamespace(uid=uid),
-            tag_dispatch=SimpleNamespace(sinks={}),
+            tag_dispatch=SimpleNamespace(sinks={}, reserve_memory=lambda: None),
             made=self.made,
             data_ports=SimpleNamespace(admit=lambda *_: None),
         )

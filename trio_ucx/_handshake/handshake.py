@@ -248,7 +248,9 @@ class Handshake:
 
         Raises:
             ProtocolError: the facts are invalid, or make a connection impossible.
+            OSError: there is no memory in which the peer's HELLO could be received.
         """
+        self.registry.engine.tag_dispatch.reserve_memory()
         assert self._own_facts is not None
         self._peer = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
@@ -373,8 +375,6 @@ class Handshake:
         """Sends HELLO over UCX. The link may exist when this returns."""
         core = self._core
         assert core is not None and self.number is not None
-        # This comes first, because the peer may answer our HELLO with messages before this function returns.
-        self._open_if_greeted()
         try:
             core.check()
             post_bytes_send(
@@ -383,6 +383,7 @@ class Handshake:
         except Exception as error:
             self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
             return
+        self._open_if_greeted()  # before the progress, in which the peer may answer with messages
         core.engine.progress()
 
     def under_way(self) -> list[InFlight]:

@@ -195,6 +195,7 @@ uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
+bool tu_worker_reserve_scratch(tu_worker_t *worker);
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);

@@ -118,9 +118,7 @@ void tu_inbox_collect(tu_worker_t *worker)
     if (worker->used == 0) {
         worker->arena_used = 0;
     }
-    if (worker->scratch == NULL) {
-        worker->scratch = tu_malloc(TU_LONGEST_BATCH);
-    }
+    tu_worker_reserve_scratch(worker);
     while (worker->claimed_bit != 0 && worker->scratch != NULL &&
            worker->used + worker->reserved < worker->capacity &&
            worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {

@@ -161,6 +161,15 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
     worker->small       = small;
 }
 
+/* Allocates what small messages are received into. False: there is no memory. */
+bool tu_worker_reserve_scratch(tu_worker_t *worker)
+{
+    if (worker->scratch == NULL) {
+        worker->scratch = tu_malloc(TU_LONGEST_BATCH);
+    }
+    return worker->scratch != NULL;
+}
+
 /* Takes up to `max` records, from which adaptive polling learns that something arrived. */
 static size_t take_records(tu_worker_t *worker, tu_record_t *out, size_t max)
 {

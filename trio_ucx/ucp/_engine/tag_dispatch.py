@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..._native import ffi, lib
-from .._status import UCXError
+from .._status import Status, UCXError, os_error_from_status
 
 logger = logging.getLogger("trio_ucx")
 
@@ -68,6 +68,15 @@ class TagDispatch:
         """From now on, such messages come here."""
         self.claimed = True
         lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self.small)
+
+    def reserve_memory(self) -> None:
+        """Makes sure that a small message can be received.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        if not lib.tu_worker_reserve_scratch(self._engine.handle):
+            raise os_error_from_status(Status.NO_MEMORY, "receiving messages")
 
     @property
     def small(self) -> int:
