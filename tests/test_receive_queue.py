@@ -84,6 +84,7 @@ async def is_answered(echo: Echo, queue: str) -> None:
         assert await client.hear(SOON) == 100
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("queue", QUEUES)
 async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: pytest.LogCaptureFixture) -> None:
     transports = options(queue)["TLS"]
@@ -117,6 +118,7 @@ async def test_a_client_is_killed_in_the_middle_of_writing(queue: str, caplog: p
         assert await by_tcp.hear() == 100, "connections over TCP go on"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("queue", QUEUES)
 async def test_a_client_is_killed_after_its_connection_was_closed_here(queue: str) -> None:
     """It was stopped in the middle of writing. Nothing is left by which its death would be noticed, but its process."""
@@ -400,6 +402,7 @@ async def test_isolate_is_a_bool() -> None:
         await trio_ucx.open_ucx_listeners(0, isolate=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size, isolate", [(100, False), (8000, False), (8000, True)], ids=["100", "8000", "isolated"])
 async def test_clients_are_killed_at_random(size: int, isolate: bool, rounds: Rounds) -> None:
     kills = rounds(10, 30) if isolate else rounds(20, 150)

@@ -6,6 +6,7 @@ something else than an error for a missing resource, leaves a handle or a descri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -17,8 +18,13 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 from helpers import Rounds
 from networks import need
+from refused_memory import few_allocations
+
+import trio_ucx
+from trio_ucx import ucp
 
 from .starved_program import NEEDS_OTHER, THINGS, Round
 
@@ -125,6 +131,31 @@ def test_no_memory_for_the_c_code(transports: str, rounds: Rounds, chance: rando
     ]
     for case, found in attempts(sample(cases, 8, rounds, chance)):
         check(case, found)
+
+
+@pytest.mark.parametrize("transports", ["tcp", SHARED])
+async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(transports: str) -> None:
+    """A side that could not post its HELLO had no connection, and the other one had."""
+    config = {"TLS": transports}
+    opened = []
+    for allowed in range(8):
+        async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
+            async with listener:
+                client = None
+                with few_allocations(allowed), contextlib.suppress(OSError):
+                    client = await trio_ucx.connect(listener.address, worker=one, connect_timeout=2).__aenter__()
+                opened.append(client is not None)
+                if client is not None:
+                    with trio.fail_after(5):
+                        server = await listener.accept()
+                        await client.send(b"there")
+                        assert await server.receive() == b"there"
+                        await server.send(b"back")
+                        assert await client.receive() == b"back"
+                    client.abort()
+                    server.abort()
+    assert opened[-1] and not opened[0], opened
 
 
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
