@@ -13,6 +13,7 @@ import errno
 import os
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 import attrs
 import trio
@@ -574,10 +575,18 @@ class Handshake:
             self.opened.finish(Error(ConnectionError("given up")))
             self._release(reason)
 
+    def _drop_awaited(self) -> None:
+        """Closes what UCX has made for the peer's endpoint, if that is not adopted: UCX would keep it."""
+        number, self._awaited = self._awaited, None
+        if number is not None:
+            with suppress(Exception):  # nothing to adopt; or the error of this handshake
+                self.make_endpoint(number)
+
     def _release(self, reason: str) -> None:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
             del engine.tag_dispatch.sinks[self.id]
+        contained(self._drop_awaited)
         contained(self._return_number)
         if self.control is not None:
             contained(self.control.refuse, reason) if reason else contained(self.control.abort)
