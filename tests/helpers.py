@@ -103,6 +103,10 @@ class Peer:
     async def stop(self) -> None:
         """Stops the process (SIGSTOP), and waits until the kernel has stopped it."""
         self.signal(signal.SIGSTOP)
+        await self.stopped()
+
+    async def stopped(self) -> None:
+        """Waits until the kernel has stopped the process."""
         with trio.fail_after(5):
             while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 await trio.sleep(0.001)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 import trio
@@ -134,7 +133,7 @@ async def test_a_client_is_killed_after_its_connection_was_closed_here(queue: st
             await client.tell(echo.listener.address)
             assert queue in await client.hear()
         await bad.tell()
-        await until(lambda: Path(f"/proc/{bad.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        await bad.stopped()
         echo.connections[1].abort()
         await honest.tell(False)
         await trio.sleep(SUSPENDED)

@@ -11,20 +11,6 @@
 
 enum { LENGTH = 16 << 20, COUNT = 2 };
 
-static ucp_ep_h connect_workers(ucp_worker_h worker, ucp_worker_h peer)
-{
-    ucp_address_t *address;
-    size_t length;
-    must(ucp_worker_get_address(peer, &address, &length), "ucp_worker_get_address");
-    return connect_to(worker, address, NULL);
-}
-
-static void progress_both(ucp_worker_h a, ucp_worker_h b, double seconds)
-{
-    for (double end = now() + seconds; now() < end;)
-        ucp_worker_progress(a), ucp_worker_progress(b);
-}
-
 static void close_both(int attempt)
 {
     static char buffer[LENGTH];

@@ -43,6 +43,19 @@ static inline ucp_context_h open_context(uint64_t features)
     return context;
 }
 
+static inline ucp_context_h open_context_with(uint64_t features, const char *option, const char *value)
+{
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = features};
+    ucp_config_t *config;
+    ucp_context_h context;
+
+    must(ucp_config_read(NULL, NULL, &config), "ucp_config_read");
+    must(ucp_config_modify(config, option, value), option);
+    must(ucp_init(&params, config, &context), "ucp_init");
+    ucp_config_release(config);
+    return context;
+}
+
 static inline ucp_worker_h open_worker(ucp_context_h context)
 {
     ucp_worker_params_t params = {.field_mask = 0};
@@ -71,6 +84,21 @@ static inline ucp_ep_h connect_to(ucp_worker_h worker, const void *address, ucs_
     ucp_ep_h endpoint;
     must(ucp_ep_create(worker, &params, &endpoint), "ucp_ep_create");
     return endpoint;
+}
+
+/* The same to another worker of this process. */
+static inline ucp_ep_h connect_workers(ucp_worker_h worker, ucp_worker_h peer)
+{
+    ucp_address_t *address;
+    size_t length;
+    must(ucp_worker_get_address(peer, &address, &length), "ucp_worker_get_address");
+    return connect_to(worker, address, NULL);
+}
+
+static inline void progress_both(ucp_worker_h one, ucp_worker_h other, double seconds)
+{
+    for (double end = now() + seconds; now() < end;)
+        ucp_worker_progress(one), ucp_worker_progress(other);
 }
 
 static inline void progress_for(ucp_worker_h worker, double seconds)

@@ -4,35 +4,17 @@
  */
 #include "common.h"
 
-static ucp_context_h context_with(const char *segment)
-{
-    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_TAG};
-    ucp_config_t *config;
-    ucp_context_h context;
-
-    must(ucp_config_read(NULL, NULL, &config), "ucp_config_read");
-    must(ucp_config_modify(config, "TCP_TX_SEG_SIZE", segment), "TCP_TX_SEG_SIZE");
-    must(ucp_init(&params, config, &context), "ucp_init");
-    ucp_config_release(config);
-    return context;
-}
-
 static void serve(int peers)
 {
     ucp_worker_h server = open_worker(open_context(UCP_FEATURE_TAG));
-    ucp_address_t *address;
-    size_t length;
 
-    must(ucp_worker_get_address(server, &address, &length), "ucp_worker_get_address");
     for (int i = 0; i < peers; i++) {
-        ucs_status_t failure = UCS_OK;
         char segment[32];
         snprintf(segment, sizeof segment, "%d", 4096 + 64 * i);
-        ucp_context_h context = context_with(segment);
+        ucp_context_h context = open_context_with(UCP_FEATURE_TAG, "TCP_TX_SEG_SIZE", segment);
         ucp_worker_h peer = open_worker(context);
-        ucp_ep_h endpoint = connect_to(peer, address, &failure);
-        for (double end = now() + 0.01; now() < end;)
-            ucp_worker_progress(server), ucp_worker_progress(peer);
+        ucp_ep_h endpoint = connect_workers(peer, server);
+        progress_both(server, peer, 0.01);
         close_by_force(peer, endpoint);
         ucp_worker_destroy(peer);
         ucp_cleanup(context);

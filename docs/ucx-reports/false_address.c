@@ -38,10 +38,7 @@ static void meet(int false_device)
     }
     connect_to(server, of_peer, &failure);
     connect_to(peer, of_server, &failure);
-    for (double end = now() + 1; now() < end;) {
-        ucp_worker_progress(peer);
-        ucp_worker_progress(server);
-    }
+    progress_both(peer, server, 1);
 }
 
 int main(void)

@@ -21,8 +21,7 @@ static void print_lanes(int error_handling)
     params.address = address;
     must(ucp_ep_create(worker, &params, &endpoint), "ucp_ep_create");
     ucp_tag_send_nbx(endpoint, "message", 8, 1, &param);
-    for (double end = now() + 0.5; now() < end;)
-        ucp_worker_progress(worker), ucp_worker_progress(peer);
+    progress_both(worker, peer, 0.5);
     printf("%s error handling:\n", error_handling ? "with" : "without");
     ucp_ep_print_info(endpoint, stdout);
 }

@@ -13,6 +13,7 @@ import ssl
 import trio
 
 from .._wire import MAGIC, ProtocolError
+from ..ucp._address import family_of
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
@@ -209,7 +210,7 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
 def has_route(ip: str) -> bool:
     """Whether the kernel knows a route to an IP address; True if that cannot be found out."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
             probe.connect((ip, 9))  # sends nothing
     except OSError as error:
         return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)

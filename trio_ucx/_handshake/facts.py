@@ -196,7 +196,7 @@ class Reach:
     #: The kinds of shared memory in its address.
     shared_memory: frozenset[str]
     has_network: bool
-    #: Where its TCP transport listens, and whether there is no other transport between hosts.
+    #: Where its TCP transport listens.
     tcp_addresses: tuple[tuple[str, int], ...]
     #: The IP addresses of which one must be reachable without shared memory; none if it has other transports, too.
     hosts: tuple[str, ...]

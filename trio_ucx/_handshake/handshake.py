@@ -382,7 +382,7 @@ class Handshake:
                 core, wire.encode_frame(wire.Hello(self.number)), (self.peer.facts.connection_id << 32) | wire.CONTROL
             )
         except Exception as error:
-            self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            self.fail(error)
             return
         self._open_if_greeted()  # before the progress, in which the peer may answer with messages
         core.engine.progress()
@@ -409,7 +409,7 @@ class Handshake:
         try:
             use_number()
         except (OSError, UCXError, ProtocolError) as error:
-            self.fail(error if isinstance(error, OSError) else ConnectionError(str(error)))
+            self.fail(error)
             return
         self.flush()
         if self.number is not None:
@@ -559,7 +559,7 @@ class Handshake:
     def fail(self, error: Exception) -> None:
         """Ends the handshake with an error. Failed or opened already: no effect."""
         if self.opened.outcome is None:
-            self.opened.finish(Error(error))
+            self.opened.finish(Error(error if isinstance(error, OSError) else ConnectionError(str(error))))
             self._receiving.cancel()
             self._release("")
 

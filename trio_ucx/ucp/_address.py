@@ -190,6 +190,10 @@ class Resolved:
         return format_address((self.ip, self.port))
 
 
+def family_of(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
 def format_address(address: tuple[str, int]) -> str:
     host, port = address
     if host.startswith("unix:"):

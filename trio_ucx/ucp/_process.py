@@ -84,6 +84,29 @@ def has_ended(process: Process) -> bool:
     return is_visible(process) and start_time(process.pid) != process.start
 
 
+def open_pidfd(process: Process) -> int | None:
+    """A descriptor that becomes readable when a process ends.
+
+    Returns:
+        None: it is this process, or one that cannot be watched from here, or there is no descriptor left for it.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    if not is_visible(process) or process.pid == this_process().pid:
+        return None
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, OverflowError):
+        return None
+    if has_ended(process):  # and the pidfd is another process's
+        os.close(fd)
+        raise ProcessLookupError(f"process {process.pid} has ended")
+    return fd
+
+
 @attrs.frozen
 class Host:
     """Where a process runs, as far as that decides which transports reach it.

@@ -48,7 +48,7 @@ from ._engine.operations import EndpointCore, endpoints_of
 from ._engine.posting import post_flush
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
-from ._process import Process, is_visible, this_process
+from ._process import Process, open_pidfd
 from ._status import Status, UCXError
 from ._tag import post_bytes_send
 
@@ -189,15 +189,17 @@ class ReceiveQueue:
         process = core.peer
         if process in self._suspects or not self._queues or self._engine.queue_stopped:
             return
-        if not is_visible(process) or process.pid == this_process().pid or not uses_queue(core):
+        if not uses_queue(core):
             return
         try:
-            self._suspects[process] = os.pidfd_open(process.pid)
+            fd = open_pidfd(process)
         except ProcessLookupError:
             self.suspect()
-        except OSError:  # no descriptor is left for it
             return
-        if self._suspects and not self._watching:
+        if fd is None:
+            return
+        self._suspects[process] = fd
+        if not self._watching:
             self._watching = self._spawn(self._watch_suspects, "processes that may be writing")
             if not self._watching:
                 self._forget(list(self._suspects))
@@ -205,7 +207,7 @@ class ReceiveQueue:
     def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
         """Starts a system task; False if Trio's run is over."""
         try:
-            trio.lowlevel.spawn_system_task(function, name=f"trio_ucx {what} (efd {self._engine.efd})")
+            self._engine.spawn(function, f"trio_ucx {what} (efd {self._engine.efd})")
         except RuntimeError:
             return False
         return True
@@ -214,8 +216,6 @@ class ReceiveQueue:
         try:
             with _timer() as timer:
                 await self._check(timer)
-        except Exception as error:  # it must not end the run
-            self._engine.internal_error(error)
         finally:
             self._checking = False
 
@@ -236,8 +236,6 @@ class ReceiveQueue:
                     if ended:
                         self.suspect()
                     interval = min(2 * interval, _LONG_INTERVAL)
-        except Exception as error:  # it must not end the run
-            self._engine.internal_error(error)
         finally:
             self._watching = False
             self._forget(list(self._suspects))

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import attrs
 
 from ..._native import ffi
+from .._address import family_of
 from .._address_format import parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
@@ -204,17 +205,13 @@ class DataPorts:
         hosts = [*self._local, *self._admitted]
         try:
             for port in self._ports:
-                program = filter_program(port.family, [host for host in hosts if _family_of(host) == port.family])
+                program = filter_program(port.family, [host for host in hosts if family_of(host) == port.family])
                 kept = ffi.from_buffer("char[]", program)
                 port.set_option(
                     _SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, int(ffi.cast("uintptr_t", kept)))
                 )
         except OSError as error:
             self.open(f"the kernel takes no filter ({error})")
-
-
-def _family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,7 +11,7 @@ import os
 import trio
 
 from .._live_handles import live_handles
-from .._process import Process, has_ended, is_visible, this_process
+from .._process import Process, open_pidfd
 from .._status import Status, UCXError
 from .._util import ignoring_late_run
 from .operations import EndpointCore
@@ -58,14 +58,11 @@ def watch_process(core: EndpointCore, process: Process) -> None:
     """Begins to watch, or does not: another host, no such process, or nothing to notice. Watched already: no effect."""
     if core.watch is not None or core.handle is None:
         return
-    if not is_visible(process) or process.pid == this_process().pid:
-        return
     try:
-        fd = os.pidfd_open(process.pid)
-    except (OSError, OverflowError):
+        fd = open_pidfd(process)
+    except ProcessLookupError:
         return
-    if has_ended(process):  # and the pidfd is another process's
-        os.close(fd)
+    if fd is None:
         return
     core.watch = watch = Watch(core, fd)
     try:
