@@ -53,6 +53,11 @@ def pattern(size: int, seed: int = 0) -> bytes:
     return (block * (size // len(block) + 1))[:size] if size else b""
 
 
+def segments() -> int:
+    """How many shared-memory segments of UCX this process has attached."""
+    return sum("/SYSV" in line or "ucx_shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def assert_transports(connection: trio_ucx.Connection | ucp.Endpoint, transports: str) -> None:
     endpoint = connection.endpoint if isinstance(connection, trio_ucx.Connection) else connection
     names = {transport.name for transport in endpoint.transports}

@@ -28,6 +28,8 @@ from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake.exchange import Exchange
+from trio_ucx._handshake.handshake import Handshake
 from trio_ucx.testing import internals
 
 #: What remote memory and atomics need.
@@ -1213,6 +1215,27 @@ def killed_clients() -> None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     say(connected)
+
+
+@role
+async def killed_while_connecting(address: list[Any], below: int, moment: str) -> None:
+    """Connects from a worker whose uid is below the given one, and kills itself.
+
+    Args:
+        moment: "before TAKE" or "before HELLO"; its UCX has asked the server's for an endpoint by then.
+    """
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "before TAKE":
+        Exchange.take = kill  # type: ignore[method-assign]
+    else:
+        Handshake.greet = kill  # type: ignore[method-assign]
+    for _ in range(1000):
+        async with ucp.open_worker() as worker:
+            if worker.address.uid < below:
+                await trio_ucx.open_ucx_stream(*address, worker=worker)
 
 
 def fork_between_runs() -> None:

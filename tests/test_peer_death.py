@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from helpers import (
     open_peer,
     open_raw_pair,
     pattern,
+    segments,
     until,
 )
 from injected_faults import fail_flushes, lose_completions
@@ -289,3 +291,32 @@ async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker:
                     await connection.send(b"x")
                     assert await connection.receive() == b"x"
                 assert trio.current_time() - began < 1
+
+
+@pytest.mark.parametrize("moment", ["before TAKE", "before HELLO"])
+async def test_endpoint_that_ucx_made_for_a_client_that_was_killed(moment: str) -> None:
+    """The server would have adopted it. It has shared memory of the client's, which is detached: by the server when it
+    waited for HELLO, or else by UCX's keepalive.
+    """
+    config = {"TLS": "tcp,sm,self", "KEEPALIVE_INTERVAL": "1s" if moment == "before TAKE" else "inf"}
+    async with AsyncExitStack() as stack:
+        for _ in range(100):
+            server = await stack.enter_async_context(ucp.open_worker(config=config))
+            if server.address.uid > 2**62:  # so a client soon finds a smaller one
+                break
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        await stack.enter_async_context(listener)
+        before = segments()
+        most = before
+        arguments = listener.address, server.address.uid, moment
+        for _ in range(3):
+            async with open_peer("killed_while_connecting", *arguments, transports="tcp,sm,self") as client:
+                with trio.fail_after(20):
+                    while client.process.poll() is None:
+                        most = max(most, segments())
+                        await trio.lowlevel.checkpoint()
+            assert client.process.returncode == -signal.SIGKILL
+        assert most > before, "UCX did not make an endpoint for any of them"
+        await until(lambda: segments() == before, within=SOON)
+        statistics = server.statistics()
+        assert statistics.operations_in_flight == 0 and listener.statistics().refused == 3

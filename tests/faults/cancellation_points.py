@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import attrs
 import trio
-from helpers import until
+from helpers import segments, until
 from timing import PROMPT, Noise, check_prompt
 
 from trio_ucx.testing import live_handles
@@ -142,9 +142,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
     """Asserts that the block leaves no native handle, no file descriptor, and no segment of shared memory."""
 
     def state() -> tuple[dict[str, int], int, int]:
-        with open("/proc/self/maps") as maps:
-            segments = sum("/SYSV" in line or "ucx_shm" in line for line in maps)
-        return live_handles(), len(os.listdir("/proc/self/fd")), segments
+        return live_handles(), len(os.listdir("/proc/self/fd")), segments()
 
     before = state()
     yield

@@ -33,7 +33,7 @@ import trio
 sys.path.append(str(Path(__file__).parent.parent))
 
 from false_addresses import random_lie
-from helpers import pattern, resident
+from helpers import pattern, resident, segments
 from peers import REMOTE, ask, say
 
 import trio_ucx
@@ -135,7 +135,7 @@ async def serve(log: str) -> None:
             "resident": resident(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "segments": sum("SYSV" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+            "segments": segments(),
             "connections": len(connections),
             "handles": live_handles(),
             "sinks": len(engine.tag_dispatch.sinks),
