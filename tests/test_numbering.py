@@ -49,6 +49,7 @@ from trio_ucx.ucp._engine.numbering import (
     PeerNumbers,
     UsedUp,
 )
+from trio_ucx.ucp._opening import WITHOUT_ERROR_HANDLING
 
 
 @attrs.define(eq=False, slots=False)
@@ -1001,6 +1002,42 @@ async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: 
             connection.abort()
         for endpoint in raw:
             endpoint.abort()
+
+
+async def test_endpoint_without_error_handling_that_takes_the_number(
+    transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX does not pair it with an endpoint that handles errors: at worst this attempt to connect fails."""
+    answer = Acceptor._answer
+    disturbing = True
+
+    def with_endpoint(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
+        nonlocal disturbing
+        if disturbing and isinstance(rest[1], Taken):
+            disturbing = False
+            core = connect_worker(acceptor.engine, other_of[acceptor.worker].address, WITHOUT_ERROR_HANDLING)
+            stack.callback(core.close)
+        answer(acceptor, client, handshake, *rest)
+
+    async with open_two(transports) as workers, AsyncExitStack() as stack:
+        other_of = {workers[0]: workers[1], workers[1]: workers[0]}
+        monkeypatch.setattr(Acceptor, "_answer", with_endpoint)
+        listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
+        for listener in listeners:
+            stack.push_async_callback(listener.aclose)
+        for number in range(6):
+            listener, client_worker = listeners[number % 2], workers[1 - number % 2]
+            disturbing = True
+            with suppress(OSError):
+                stack.callback(
+                    (await trio_ucx.open_ucx_stream(*listener.address, worker=client_worker, connect_timeout=2)).abort
+                )
+                stack.callback((await listener.accept()).abort)
+            assert not disturbing
+            async with trio_ucx.connect(listener.address, worker=client_worker) as client:
+                async with await listener.accept() as server:
+                    client.send_nowait(pattern(100_000))
+                    assert await server.receive() == pattern(100_000)
 
 
 async def test_endpoints_beside_a_connection_have_no_number(transports: str) -> None:
