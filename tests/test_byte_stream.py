@@ -51,6 +51,7 @@ async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.sample(1)
 async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker, rounds: Rounds) -> None:
     for _ in range(rounds(5, 20)):  # in a row, without a failure
         await trio.testing.check_half_closeable_stream(

@@ -66,6 +66,7 @@ async def test_address_from_an_atomic(transports: str) -> None:
             assert int.from_bytes(await memory.get(0, 8), "little") == 6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("transports", "sections", "runs"), [("tcp", 50, 20), ("tcp,sm,self", 500, 50)])
 async def test_lock(transports: str, sections: int, runs: int, rounds: Rounds) -> None:
     """Held by one of 4 processes at a time."""

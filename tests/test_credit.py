@@ -199,6 +199,7 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
 FIXED = 3 * 2**20
 
 
+@pytest.mark.sample(1)
 async def test_silent_receivers_hold_their_windows(transports: str) -> None:
     """A sender in a loop, and a receiver that reads nothing for 3 seconds, in processes of their own. All pairs at the
     same time."""

@@ -195,6 +195,7 @@ async def put_all(server: Program, table: Any, script: Path, clients: int, count
         return [json.loads(client.output) for client in running]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("buckets", "count"), [(1, 30), (64, 200)])
 async def test_clients_at_once(over: str, buckets: int, count: int, tmp_path: Path, rounds: Rounds) -> None:
     """Nothing is lost, and no key is there twice: also where all of them write to the end of one list."""

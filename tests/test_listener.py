@@ -321,6 +321,7 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.sample(1)
 async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Worker, transports: str) -> None:
     """...and takes others as soon as it has some again: of clients that aborted it keeps none."""
     async with open_peer("echo_with_few_descriptors", 50, transports=transports) as peer:

@@ -7,6 +7,7 @@ import random
 import resource
 import struct
 
+import pytest
 import trio
 from helpers import open_peer, pattern
 
@@ -56,6 +57,7 @@ async def converse(connection: trio_ucx.Connection, name: int) -> None:
     assert len(certain) > REQUESTS / 2  # all that were not to be given up
 
 
+@pytest.mark.sample(1)
 async def test_two_hundred_clients(transports: str, worker: ucp.Worker) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -69,6 +69,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "127.0.0.1" if request.param == "tcp" else f"unix:{tmp_path}/socket"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cut_off
 async def test_process_ends(transports: str, host: str) -> None:
     ends = [
@@ -104,6 +105,7 @@ async def test_process_ends(transports: str, host: str) -> None:
             nursery.start_soon(lose, number, *case)
 
 
+@pytest.mark.sample(2)
 async def test_process_lives_on(transports: str, host: str) -> None:
     """The connection is aborted, or its worker closed."""
     ends = [

@@ -475,6 +475,7 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
         endpoint.abort()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.cut_off
 async def test_killed_peer(transports: str) -> None:
     """At several moments: every waiting task gets an error; the data that had arrived are right."""

@@ -203,6 +203,7 @@ async def test_extreme_fields_from_a_peer(worker: ucp.Worker, frame: type[wire.F
         await _unharmed(worker, near, near_server)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("liar", ["client", "server"])
 async def test_extreme_facts_from_a_peer(transports: str, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (

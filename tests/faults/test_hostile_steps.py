@@ -168,6 +168,7 @@ async def attack(scene: Scene, seed: str, first: int, count: int) -> None:
     assert crashes <= count / 1000, f"seed {seed!r}: the hostile process crashed {crashes} times"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 async def test_hostile_sessions(
     transports: str, tmp_path: Path, rounds: Rounds, request: pytest.FixtureRequest

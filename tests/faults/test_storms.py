@@ -34,6 +34,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.mark.sample(1)
 async def test_crowd(transports: str, seed: int, rounds: Rounds) -> None:
     """All connect and get their own answers, and afterwards the server is as it was before."""
     clients, seconds = rounds(60, 500), rounds(2, 30)
@@ -49,6 +50,7 @@ async def test_crowd(transports: str, seed: int, rounds: Rounds) -> None:
     assert after["segments"] <= before["segments"] + 2, (seed, before, after)
 
 
+@pytest.mark.sample(1)
 async def test_cycles(transports: str, seed: int, rounds: Rounds) -> None:
     """After the first fifth of the cycles nothing grows."""
     count = rounds(80, 20_000)
