@@ -45,7 +45,7 @@ UNIFIED = {
     ),
     "1.22.0 self": "201a17fda806c9f572000063758000000000cfb4f51257a5b5b98680",
 }
-#: UCP_WORKER_ADDRESS_FLAG_NET_ONLY without a network: header, uuid, no device.
+#: UCP_WORKER_ADDRESS_FLAG_NET_ONLY without a network: header, uid, no device.
 EMPTY = "206e93ee993993be97ff"
 
 HOST = bytes.fromhex("470bc88404be652c")
@@ -68,7 +68,7 @@ def pack(address: ParsedAddress, attributes: Callable[[int], bytes] = attributes
     version, flags = address.version, 2 | 8 * address.am_only
     flags |= (4 if address.client_id is not None else 0) | (1 if address.name is not None else 0)
     blob = bytearray([flags << 4] if version == 1 else [1 | (address.release or 0) << 4, flags])
-    blob += address.uuid.to_bytes(8, "little")
+    blob += address.uid.to_bytes(8, "little")
     if address.client_id is not None:
         blob += address.client_id.to_bytes(8, "little")
     if address.name is not None:
@@ -111,7 +111,7 @@ def test_addresses_of_all_releases(name: str) -> None:
     blob = sample(name)
     parsed = parse_worker_address(blob)
     assert parsed.version == (2 if "v2" in name else 1)
-    assert parsed.uuid == int.from_bytes(blob[parsed.version :][:8], "little")
+    assert parsed.uid == int.from_bytes(blob[parsed.version :][:8], "little")
     minor = int(name.split(".")[1])
     if minor >= 16:
         assert parsed.release == minor % 16
@@ -223,7 +223,7 @@ def test_header() -> None:
     refused(b"", "the header needs 1 bytes, and 0 are left")
     refused(bytes.fromhex(EMPTY), "names no device")
     refused(bytes([blob[0] | 2]) + blob[1:], "version 3")
-    refused(bytes([0x00]) + blob[1:], "no worker uuid")
+    refused(bytes([0x00]) + blob[1:], "no worker uid")
     refused(b"\x61\x12" + blob[1:], "unknown flags 0x10")
     refused(b"\x30" + blob[1:9] + b"\x20" + b"n" * 32 + blob[9:], "name has 32 bytes")
     refused(b"\x30" + blob[1:9] + b"\x03a\x1bb" + blob[9:], "control characters")
@@ -426,7 +426,7 @@ async def test_our_own(transports: str, version: str) -> None:
     async with ucp.open_worker(config={"TLS": transports, "ADDRESS_VERSION": version}) as worker:
         parsed = parse_worker_address(worker.address.ucx)
         assert parsed.version == int(version[1])
-        assert parsed.uuid == worker.address.uid
+        assert parsed.uid == worker.address.uid
         assert bool(parsed.tcp_addresses) == (transports not in ("sm,self",))
         for host, port in parsed.tcp_addresses:
             with trio.fail_after(5):
@@ -473,7 +473,7 @@ def hostile(original: ParsedAddress, chance: random.Random) -> bytes:
         original,
         devices=tuple(devices),
         release=chance.randrange(16),
-        uuid=chance.choice([0, original.uuid, original.uuid, chance.getrandbits(64)]),
+        uid=chance.choice([0, original.uid, original.uid, chance.getrandbits(64)]),
         client_id=chance.choice([None, chance.getrandbits(64)]),
         name=chance.choice([None, "%s%n{}", "n" * 31]),
         am_only=chance.choice([False, True]),

@@ -43,7 +43,7 @@ from trio_ucx.ucp._engine.numbering import (
     MAX_FILLERS,
     MAX_IDLE,
     MAX_PLAIN,
-    NotAskedFor,
+    NotRequested,
     Numbering,
     Numbers,
     PeerNumbers,
@@ -125,7 +125,7 @@ class Made:
         pair = peer.cores[core.index] if core.index < len(peer.cores) else None
         if pair is None or pair.handle is None or not pair.asked_for:
             core.close()
-            raise NotAskedFor
+            raise NotRequested
         assert pair.forcible == error_handling
         return core
 
@@ -169,18 +169,18 @@ def test_claims_in_any_order(seed: int) -> None:
 def test_chosen_numbers_are_all_different() -> None:
     made = Made()
     assert [made.numbers.choose(None) for _ in range(5)] == [0, 1, 2, 3, 4]
-    made.numbers.give_back(3)
-    made.numbers.give_back(1)
+    made.numbers.release(3)
+    made.numbers.release(1)
     assert [made.numbers.choose(None) for _ in range(3)] == [1, 3, 5]
     made.claim(4)
-    made.numbers.give_back(2)  # there is a filler, but the peer may have used it already
+    made.numbers.release(2)  # there is a filler, but the peer may have used it already
     assert made.numbers.choose(None) == 6
 
 
 def test_choice_is_beyond_what_either_side_has_made() -> None:
     made = Made()
     assert made.numbers.choose(Numbers(7, True)) == 7
-    made.numbers.give_back(7)
+    made.numbers.release(7)
     assert made.numbers.choose(Numbers(8, True)) == 8
     for _ in range(10):
         made.open(raw=True)
@@ -224,7 +224,7 @@ def test_fillers_that_the_peer_has_not_asked_for() -> None:
     assert made.claim(3, pairs=peer) is made.cores[3]
     assert made.claim(1, pairs=peer) is None, "its number is used up"
     assert made.claim(2, pairs=peer) is made.cores[2]
-    with pytest.raises(NotAskedFor):
+    with pytest.raises(NotRequested):
         made.claim(4, pairs=peer)
     assert made.numbers.numbers() == Numbers(5)
 
@@ -258,7 +258,7 @@ def test_numbers_that_come_back_are_chosen_again() -> None:
     made.numbers.choose(Numbers(LIMIT - 1))
     assert made.numbers.choose(None) == 0
     for number in (0, LIMIT - 1):
-        made.numbers.give_back(number)
+        made.numbers.release(number)
     assert made.numbers.choose(Numbers(LIMIT - 1)) == LIMIT - 1
 
 
@@ -269,7 +269,7 @@ def test_peer_without_endpoints_is_forgotten() -> None:
         number = first.choose(theirs)
         numbering.forget_unused(1)
         assert numbering.of(1) is first, "its number is under way"
-        first.give_back(number)
+        first.release(number)
     numbering.forget_unused(1)
     assert numbering.of(1) is not first
 

@@ -182,7 +182,7 @@ async def test_hostile_sessions(
     what becomes of a queue whose writer is killed.
     """
     seed = f"{request.config.option.seed}"
-    count = rounds(10, 2000)
+    count = rounds(10, 1000)
     allowed = 8 * 2**20 + 2000 * count
     print(f"--seed {seed}")
     async with open_scene(tmp_path, transports, seed) as scene:

@@ -148,7 +148,7 @@ class Connector:
                 raise ProtocolError(f"the server sent {type(event).__name__}")
 
     def _choose_number(self, exchange: Exchange, numbers: Numbers) -> None:
-        """Chooses a number, and takes it."""
+        """Chooses a number, and sends TAKE, at once or when our endpoint is made."""
         handshake = self._handshake
         if handshake.chooses_number is False:
             raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
@@ -159,22 +159,22 @@ class Connector:
             self._use_number(exchange, number)
 
     def _expect_greeting(self, exchange: Exchange) -> None:
-        """Takes the number that we have chosen: the server makes its endpoint first."""
+        """Sends TAKE with the number that we have chosen. Then we wait for the server's HELLO."""
         handshake = self._handshake
         assert handshake.chosen is not None
         handshake.expect_greeting(handshake.chosen)
-        exchange.take(handshake.chosen, handshake.tell_numbers())
+        exchange.take(handshake.chosen, handshake.numbers_to_send())
         self._wait_for_messages()
 
     def _use_number(self, exchange: Exchange, number: int) -> None:
-        """Makes our endpoint with the server's number, and takes that number; or declines it."""
+        """Makes our endpoint with the server's number, and sends TAKE; or sends DECLINE."""
         handshake = self._handshake
         if handshake.adopts:
             raise ProtocolError("the listener chose the endpoint number that it has to leave to the client")
         if handshake.make_endpoint(number):
-            exchange.take(number, handshake.tell_numbers())
+            exchange.take(number, handshake.numbers_to_send())
         else:
-            exchange.decline(handshake.tell_numbers())
+            exchange.decline(handshake.numbers_to_send())
 
     def _event_while_greeting(self, exchange: Exchange, event: Event) -> None:
         """Handles an event while we wait for the server's HELLO: the server may still assign another number."""
@@ -183,4 +183,4 @@ class Connector:
             handshake.event_arrived(event)
             return
         handshake.numbers.heard(event.numbers)
-        handshake.move_endpoint(lambda: self._use_number(exchange, event.number))
+        handshake.replace_endpoint(lambda: self._use_number(exchange, event.number))

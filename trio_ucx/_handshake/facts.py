@@ -198,7 +198,8 @@ class Reach:
     has_network: bool
     #: Where its TCP transport listens.
     tcp_addresses: tuple[tuple[str, int], ...]
-    #: The IP addresses of which one must be reachable without shared memory; none if it has other transports, too.
+    #: IP addresses of its TCP transport. Without shared memory we need a route to one of them. Empty if it has other
+    #: transports, too.
     hosts: tuple[str, ...]
 
     @classmethod
@@ -213,11 +214,11 @@ class Reach:
             network = _parsed(facts.network_address) if facts.network_address else None
         except ValueError as error:
             raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
-        if network is not None and network.uuid != address.uuid:
+        if network is not None and network.uid != address.uid:
             raise ProtocolError("the peer's two worker addresses belong to different workers")
         return cls(
             facts,
-            address.uuid,
+            address.uid,
             address.shared_memory,
             has_network=network is not None,
             tcp_addresses=address.tcp_addresses,

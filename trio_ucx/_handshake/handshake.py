@@ -27,7 +27,7 @@ from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
 from ..ucp._engine.engine import InFlight
-from ..ucp._engine.numbering import NotAskedFor, Numbers, PeerNumbers, UsedUp
+from ..ucp._engine.numbering import NotRequested, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
@@ -115,8 +115,8 @@ class Handshake:
         self._shared_memory = False
         #: The number of our endpoint, once that has been made.
         self.number: int | None = None
-        #: The numbers without error handling that the peer was told last.
-        self._told: tuple[int, ...] = ()
+        #: The numbers of our endpoints without error handling, as last sent to the peer.
+        self._sent_plain: tuple[int, ...] = ()
         #: The number that this side has chosen, until its endpoint has been made.
         self.chosen: int | None = None
         #: The addresses of the control socket.
@@ -173,8 +173,7 @@ class Handshake:
 
         Raises:
             ProtocolError: the number needs more fillers than an honest peer can need, or one is awaited already.
-            OSError: there is no route to the peer. UCX would tell a side that makes its endpoint, and tells nobody who
-                only waits.
+            OSError: there is no route to the peer. UCX reports that only to the side that makes an endpoint.
         """
         hosts = () if self._shared_memory else self.peer.hosts
         if hosts and not any(map(has_route, hosts)):
@@ -267,19 +266,19 @@ class Handshake:
     def numbers(self) -> PeerNumbers[EndpointCore]:
         return self.registry.engine.numbering.of(self.peer.uid)
 
-    def tell_numbers(self) -> Numbers:
+    def numbers_to_send(self) -> Numbers:
         """Our numbers, to be sent to the peer."""
         numbers = self.numbers.numbers()
-        self._told = numbers.plain
+        self._sent_plain = numbers.plain
         return numbers
 
     @property
     def peer_can_adopt(self) -> bool:
         """Whether the peer, if it adopts, knows which of our endpoints are without error handling.
 
-        UCX destroys an endpoint that is adopted otherwise. A message to it may then end the peer's process.
+        If the peer adopts one as if it handled errors, UCX destroys it, and a message to it may end the peer's process.
         """
-        return self.chooses_number is not False or self.numbers.numbers().plain == self._told
+        return self.chooses_number is not False or self.numbers.numbers().plain == self._sent_plain
 
     @property
     def chooses_number(self) -> bool | None:
@@ -317,7 +316,7 @@ class Handshake:
     def _return_number(self) -> None:
         chosen, self.chosen = self.chosen, None
         if chosen is not None and self.chooses_number is not None:
-            self.numbers.give_back(chosen)
+            self.numbers.release(chosen)
 
     def make_endpoint(self, number: int) -> bool:
         """Makes or adopts our endpoint, and returns whether it could get this number.
@@ -336,10 +335,10 @@ class Handshake:
         )
         try:
             core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
-        except NotAskedFor as error:
+        except NotRequested as error:
             raise ProtocolError(
-                f"UCX of {self.label} has not asked for the endpoint by which it greeted (its option "
-                "RESOLVE_REMOTE_EP_ID, or UCX_RESOLVE_REMOTE_EP_ID, must be y)"
+                f"UCX at {self.label} did not request this endpoint: set its option RESOLVE_REMOTE_EP_ID (in the "
+                "environment, UCX_RESOLVE_REMOTE_EP_ID) to y"
             ) from error
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
@@ -358,10 +357,10 @@ class Handshake:
         return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
 
     def adopt_endpoint(self, number: int) -> bool:
-        """Adopts our endpoint, or some of the fillers before it: then :class:`Greeted` comes again.
+        """Adopts our endpoint. If many fillers are missing, it adopts some of them, and :class:`Greeted` comes again.
 
         Returns:
-            Whether this number can still be had.
+            False if another number must be chosen.
 
         Raises: what :meth:`make_endpoint` does.
         """
@@ -399,8 +398,8 @@ class Handshake:
             core.on_failure = None
             self.numbers.keep_as_filler(number, core)
 
-    def move_endpoint(self, use_number: Callable[[], None]) -> None:
-        """Replaces our endpoint, whose number the peer could not use, by another one if it can, and greets with that.
+    def replace_endpoint(self, use_number: Callable[[], None]) -> None:
+        """Replaces our endpoint, whose number the peer could not use, and sends HELLO again if there is a new one.
 
         Args:
             use_number: makes the endpoint, and answers the peer through the exchange.
@@ -576,10 +575,10 @@ class Handshake:
             self._release(reason)
 
     def _drop_awaited(self) -> None:
-        """Closes what UCX has made for the peer's endpoint, if that is not adopted: UCX would keep it."""
+        """Adopts the awaited endpoint in order to close it: UCX would keep it."""
         number, self._awaited = self._awaited, None
         if number is not None:
-            with suppress(Exception):  # nothing to adopt; or the error of this handshake
+            with suppress(Exception):  # it closes the endpoint, and raises this handshake's error
                 self.make_endpoint(number)
 
     def _release(self, reason: str) -> None:

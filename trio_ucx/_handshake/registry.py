@@ -37,7 +37,7 @@ class Registry:
                 f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
                 f"here it is {least}: the receiver must get their control frames without asking for them"
             )
-        if not worker.context.asks_for_pairs:
+        if not worker.context.requests_other_ends:
             raise ValueError(
                 "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
                 "here: otherwise a peer that lies about its worker's address could end the process"

@@ -276,7 +276,7 @@ class Acceptor:
                 )
                 handshake.peer_facts_arrived(facts)
                 number = None if handshake.chooses_number is False else handshake.choose_number(None)
-                exchange.welcome(own_facts, number, handshake.tell_numbers())
+                exchange.welcome(own_facts, number, handshake.numbers_to_send())
             case Taken(number=number, numbers=numbers):
                 if handshake.chooses_number is not False and number != handshake.chosen:
                     raise ProtocolError(f"it took the number {number}, which it was not given")
@@ -290,13 +290,13 @@ class Acceptor:
                     self._use_number(handshake, exchange, number)
             case Greeted(number=number):
                 if not handshake.adopt_endpoint(number):
-                    exchange.reassign(handshake.choose_number(None), handshake.tell_numbers())
+                    exchange.reassign(handshake.choose_number(None), handshake.numbers_to_send())
                 elif handshake.number is not None:
                     exchange.taken()
             case Declined(numbers=numbers):
                 if handshake.chooses_number is False:
                     raise ProtocolError("it declined the number that it had chosen itself")
-                exchange.assign(handshake.choose_number(numbers), handshake.tell_numbers())
+                exchange.assign(handshake.choose_number(numbers), handshake.numbers_to_send())
             case Refused(reason=reason):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
             case Aborted():
@@ -307,7 +307,7 @@ class Acceptor:
         if handshake.peer_can_adopt and handshake.make_endpoint(number):
             exchange.taken()
         else:
-            exchange.decline(handshake.tell_numbers())
+            exchange.decline(handshake.numbers_to_send())
 
     def _event_while_greeting(self, handshake: Handshake, exchange: Exchange, event: Event) -> None:
         """Handles an event while we wait for the client's HELLO: it may still take another number."""
@@ -315,7 +315,7 @@ class Acceptor:
             handshake.event_arrived(event)
             return
         handshake.numbers.heard(event.numbers)
-        handshake.move_endpoint(lambda: self._use_number(handshake, exchange, event.number))
+        handshake.replace_endpoint(lambda: self._use_number(handshake, exchange, event.number))
 
     def _check_room(self, more: int = 0) -> None:
         """Refuses a client if too many wait to be accepted, or if there are too few descriptors for it.

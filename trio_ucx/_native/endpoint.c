@@ -8,7 +8,7 @@
 #define ADDRESS_WITH_UID 0x20
 #define ADDRESS_NO_DEVICE 0xff
 
-#define ROOM_SHARE 20    /* looking for full sockets takes at most one part in so many of the time */
+#define ROOM_SHARE 20    /* looking for full send buffers takes at most 1/20 of the time */
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)

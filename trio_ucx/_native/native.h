@@ -257,7 +257,7 @@ struct tu_worker {
     tu_rma_t *rma;
     tu_chains_t *chains;
     bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
-    uint64_t next_room;        /* nanoseconds: full sockets are not looked for before: endpoint.c */
+    uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
 
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */

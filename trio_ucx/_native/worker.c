@@ -161,7 +161,7 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
     worker->small       = small;
 }
 
-/* Allocates what small messages are received into. False: there is no memory. */
+/* Allocates the buffer for small messages. False: there is no memory. */
 bool tu_worker_reserve_scratch(tu_worker_t *worker)
 {
     if (worker->scratch == NULL) {

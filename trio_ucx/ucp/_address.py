@@ -115,8 +115,8 @@ class WorkerAddress:
             shared_memory: whether the program runs with UCX's option MM_ERROR_HANDLING=y, as trio_ucx does. Without it,
                 which is UCX's default, it cannot answer an endpoint with error handling over shared memory, and
                 messages would hang: such an endpoint then leaves shared memory out.
-            features: what the worker's context was opened with, where that is known. Endpoints refuse what needs
-                others: the worker would never answer.
+            features: what the worker's context was opened with, where that is known. Endpoints refuse operations
+                that need other features, which the worker would never answer.
 
         Raises:
             TypeError: ``blob`` is not bytes; ``features`` is no :class:`Feature`.

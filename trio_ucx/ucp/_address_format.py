@@ -8,7 +8,7 @@ The layout is that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both ver
 
     header     version 1: one byte, version (4 bits) and flags (4 bits)
                version 2: version (4 bits), UCX's minor release (4 bits), then one byte of flags
-    uuid       8 bytes
+    uid       8 bytes
     client id  8 bytes, with its flag only
     name       length (1 byte) and text, with its flag only (UCX_ADDRESS_DEBUG_INFO=y)
     device     memory domain (1 byte), length of the device address and flags (1 byte), number of paths (1 byte, with
@@ -30,7 +30,7 @@ UCX reads a few structures whose size is not the same in all releases and config
 even of a correct address. `PADDING` behind the address keeps that within bounds.
 
 The parser sees nothing but the bytes. It cannot know whether a shared memory segment belongs to the worker that the
-address claims, whether an IP address and port do, or whether the uuid does. See `parse_worker_address`.
+address claims, whether an IP address and port do, or whether the uid does. See `parse_worker_address`.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class ParsedAddress:
 
     Args:
         version: of the format, 1 or 2.
-        uuid: the worker's id, 64 bits.
+        uid: the worker's id, 64 bits.
         devices: at least one.
         client_id: what the worker's program has chosen, or None.
         name: host name and pid, or None. Only programs with ``UCX_ADDRESS_DEBUG_INFO=y`` send it.
@@ -210,7 +210,7 @@ class ParsedAddress:
     """
 
     version: int
-    uuid: int
+    uid: int
     devices: tuple[Device, ...]
     client_id: int | None = None
     name: str | None = None
@@ -262,8 +262,8 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
     if flags & ~_KNOWN_FLAGS:
         raise reader.error(f"its header has unknown flags {flags & ~_KNOWN_FLAGS:#x}")
     if not flags & _FLAG_UUID:
-        raise reader.error("it has no worker uuid")
-    uuid = reader.integer(8, "the worker uuid")
+        raise reader.error("it has no worker uid")
+    uid = reader.integer(8, "the worker uid")
     client_id = reader.integer(8, "the client id") if flags & _FLAG_CLIENT_ID else None
     name = _parse_name(reader) if flags & _FLAG_NAME else None
     if reader.peek("the first device") == _EMPTY_ADDRESS:
@@ -286,17 +286,17 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
 
     legacy = version == 1 and release in _LEGACY_RELEASES
     devices = tuple(_check_device(device, legacy) for device in raw_devices)
-    return ParsedAddress(version, uuid, devices, client_id, name, release, bool(flags & _FLAG_AM_ONLY))
+    return ParsedAddress(version, uid, devices, client_id, name, release, bool(flags & _FLAG_AM_ONLY))
 
 
-def with_uuid(blob: bytes, uuid: int) -> bytes:
-    """The same address with another uuid.
+def with_uid(blob: bytes, uid: int) -> bytes:
+    """The same address with another uid.
 
     Args:
         blob: an address that :func:`parse_worker_address` accepts.
     """
     start = 1 if blob[0] & 0x0F == 0 else 2  # behind the header of version 1 or 2
-    return blob[:start] + uuid.to_bytes(8, "little") + blob[start + 8 :]
+    return blob[:start] + uid.to_bytes(8, "little") + blob[start + 8 :]
 
 
 class _Reader:

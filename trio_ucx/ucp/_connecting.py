@@ -12,9 +12,9 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING, with_uuid
+from ._address_format import PADDING, with_uid
 from ._engine.engine import Engine
-from ._engine.numbering import NotAskedFor
+from ._engine.numbering import NotRequested
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._network_part import without_shared_memory
@@ -69,7 +69,7 @@ def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointC
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
     """The endpoint beside a Connection's that reaches the peer's memory.
 
-    The peer answers gets and puts by the endpoint that is paired with it. UCX crashes there when that is closed with
+    UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
     answers under way, so it must not be a Connection's, which both sides may close at any time.
     """
     if core.memory_endpoint is None or core.memory_endpoint.handle is None:
@@ -91,13 +91,13 @@ def _connect_beside(core: EndpointCore, address: WorkerAddress, options: Endpoin
 def _make_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
     """Makes an endpoint beside another one to the same worker.
 
-    Beside a Connection's endpoint, UCX gets the peer's address with a random uid. So UCX pairs the new endpoint with
-    none of the peer's, and does not compare the address, which may be false, with what the peer's UCX says.
+    Beside a Connection's endpoint, UCX gets the peer's address with a random uid. So UCX at the peer makes a new
+    endpoint for it. Here it does not compare the address, which may be false, with what the peer's UCX says.
     """
     engine = core.engine
     if core.owner is None or address.uid == engine.address.uid:
         return _make_to_worker(engine, address, options, label, raw=True)
-    blob = with_uuid(_usable_part(engine, address, options), secrets.randbits(64))
+    blob = with_uid(_usable_part(engine, address, options), secrets.randbits(64))
     return _make_from(engine, address, blob, options, label)
 
 
@@ -113,7 +113,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         None when the number cannot be used: see :meth:`PeerNumbers.make`.
 
     Raises:
-        NotAskedFor: there is nothing to adopt.
+        NotRequested: there is nothing to adopt.
     """
 
     make = partial(_adopt if uid < engine.address.uid else _make_numbered, engine, address)
@@ -124,7 +124,7 @@ def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int
         core = engine.numbering.of(uid).make(number, make, address.ucx)
     if core is not None:
         core.label = label
-        core.leads_to(address)  # a filler or idle endpoint may have been made with other features of the same worker
+        core.set_peer(address)  # an earlier handshake may have named other features for this worker
     return core
 
 
@@ -140,7 +140,7 @@ def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> Endp
     """Takes the endpoint that UCX has made for the peer's next one.
 
     Raises:
-        NotAskedFor: there is none.
+        NotRequested: there is none.
     """
     options, uid = _numbered_options(error_handling), address.uid
     how = options.native(None)
@@ -155,7 +155,7 @@ def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> Endp
     except OSError as error:
         if error.errno != errno.EHOSTUNREACH:
             raise
-        raise NotAskedFor(errno.EPROTO, "the peer's UCX has not asked for this endpoint") from None
+        raise NotRequested(errno.EPROTO, "the peer's UCX has not requested this endpoint") from None
 
 
 def _make_to_worker(
@@ -198,7 +198,7 @@ def _make_known(
 ) -> EndpointCore:
     """Makes an endpoint whose peer's address is known."""
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
-    core.leads_to(address)
+    core.set_peer(address)
     return core
 
 

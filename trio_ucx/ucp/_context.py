@@ -252,8 +252,8 @@ class Context(metaclass=OpenedNotConstructed):
         return min((number for number in numbers if number is not None), default=None)
 
     @property
-    def asks_for_pairs(self) -> bool:
-        """Whether a new endpoint asks the peer's UCX for the one that is paired with it (RESOLVE_REMOTE_EP_ID)."""
+    def requests_other_ends(self) -> bool:
+        """Whether UCX requests the other end as soon as an endpoint is made (RESOLVE_REMOTE_EP_ID)."""
         return self._is_on("RESOLVE_REMOTE_EP_ID")
 
     @property

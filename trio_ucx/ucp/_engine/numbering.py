@@ -8,10 +8,11 @@ keeps them (*fillers*). Raw endpoints take numbers on one side only; each side t
 handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
 error handling.
 
-Only the worker with the smaller uid makes its endpoint from the address that the peer gave. UCX there asks the peer's
-UCX for the pair, which makes it. The worker with the greater uid waits for that, and *adopts* this pair. If it made an
+Only the worker with the smaller uid makes its endpoint from the address that the peer gave. Its UCX requests the other
+end from the peer's UCX, which makes that. The worker with the greater uid waits for it, and *adopts* it. If it made an
 endpoint itself, its UCX would compare the address that the peer gave with what the peer's UCX says, and would end the
-process if they differ in certain ways. A filler for which the peer's UCX has not asked uses up its number.
+process if they differ in certain ways. If the peer's UCX has not requested the other end for a number, there is no
+filler, and the number is skipped.
 
 Making an endpoint takes UCX longer than everything else about a connection. So when one is closed gracefully, with
 nothing left under way, both sides keep its endpoint for a moment (*idle* endpoints), and the next connection gets that
@@ -36,8 +37,8 @@ from .._address import WorkerAddress
 LIMIT = 65_000
 #: Fillers that one Connection may need. More are needed only by a peer that lies.
 MAX_FILLERS = 4096
-#: How many are made in one step, which takes UCX up to a millisecond each. If more are missing, the number is
-#: negotiated again.
+#: How many are made in one step, which takes UCX up to a millisecond each. If more are missing, the side
+#: tries again, or another number is negotiated.
 FILLERS_AT_ONCE = 32
 #: Endpoints without error handling that a side tells the other about.
 MAX_PLAIN = 1000
@@ -70,8 +71,8 @@ class UsedUp(Exception):
     """UCX has no number left for an endpoint between two workers."""
 
 
-class NotAskedFor(ConnectionError):
-    """The peer's UCX has not asked for the endpoint that we want to adopt. Its number is used up."""
+class NotRequested(ConnectionError):
+    """The peer's UCX has not requested the endpoint that we want to adopt. Its number is skipped."""
 
 
 class NumberedEndpoint(Protocol):
@@ -162,7 +163,7 @@ class PeerNumbers(Generic[E]):
                 core.close()
 
     def choose(self, theirs: Numbers | None, address: bytes = b"") -> int:
-        """A number for a new Connection. :meth:`give_back` it when it is used or given up.
+        """A number for a new Connection. :meth:`release` it when an endpoint has it, or nobody needs it.
 
         Args:
             theirs: how far the other side is, if that is known.
@@ -193,8 +194,8 @@ class PeerNumbers(Generic[E]):
         """Whether no endpoint was ever made, and no number is chosen."""
         return self._next == 0 and not self._chosen
 
-    def give_back(self, number: int) -> None:
-        """A number was chosen, and is used now, or given up.
+    def release(self, number: int) -> None:
+        """Ends the choice of a number: an endpoint has it now, or nobody needs it.
 
         An endpoint that is still offered is closed: the peer has closed its pair, or the connection was not opened.
         """
@@ -207,7 +208,8 @@ class PeerNumbers(Generic[E]):
     def make(self, number: int, make: Callable[[bool], E], address: bytes = b"") -> E | None:
         """Makes the endpoint with this number; None if that is not possible, and another number must be chosen.
 
-        None also if too many fillers were missing, of which it has made some: then the number :meth:`is_ahead` still.
+        None also if more fillers are missing than FILLERS_AT_ONCE. Then it has made that many, and the caller tries
+        again: the number :meth:`is_ahead` still.
 
         Args:
             make: makes or adopts an endpoint to this peer, with error handling or without, and calls :meth:`made`.
@@ -229,7 +231,7 @@ class PeerNumbers(Generic[E]):
         last = min(number, self._next + FILLERS_AT_ONCE)
         while self._next < last:
             following = self._next
-            with suppress(NotAskedFor):
+            with suppress(NotRequested):
                 self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
         return make(True) if last == number else None
 

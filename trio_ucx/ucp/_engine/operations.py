@@ -275,14 +275,14 @@ class EndpointCore:
         engine.endpoints[id] = self
         live_handles.opened("endpoint")
 
-    def leads_to(self, address: WorkerAddress) -> None:
+    def set_peer(self, address: WorkerAddress) -> None:
         """Records which worker it leads to."""
         self.peer, self.peer_address = address.process, address
         self.features = self.engine.context.features & address.features
         self.tags = Feature.TAG in self.features
 
     def require(self, feature: Feature, doing: str) -> None:
-        """Refuses an operation whose feature our context lacks, or the peer's, which would never answer.
+        """Refuses an operation if our context or the peer's lacks the feature: the peer would never answer.
 
         Raises:
             RuntimeError: with what to do.
@@ -445,7 +445,7 @@ class EndpointCore:
         heir = EndpointCore(engine, id, handle, self.label)
         heir.connected = self.connected
         if self.peer_address is not None:
-            heir.leads_to(self.peer_address)
+            heir.set_peer(self.peer_address)
         return heir
 
     def lanes(self) -> list[bytes] | None:
