@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import SANITIZED, open_pair, open_peer, open_raw_pair, pattern, until
 from refused_memory import few_allocations
 from remote import for_ucx
 
@@ -183,6 +183,7 @@ async def test_message_that_has_arrived_is_kept_until_there_is_memory(
                 await server.receive(3)
 
 
+@pytest.mark.skipif(SANITIZED == "address", reason="AddressSanitizer itself needs more address space")
 @pytest.mark.parametrize("announced", [900, 1000])
 async def test_process_short_of_memory(transports: str, announced: int) -> None:
     """A peer announces more bytes than the process may have (RLIMIT_AS): that receive fails, and others are served."""
