@@ -208,13 +208,13 @@ async def test_hostile_sessions(
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["acknowledgement", "grant"])
-async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: Path, rounds: Rounds) -> None:
+async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: Path) -> None:
     """A peer cannot fill the server with answers to its control frames. It can keep it busy as long as these are legal:
-    the server looks at each.
+    the server looks at each, before it takes more from UCX.
     """
     async with open_scene(tmp_path, transports, "0") as scene:
         before = resident(scene.server.process.pid)
-        flooding = role("flood", scene.address, kind, rounds(100_000, 500_000))
+        flooding = role("flood", scene.address, kind, 500_000)
         async with open_peer("flood", transports=transports, under=flooding) as hostile:
             assert await hostile.hear(40) == "sent"
             await scene.state()
@@ -222,4 +222,4 @@ async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: P
             await hostile.tell()
         print(f"{kind}: {grown >> 20} MiB")
         await scene.part(all_prompt=kind != "grant")
-        assert grown < 24 * 2**20, f"{grown >> 20} MiB"
+        assert grown < 12 * 2**20, f"{grown >> 20} MiB"

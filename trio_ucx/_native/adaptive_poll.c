@@ -108,7 +108,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     poll->continues = false;
     do {
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
-            if (tu_worker_progress(worker) != 0) {
+            if (tu_inbox_progress(worker) != 0) {
                 tu_inbox_collect(worker);
             }
         }

@@ -230,6 +230,7 @@ struct tu_worker {
     size_t kept_bytes;
 
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
+    bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
     size_t small;              /* claimed messages of up to so many bytes are packed into the arena */
     char *scratch;             /* TU_LONGEST_BATCH bytes; NULL: to be allocated */
     size_t arena_used;         /* starts at 0 again when the ring is empty */
@@ -320,6 +321,7 @@ void tu_log_mute(bool mute);
 /* ---- the Connections' messages (tag_inbox.c) ---- */
 
 void tu_inbox_collect(tu_worker_t *worker);
+unsigned tu_inbox_progress(tu_worker_t *worker);
 /* Whether UCX may have messages that were not collected because there was no memory. */
 bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 

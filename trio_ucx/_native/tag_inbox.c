@@ -104,6 +104,20 @@ static void collect_raw(tu_worker_t *worker)
             worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
         }
     }
+    worker->behind = true;
+}
+
+static bool has_room(const tu_worker_t *worker)
+{
+    return worker->used + worker->reserved < worker->capacity &&
+           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena);
+}
+
+/* Makes UCX progress; not while it has messages for which there was no room. Otherwise a peer that sends small messages
+ * faster than Python takes them could fill UCX's queue, which has no limit, and all others would wait behind them. */
+unsigned tu_inbox_progress(tu_worker_t *worker)
+{
+    return worker->behind ? 1 : tu_worker_progress(worker);
 }
 
 /* Takes the messages of all tag queues, so that no receive has to probe for its own. Those that find no room stay with
@@ -119,9 +133,12 @@ void tu_inbox_collect(tu_worker_t *worker)
         worker->arena_used = 0;
     }
     tu_worker_reserve_scratch(worker);
-    while (worker->claimed_bit != 0 && worker->scratch != NULL &&
-           worker->used + worker->reserved < worker->capacity &&
-           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena)) {
+    worker->behind = false;
+    while (worker->claimed_bit != 0 && worker->scratch != NULL) {
+        if (!has_room(worker)) {
+            worker->behind = true;
+            return;
+        }
         message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
         if (message == NULL) {
             if (!worker->raw_used) {

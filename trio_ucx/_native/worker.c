@@ -248,10 +248,11 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
     worker->background.slice_end = 0;
     for (;;) {
         do {
-            moved = tu_worker_progress(worker);
+            moved = tu_inbox_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
-        } while (moved != 0 && --budget > 0 && worker->used < max && worker->collected < TU_BATCH_BYTES &&
-                 worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
+        } while (moved != 0 && --budget > 0 && !worker->behind && worker->used < max &&
+                 worker->collected < TU_BATCH_BYTES && /* one piece of a copy at a time, so that Python runs: */
+                 worker->background.copies == 0);
         count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {
@@ -283,7 +284,7 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     worker->background.slice_end = 0;
-    tu_worker_progress(worker);
+    tu_inbox_progress(worker);
     tu_inbox_collect(worker);
     return (int)take_records(worker, out, max);
 }
