@@ -28,6 +28,7 @@ from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake.exchange import Exchange
 from trio_ucx._handshake.handshake import Handshake
 from trio_ucx.testing import internals
@@ -1222,16 +1223,23 @@ async def killed_while_connecting(address: list[Any], below: int, moment: str) -
     """Connects from a worker whose uid is below the given one, and kills itself.
 
     Args:
-        moment: "before TAKE" or "before HELLO"; its UCX has asked the server's for an endpoint by then.
+        moment: "before TAKE" or "before HELLO": its UCX has requested the server's endpoint by then; "in the request":
+            it writes that to the server's shared-memory queue.
     """
 
     def kill(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def write(engine: object, server: ucp.WorkerAddress, *_: object) -> None:
+        take_an_element(server, "sysv")
+        kill()
+
     if moment == "before TAKE":
         Exchange.take = kill  # type: ignore[method-assign]
-    else:
+    elif moment == "before HELLO":
         Handshake.greet = kill  # type: ignore[method-assign]
+    else:
+        handshake_side.connect_paired = write  # type: ignore[assignment]
     for _ in range(1000):
         async with ucp.open_worker() as worker:
             if worker.address.uid < below:

@@ -169,6 +169,21 @@ CUTS = [whole, single_bytes, *(at_random(random.Random(seed)) for seed in range(
 # ---- both sides against each other ----
 
 
+def test_server_that_assigns_one_number_after_the_other() -> None:
+    """The client makes an endpoint for each: only so many are allowed after it has sent TAKE, as before."""
+    client, server = two_sides()
+    server.silent_after = Taken
+    talk(client, server)
+    assert client.exchange.state is State.GREETING
+    for number in range(MAX_DECLINED):
+        server.exchange.assign(number, Numbers(number))
+        client.take(server.data())
+        assert client.error is None
+    server.exchange.assign(MAX_DECLINED, Numbers(0))
+    client.take(server.data())
+    assert "could not agree" in str(client.error)
+
+
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("number", [7, None])
 @pytest.mark.parametrize("declines", [0, 1, 5])

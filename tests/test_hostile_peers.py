@@ -24,11 +24,13 @@ from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._byte_stream import MAX_PIECE
 from trio_ucx._credit import cost
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._handshake.registry import Registry
 from trio_ucx.testing import internals
+from trio_ucx.ucp._engine.numbering import Numbers
 from trio_ucx.ucp._tag import post_bytes_send
 
 
@@ -140,14 +142,48 @@ async def test_false_worker_address(transports: str, lie: str, below: bool, monk
             assert await connection.receive() == pattern(100_000)
 
 
+@pytest.mark.parametrize("option", ["RESOLVE_REMOTE_EP_ID", "PROTO_INDIRECT_ID"])
 @pytest.mark.parametrize("value", ["n", "auto"])
-async def test_worker_whose_ucx_does_not_ask_first(value: str) -> None:
-    """UCX of the worker with the smaller uid would believe what the peer's UCX asks for."""
-    async with ucp.open_worker(config={"RESOLVE_REMOTE_EP_ID": value}) as worker:
-        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+async def test_worker_without_an_option_that_protects_it(option: str, value: str) -> None:
+    """A peer could end the process: see the two tests of false addresses and of hidden endpoints."""
+    async with ucp.open_worker(config={option: value}) as worker:
+        with pytest.raises(ValueError, match=f"{option}=y"):
             await trio_ucx.open_ucx_listeners(0, worker=worker)
-        with pytest.raises(ValueError, match="RESOLVE_REMOTE_EP_ID=y"):
+        with pytest.raises(ValueError, match=f"{option}=y"):
             await trio_ucx.open_ucx_stream("127.0.0.1", 9, worker=worker)
+
+
+@pytest.mark.cut_off
+async def test_hidden_endpoint_without_error_handling(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client conceals that an endpoint is without error handling. The server adopts it as one with error handling, so
+    UCX destroys it there. Then the client sends large messages, of which UCX looks up the endpoint.
+    """
+    async with open_peer("echo", [0], transports=transports) as server, contextlib.AsyncExitStack() as stack:
+        address, _ = await server.hear()
+        honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+        connection = await trio_ucx.open_ucx_stream(*address, worker=honest)
+        stack.callback(connection.abort)
+        target = internals(connection).core.peer_address
+        assert target is not None
+        for _ in range(100):
+            liar = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+            if liar.address.uid < target.uid:  # so the server adopts
+                break
+        hidden = await liar.open_endpoint(target, error_mode=ucp.ErrorMode.NONE)
+        with monkeypatch.context() as lies:
+            lies.setattr(Handshake, "numbers_to_send", lambda _: Numbers(1))
+            lies.setattr(handshake_side, "connect_paired", lambda *_: internals(hidden))
+            lies.setattr(Handshake, "drop_endpoint", lambda _: None)
+            with contextlib.suppress(OSError):
+                await trio_ucx.open_ucx_stream(*address, worker=liar, connect_timeout=1)
+        for _ in range(5):
+            with trio.move_on_after(0.2):
+                await hidden.tag_send(pattern(2**20), internals(connection).peer_id << 32)
+        assert server.process.poll() is None, "the server ended"
+        async with trio_ucx.connect(tuple(address), worker=honest) as connection:
+            connection.send_nowait(pattern(100_000))
+            assert await connection.receive() == pattern(100_000)
+        hidden.abort()
 
 
 # ---- the greeting ----

@@ -188,6 +188,47 @@ def test_choice_is_beyond_what_either_side_has_made() -> None:
     assert made.numbers.choose(Numbers(9, True)) == 10
 
 
+def test_endpoint_that_is_asked_for_while_others_are_made() -> None:
+    """Making one progresses the worker, so messages arrive, for which other handshakes go on, or fail."""
+    made = Made()
+
+    def another() -> None:
+        made.meanwhile = lambda: None
+        assert made.claim(5) is made.cores[5]
+
+    made.meanwhile = another
+    assert made.claim(3) is None, "an endpoint with another number"
+    assert made.claim(3) is made.cores[3]
+
+
+def test_fillers_that_are_asked_for_while_others_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    made.claim(3)
+    monkeypatch.setattr(numbering_module, "FILLER_AGE", -1)
+    monkeypatch.setattr(made.cores[0], "close", made.numbers.close_old_fillers)
+    made.numbers.close_old_fillers()
+    assert not made.numbers._fillers and made.cores[1].handle is None
+
+
+def test_peer_that_is_forgotten_while_idle_endpoints_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    core = made.claim(0)
+    assert core is not None
+    made.numbers.keep(0, core)
+    made.numbering.of(99)
+    monkeypatch.setattr(core, "close", lambda: made.numbering.forget_unused(99))
+    monkeypatch.setattr(numbering_module, "IDLE_TIME", -1)
+    made.numbering.close_idle()
+    assert made.numbering._peers.keys() == {made._uid}
+
+
+def test_little_is_kept_of_what_a_peer_says() -> None:
+    made = Made()
+    for first in range(0, 60_000, MAX_PLAIN):
+        made.numbers.heard(Numbers(0, False, tuple(range(first, first + MAX_PLAIN))))
+    assert len(made.numbers._peer_plain) == MAX_PLAIN
+
+
 def test_number_that_was_used_is_not_given_again() -> None:
     made = Made()
     made.open(raw=True)
@@ -351,6 +392,8 @@ class Node:
             tag_dispatch=SimpleNamespace(sinks={}, reserve_memory=lambda: None),
             made=self.made,
             data_ports=SimpleNamespace(admit=lambda *_: None),
+            call_soon=lambda function: function(),
+            may_be_writing=lambda process: None,
         )
 
     def for_peer(self, uid: int) -> Node:

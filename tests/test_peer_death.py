@@ -293,17 +293,43 @@ async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker:
                 assert trio.current_time() - began < 1
 
 
+async def open_worker_with_great_uid(stack: AsyncExitStack, keepalive: str) -> ucp.Worker:
+    """So a client soon finds a smaller one, and this worker adopts its endpoints."""
+    for _ in range(100):
+        config = {"TLS": "tcp,sm,self", "KEEPALIVE_INTERVAL": keepalive}
+        worker = await stack.enter_async_context(ucp.open_worker(config=config))
+        if worker.address.uid > 2**62:
+            return worker
+    raise AssertionError("a hundred random numbers were small")
+
+
+async def test_client_is_killed_while_it_requests_the_server_s_endpoint() -> None:
+    """It has stopped the server's shared-memory queue. There is nothing to adopt, and so no endpoint that fails."""
+    async with AsyncExitStack() as stack:
+        server = await open_worker_with_great_uid(stack, "inf")
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
+        await stack.enter_async_context(listener)
+        other = await stack.enter_async_context(ucp.open_worker(config={"TLS": "tcp,sm,self"}))
+        innocent = await trio_ucx.open_ucx_stream(*listener.address, worker=other)
+        stack.callback(innocent.abort)
+        served = await listener.accept()
+        stack.callback(served.abort)
+        assert_transports(served, "tcp,sm,self")
+        arguments = listener.address, server.address.uid, "in the request"
+        async with open_peer("killed_while_connecting", *arguments, transports="tcp,sm,self") as client:
+            assert await client.ended() == -signal.SIGKILL
+        with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+            await served.receive()
+        assert server.statistics().stopped_queues == 1
+
+
 @pytest.mark.parametrize("moment", ["before TAKE", "before HELLO"])
 async def test_endpoint_that_ucx_made_for_a_client_that_was_killed(moment: str) -> None:
     """The server would have adopted it. It has shared memory of the client's, which is detached: by the server when it
     waited for HELLO, or else by UCX's keepalive.
     """
-    config = {"TLS": "tcp,sm,self", "KEEPALIVE_INTERVAL": "1s" if moment == "before TAKE" else "inf"}
     async with AsyncExitStack() as stack:
-        for _ in range(100):
-            server = await stack.enter_async_context(ucp.open_worker(config=config))
-            if server.address.uid > 2**62:  # so a client soon finds a smaller one
-                break
+        server = await open_worker_with_great_uid(stack, "1s" if moment == "before TAKE" else "inf")
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
         await stack.enter_async_context(listener)
         before = segments()

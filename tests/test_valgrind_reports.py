@@ -51,6 +51,11 @@ def test_reports_of_others(tmp_path: Path) -> None:
     assert run(tmp_path / "1.xml", *others)[0] == 0
 
 
+def test_leaks_are_left_out(tmp_path: Path) -> None:
+    leak = f"<error><kind>Leak_DefinitelyLost</kind>{stack(MALLOC, OURS, PYTHON)}</error>"
+    assert run(tmp_path / "1.xml", leak)[0] == 0
+
+
 def test_report_of_a_killed_process(tmp_path: Path) -> None:
     """Its file has no end."""
     status, output = run(tmp_path / "1.xml", report(stack(OURS)), "<error><kind>", end="")

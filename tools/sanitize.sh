@@ -59,7 +59,7 @@ valgrind)
     [ $# -gt 0 ] || set -- tests/test_native_out_of_memory.py tests/test_full_sockets.py tests/test_messages.py \
         tests/test_chains.py tests/test_ucp_streams.py
     status=0
-    valgrind --quiet --leak-check=no --xml=yes --xml-file="$work/%p.xml" --track-origins=yes --error-limit=no \
+    valgrind --quiet --xml=yes --xml-file="$work/%p.xml" --track-origins=yes --error-limit=no \
         python -m pytest -n 0 --timeout 3600 "$@" || status=$?
     python tools/valgrind_reports.py "$work"/*.xml || status=$?
     exit "$status"

@@ -3,7 +3,7 @@
 CPython and UCX read memory that they have not written, on purpose, hundreds of times: CPython looks for small integers
 in the digits of a number that has none, UCX takes buffers from pools. A report concerns us if our compiled module made
 the access, or made the memory: allocated it, freed it, or left it uninitialised. Prints those reports; the exit status
-is 1 if there are any.
+is 1 if there are any. Leaks are left out: the tests count what is open.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def main() -> int:
     found = ours = 0
     for name in sys.argv[1:]:
         for report in reports(Path(name)):
+            if (report.findtext("kind") or "").startswith("Leak_"):
+                continue
             found += 1
             if concerns_us(report):
                 ours += 1

@@ -443,6 +443,8 @@ class Exchange:
                 numbers, facts = _unpack(rest)
                 return Welcomed(self._facts(facts), number, numbers)
             case Kind.ASSIGN:
+                if self.state is State.GREETING:
+                    self._count_declined()
                 return Assigned(*_unpack_choice(body))
             case Kind.TAKE:
                 if self.state is State.GREETING:

@@ -302,9 +302,11 @@ class Handshake:
 
         Raises:
             ProtocolError: none is left.
+            OSError: the handshake has failed meanwhile.
         """
         self._return_number()
         self._awaited = None
+        self.check()  # that may have closed an endpoint, and a message from the peer have arrived meanwhile
         try:
             self.chosen = 0 if self.chooses_number is None else self.numbers.choose(peer_numbers, self._peer_address)
         except UsedUp:
@@ -343,6 +345,7 @@ class Handshake:
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
+            self.check()
             return False
         self._core = core
         self.number = number
@@ -585,12 +588,14 @@ class Handshake:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
             del engine.tag_dispatch.sinks[self.id]
-        contained(self._drop_awaited)
+        engine.call_soon(self._drop_awaited)  # not now: this may be the delivery of a message, while endpoints are made
         contained(self._return_number)
         if self.control is not None:
             contained(self.control.refuse, reason) if reason else contained(self.control.abort)
         contained(self.drop_endpoint)
         if self._peer is not None:
             contained(engine.numbering.forget_unused, self._peer.uid)
+            if self._shared_memory:
+                contained(engine.may_be_writing, self._peer.facts.host.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)

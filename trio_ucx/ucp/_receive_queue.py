@@ -186,10 +186,12 @@ class ReceiveQueue:
 
     def endpoint_closing(self, core: EndpointCore) -> None:
         """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
-        process = core.peer
+        if self._queues and not self._engine.queue_stopped and uses_queue(core):
+            self.may_be_writing(core.peer)
+
+    def may_be_writing(self, process: Process) -> None:
+        """Called when this process may be in the middle of writing, and we have no endpoint to it: watches it."""
         if process in self._suspects or not self._queues or self._engine.queue_stopped:
-            return
-        if not uses_queue(core):
             return
         try:
             fd = open_pidfd(process)

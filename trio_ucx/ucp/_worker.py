@@ -96,6 +96,7 @@ class Worker(metaclass=OpenedNotConstructed):
         worker = cls._create(context, engine, owned)
         worker._queue = ReceiveQueue(engine)
         engine.suspect_queue, engine.endpoint_closing = worker._queue.suspect, worker._queue.endpoint_closing
+        engine.may_be_writing = worker._queue.may_be_writing
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.on_closed = context._close

@@ -297,6 +297,8 @@ class Engine:
         self.suspect_queue: Callable[[], None] = _nothing
         #: Called when an endpoint is being closed here, while its peer may be writing to this worker.
         self.endpoint_closing: Callable[[Any], None] = lambda core: None
+        #: Called when a process may be writing to this worker, to which we have no endpoint.
+        self.may_be_writing: Callable[[Any], None] = lambda process: None
         #: Endpoints that are closed a moment later.
         self.lingering = Lingering(self.progress)
 

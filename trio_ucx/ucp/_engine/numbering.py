@@ -24,6 +24,7 @@ UCX's numbers have 16 bits. When they are used up between two workers, the serve
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -107,7 +108,7 @@ class PeerNumbers(Generic[E]):
         self._peer_has_raw = False
         #: The numbers of endpoints without error handling, here and at the peer.
         self._plain: list[int] = []
-        self._peer_plain: frozenset[int] = frozenset()
+        self._peer_plain: array[int] = array("H")
         #: The numbers that were chosen, and have not been given back.
         self._chosen: set[int] = set()
         self._fillers: dict[int, tuple[E, float]] = {}
@@ -134,7 +135,8 @@ class PeerNumbers(Generic[E]):
         """The other side said how far it is."""
         self._peer_has_raw = theirs.has_raw
         # What was said in different handshakes may come in any order.
-        self._peer_plain = frozenset(number for number in self._peer_plain.union(theirs.plain) if number >= self._next)
+        ahead = {number for number in (*self._peer_plain, *theirs.plain) if number >= self._next}
+        self._peer_plain = array("H", sorted(ahead)[:MAX_PLAIN])
 
     @property
     def used_up(self) -> bool:
@@ -233,7 +235,7 @@ class PeerNumbers(Generic[E]):
             following = self._next
             with suppress(NotRequested):
                 self._fillers[following] = make(following not in self._peer_plain), time.monotonic()
-        return make(True) if last == number else None
+        return make(True) if self._next == number else None
 
     def is_ahead(self, number: int) -> bool:
         """Whether no endpoint here has had this number."""
@@ -261,7 +263,7 @@ class PeerNumbers(Generic[E]):
             # While the peer has raw endpoints open, fillers stay: each may be the pair of one, and answer its messages.
             # A filler without error handling stays, too: UCX could only flush it, and its peer may have died.
             if core.handle is None or (made_at < oldest and core.forcible and not self._peer_has_raw):
-                del self._fillers[number]
+                self._fillers.pop(number, None)  # gone if an earlier close ended a handshake that asked for it
                 core.close()
 
 
@@ -301,7 +303,7 @@ class Numbering(Generic[E]):
 
     def close_idle(self) -> None:
         """Closes the endpoints that no other connection has come for."""
-        for numbers in self._peers.values():
+        for numbers in list(self._peers.values()):  # closing may end a handshake with another peer
             numbers.close_idle()
             if numbers.has_temporary_fillers:
                 numbers.close_old_fillers()
