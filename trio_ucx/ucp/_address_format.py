@@ -8,7 +8,7 @@ The layout is that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both ver
 
     header     version 1: one byte, version (4 bits) and flags (4 bits)
                version 2: version (4 bits), UCX's minor release (4 bits), then one byte of flags
-    uid       8 bytes
+    uid        8 bytes
     client id  8 bytes, with its flag only
     name       length (1 byte) and text, with its flag only (UCX_ADDRESS_DEBUG_INFO=y)
     device     memory domain (1 byte), length of the device address and flags (1 byte), number of paths (1 byte, with
