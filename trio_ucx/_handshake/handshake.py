@@ -276,7 +276,7 @@ class Handshake:
     def peer_can_adopt(self) -> bool:
         """Whether the peer, if it adopts, knows which of our endpoints are without error handling.
 
-        If the peer adopts one as if it handled errors, UCX destroys it, and a message to it may end the peer's process.
+        If the peer takes one for an endpoint that handles errors, it cannot close it.
         """
         return self.chooses_number is not False or self.numbers.numbers().plain == self._sent_plain
 

@@ -42,11 +42,6 @@ class Registry:
                 "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
                 "here: otherwise a peer that lies about its worker's address could end the process"
             )
-        if not worker.context.numbers_all_endpoints:
-            raise ValueError(
-                "Connections need a worker with PROTO_INDIRECT_ID=y (UCX_PROTO_INDIRECT_ID), the default here: "
-                "otherwise a peer that has endpoints without error handling could end the process"
-            )
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine

@@ -52,9 +52,6 @@ DEFAULT_OPTIONS: Mapping[str, str] = {
     # message resolves it. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
     # and an atomic that waits for it ends our process when its peer dies meanwhile.
     "RESOLVE_REMOTE_EP_ID": "y",
-    # Messages name all our endpoints by numbers. By default they name those without error handling by their addresses
-    # in memory, which UCX uses even when it has closed such an endpoint because the peer's end handles errors.
-    "PROTO_INDIRECT_ID": "y",
 }
 if ucx.version >= WELL_CONFIGURABLE:
     DEFAULT_OPTIONS = {
@@ -258,11 +255,6 @@ class Context(metaclass=OpenedNotConstructed):
     def requests_other_ends(self) -> bool:
         """Whether UCX requests the other end as soon as an endpoint is made (RESOLVE_REMOTE_EP_ID)."""
         return self._is_on("RESOLVE_REMOTE_EP_ID")
-
-    @property
-    def numbers_all_endpoints(self) -> bool:
-        """Whether messages name even endpoints without error handling by numbers, not addresses (PROTO_INDIRECT_ID)."""
-        return self._is_on("PROTO_INDIRECT_ID")
 
     @property
     def shared_memory_handles_errors(self) -> bool:

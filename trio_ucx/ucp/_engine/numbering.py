@@ -4,9 +4,8 @@ UCX pairs the n-th endpoint that a worker makes to the address of another with t
 a large message is answered by the endpoint that is paired with its sender's. So the two ends of a Connection must have
 the same number. One of the two workers, the one with the greater uid, chooses it, and each makes its endpoint with just
 that number: if others come first, because their Connections are still being opened, it makes those meanwhile, too, and
-keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is. A filler must
-handle errors as its pair does, or UCX destroys the pair; so the sides also say which of their endpoints are without
-error handling.
+keeps them (*fillers*). Raw endpoints take numbers on one side only; each side then says how far it is. A filler
+handles errors only if its pair does; so the sides also say which of their endpoints are without error handling.
 
 Only the worker with the smaller uid makes its endpoint from the address that the peer gave. Its UCX requests the other
 end from the peer's UCX, which makes that. The worker with the greater uid waits for it, and *adopts* it. If it made an
