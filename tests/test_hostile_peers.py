@@ -153,10 +153,19 @@ async def test_worker_whose_ucx_does_not_ask_first(value: str) -> None:
 
 
 @pytest.mark.cut_off
-async def test_hidden_endpoint_without_error_handling(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
+async def test_hidden_endpoint_without_error_handling(
+    transports: str, below: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client conceals that an endpoint is without error handling. The server adopts the other end, and closes it when
-    the client gives up. Then the client sends large messages, to which the server's UCX answers by that end.
+    the client gives up; or it makes its own from the client's address, and UCX destroys the other end. Then the client
+    sends large messages, to which the server's UCX answers by that end.
     """
+
+    def choose_hidden(handshake: Handshake, numbers: object) -> int:
+        handshake.chosen = 0
+        return 0
+
     async with open_peer("echo", [0], transports=transports) as server, contextlib.AsyncExitStack() as stack:
         address, _ = await server.hear()
         honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
@@ -166,11 +175,12 @@ async def test_hidden_endpoint_without_error_handling(transports: str, monkeypat
         assert target is not None
         for _ in range(100):
             liar = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
-            if liar.address.uid < target.uid:  # so the server adopts
+            if (liar.address.uid < target.uid) is below:  # then the server adopts
                 break
         hidden = await liar.open_endpoint(target, error_mode=ucp.ErrorMode.NONE)
         with monkeypatch.context() as lies:
             lies.setattr(Handshake, "numbers_to_send", lambda _: Numbers(1))
+            lies.setattr(Handshake, "choose_number", choose_hidden)
             lies.setattr(handshake_side, "connect_paired", lambda *_: internals(hidden))
             lies.setattr(Handshake, "drop_endpoint", lambda _: None)
             lies.setattr(Handshake, "_open_if_greeted", lambda _: None)

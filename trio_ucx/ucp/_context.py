@@ -80,6 +80,15 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
     }
 
 
+def default_options(features: Feature) -> Mapping[str, str]:
+    """The options of a context that the user has not chosen."""
+    if features & _MEMORY:
+        return DEFAULT_OPTIONS  # UCX ends the process when it has to abort an atomic: so it must have no number for it
+    # Messages name even endpoints without error handling by numbers. By default they name these by their addresses in
+    # memory, which UCX uses although it has destroyed such an endpoint because the peer concealed what it is.
+    return {**DEFAULT_OPTIONS, "PROTO_INDIRECT_ID": "y"}
+
+
 class WorkerOfContext(Protocol):
     """A worker, as far as its context is concerned: :class:`~._engine.engine.Engine`."""
 
@@ -138,7 +147,7 @@ class Context(metaclass=OpenedNotConstructed):
         keepalive = _keepalive_options(keepalive_interval, chosen)
         defaults = {
             name: value
-            for name, value in DEFAULT_OPTIONS.items()
+            for name, value in default_options(features).items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
         options = {**defaults, **keepalive, **chosen}
