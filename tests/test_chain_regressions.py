@@ -383,7 +383,7 @@ async def test_outcomes_of_a_closed_chain(ground: Ground) -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
-        await trio.sleep(0.05)  # the first request has ended, and the delay begun
+        await trio.sleep(0.5)  # the first request has ended, and the delay begun
         outcomes = chain.outcomes
         chain.close()
         assert value_of(outcomes[0]) == bytes(8)
