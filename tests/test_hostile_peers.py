@@ -94,16 +94,21 @@ async def test_listener_that_never_answers(worker: ucp.Worker) -> None:
 # ---- false worker addresses ----
 
 
+async def worker_address(server: tuple[str, int], worker: ucp.Worker) -> ucp.WorkerAddress:
+    """The address of the server's worker, by an honest connection."""
+    async with trio_ucx.connect(server, worker=worker) as honest:
+        address = internals(honest).core.peer_address
+    assert address is not None
+    return address
+
+
 async def open_worker_beside(
-    stack: contextlib.AsyncExitStack, transports: str, server: tuple[str, int], *, below: bool
+    stack: contextlib.AsyncExitStack, transports: str, server: ucp.WorkerAddress, *, below: bool
 ) -> ucp.Worker:
     """Opens a worker whose uid is below that of the server's worker, or above it."""
     for _ in range(100):
         worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
-        async with trio_ucx.connect(server, worker=worker) as honest:
-            address = internals(honest).core.peer_address
-        assert address is not None
-        if (internals(worker).address.uid < address.uid) is below:
+        if (worker.address.uid < server.uid) is below:
             return worker
     pytest.skip("a hundred random numbers were on one side of the server's")
 
@@ -125,7 +130,10 @@ async def test_false_worker_address(transports: str, lie: str, below: bool, monk
     make_facts = Registry.facts
     async with open_peer("echo", [0], transports=transports) as server, contextlib.AsyncExitStack() as stack:
         address, _ = await server.hear()
-        liar = await open_worker_beside(stack, transports, tuple(address), below=below)
+        honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
+        target = await worker_address(tuple(address), honest)
+        liar = await open_worker_beside(stack, transports, target, below=below)
+        await worker_address(tuple(address), liar)  # first it is honest
         monkeypatch.setattr(Registry, "facts", facts)
         for _ in range(8):
             with contextlib.suppress(OSError, trio.BrokenResourceError):
@@ -136,7 +144,6 @@ async def test_false_worker_address(transports: str, lie: str, below: bool, monk
                     assert await connection.receive() == pattern(100_000)
             assert server.process.poll() is None, "the server ended"
         monkeypatch.undo()
-        honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
         async with trio_ucx.connect(tuple(address), worker=honest) as connection:
             connection.send_nowait(pattern(100_000))
             assert await connection.receive() == pattern(100_000)
@@ -171,12 +178,8 @@ async def test_hidden_endpoint_without_error_handling(
         honest = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
         connection = await trio_ucx.open_ucx_stream(*address, worker=honest)
         stack.callback(connection.abort)
-        target = internals(connection).core.peer_address
-        assert target is not None
-        for _ in range(100):
-            liar = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}))
-            if (liar.address.uid < target.uid) is below:  # then the server adopts
-                break
+        target = await worker_address(tuple(address), honest)
+        liar = await open_worker_beside(stack, transports, target, below=below)
         hidden = await liar.open_endpoint(target, error_mode=ucp.ErrorMode.NONE)
         with monkeypatch.context() as lies:
             lies.setattr(Handshake, "numbers_to_send", lambda _: Numbers(1))

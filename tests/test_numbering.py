@@ -6,8 +6,8 @@ import errno
 import random
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -1005,25 +1005,42 @@ async def test_client_without_a_route_to_the_server(below: bool, monkeypatch: py
                 await trio_ucx.open_ucx_stream(*listener.address, worker=client)
 
 
-async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """...after the client has chosen it, before the server has: they agree on another, and the raw endpoint works."""
+@asynccontextmanager
+async def open_disturbed(
+    transports: str, monkeypatch: pytest.MonkeyPatch, disturb: Callable[[ucp.Worker, ucp.WorkerAddress], object]
+) -> AsyncIterator[tuple[dict[ucp.Worker, ucp.Worker], list[trio_ucx.Listener]]]:
+    """Two workers, each with a listener: of each worker the other one, and the listeners.
+
+    Args:
+        disturb: called once for each handshake, when the client has chosen the number and before the server has, with
+            the server's worker and the client's address.
+    """
     answer = Acceptor._answer
-    raw: list[ucp.Endpoint] = []
     disturbed: set[Handshake] = set()
 
-    def with_raw_endpoint(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
+    def disturbed_answer(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
         if isinstance(rest[1], Taken) and handshake not in disturbed:
             disturbed.add(handshake)
-            core = connect_worker(acceptor.engine, other_of[acceptor.worker].address)
-            raw.append(ucp.Endpoint._create(acceptor.worker, core))
+            disturb(acceptor.worker, other_of[acceptor.worker].address)
         answer(acceptor, client, handshake, *rest)
 
     async with open_two(transports) as workers, AsyncExitStack() as stack:
         other_of = {workers[0]: workers[1], workers[1]: workers[0]}
-        monkeypatch.setattr(Acceptor, "_answer", with_raw_endpoint)
+        monkeypatch.setattr(Acceptor, "_answer", disturbed_answer)
         listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
         for listener in listeners:
             stack.push_async_callback(listener.aclose)
+        yield other_of, listeners
+
+
+async def test_raw_endpoint_that_takes_the_number(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """...after the client has chosen it, before the server has: they agree on another, and the raw endpoint works."""
+    raw: list[ucp.Endpoint] = []
+
+    def open_raw(server: ucp.Worker, client: ucp.WorkerAddress) -> None:
+        raw.append(ucp.Endpoint._create(server, connect_worker(internals(server), client)))
+
+    async with open_disturbed(transports, monkeypatch, open_raw) as (other_of, listeners):
         kept = []
         with trio.fail_after(30):
             for number in range(20):
@@ -1051,25 +1068,21 @@ async def test_endpoint_without_error_handling_that_takes_the_number(
     transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """UCX does not pair it with an endpoint that handles errors: at worst this attempt to connect fails."""
-    answer = Acceptor._answer
     disturbing = True
 
-    def with_endpoint(acceptor: Acceptor, client: Any, handshake: Handshake, *rest: Any) -> None:
+    def open_plain(server: ucp.Worker, client: ucp.WorkerAddress) -> None:
         nonlocal disturbing
-        if disturbing and isinstance(rest[1], Taken):
+        if disturbing:
             disturbing = False
-            core = connect_worker(acceptor.engine, other_of[acceptor.worker].address, WITHOUT_ERROR_HANDLING)
-            stack.callback(core.close)
-        answer(acceptor, client, handshake, *rest)
+            stack.callback(connect_worker(internals(server), client, WITHOUT_ERROR_HANDLING).close)
 
-    async with open_two(transports) as workers, AsyncExitStack() as stack:
-        other_of = {workers[0]: workers[1], workers[1]: workers[0]}
-        monkeypatch.setattr(Acceptor, "_answer", with_endpoint)
-        listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
-        for listener in listeners:
-            stack.push_async_callback(listener.aclose)
+    async with (
+        open_disturbed(transports, monkeypatch, open_plain) as (other_of, listeners),
+        AsyncExitStack() as stack,
+    ):
         for number in range(6):
-            listener, client_worker = listeners[number % 2], workers[1 - number % 2]
+            listener = listeners[number % 2]
+            client_worker = other_of[listener.worker]
             disturbing = True
             with suppress(OSError):
                 stack.callback(

@@ -90,7 +90,7 @@ static void collect_raw(tu_worker_t *worker)
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
 
-    while (worker->used + worker->reserved < worker->capacity && worker->collected < TU_BATCH_BYTES) {
+    while (tu_ring_has_slack(worker) && worker->collected < TU_BATCH_BYTES) {
         message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
         if (message == NULL) {
             return;
@@ -109,8 +109,7 @@ static void collect_raw(tu_worker_t *worker)
 
 static bool has_room(const tu_worker_t *worker)
 {
-    return worker->used + worker->reserved < worker->capacity &&
-           worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena);
+    return tu_ring_has_slack(worker) && worker->arena_used + TU_LONGEST_BATCH <= sizeof(worker->arena);
 }
 
 /* Makes UCX progress; not while it has messages for which there was no room. Otherwise a peer that sends small messages

@@ -251,8 +251,8 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
             moved = tu_inbox_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
         } while (moved != 0 && --budget > 0 && !worker->behind && worker->used < max &&
-                 worker->collected < TU_BATCH_BYTES && /* one piece of a copy at a time, so that Python runs: */
-                 worker->background.copies == 0);
+                 worker->collected < TU_BATCH_BYTES &&
+                 worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
         count = take_records(worker, out, max);
         if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {

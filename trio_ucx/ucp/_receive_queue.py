@@ -186,13 +186,19 @@ class ReceiveQueue:
 
     def endpoint_closing(self, core: EndpointCore) -> None:
         """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
-        if self._queues and not self._engine.queue_stopped and uses_queue(core):
-            self.may_be_writing(core.peer)
+        if self._needs_watching(core.peer) and uses_queue(core):
+            self._watch(core.peer)
 
     def may_be_writing(self, process: Process) -> None:
-        """Called when this process may be in the middle of writing, and we have no endpoint to it: watches it."""
-        if process in self._suspects or not self._queues or self._engine.queue_stopped:
-            return
+        """Called when this process may be in the middle of writing, and we have no endpoint to it."""
+        if self._needs_watching(process):
+            self._watch(process)
+
+    def _needs_watching(self, process: Process) -> bool:
+        return process not in self._suspects and bool(self._queues) and not self._engine.queue_stopped
+
+    def _watch(self, process: Process) -> None:
+        """Watches a process until it cannot be in the middle of writing."""
         try:
             fd = open_pidfd(process)
         except ProcessLookupError:
