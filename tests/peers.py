@@ -825,6 +825,21 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 
 @role
+async def reconnecting(seconds: float) -> None:
+    """Connects to the address that the test sends, again and again. Reports how often."""
+    address = tuple(await ask())
+    end, count = trio.current_time() + seconds, 0
+    while trio.current_time() < end:
+        async with trio_ucx.connect(address) as connection:
+            await connection.send(b"hello")
+            if await connection.receive() != b"hello":
+                raise AssertionError("wrong data")
+        count += 1
+        await trio.sleep(0.1)  # each connection takes a port of a small range for a while
+    say([count])
+
+
+@role
 async def forwarder(host: str) -> None:
     """Forwards TCP connections to the target that the test sends. Reports its address; finally, the bytes passed."""
     target = await ask()

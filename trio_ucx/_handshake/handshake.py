@@ -255,7 +255,7 @@ class Handshake:
         self._peer = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
         hosts = [host for host, _ in self._peer.tcp_addresses]
-        self.registry.engine.data_ports.admit(hosts, ip_of(self.remote), facts.ucx)
+        self.registry.engine.data_ports.admit_peer(hosts, ip_of(self.remote))
 
     @property
     def peer(self) -> Reach:

@@ -42,6 +42,7 @@ class Registry:
                 "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
                 "here: otherwise a peer that lies about its worker's address could end the process"
             )
+        worker._engine.data_ports.keep_shut()
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine

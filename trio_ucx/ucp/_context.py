@@ -99,7 +99,7 @@ class WorkerOfContext(Protocol):
         """Whether it is open, in this thread and process."""
 
     def publish_address(self, why: str) -> WorkerAddress:
-        """Returns its address, which others will get; opens its ports to them."""
+        """Returns its address, which others will get."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -259,6 +259,12 @@ class Context(metaclass=OpenedNotConstructed):
         parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")
         numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
         return min((number for number in numbers if number is not None), default=None)
+
+    @property
+    def tcp_port_range(self) -> tuple[int, int]:
+        """The lowest and the highest port at which its workers may listen (TCP_PORT_RANGE); (0, 0) if at any."""
+        lowest, _, highest = (_effective("TCP_PORT_RANGE", self.config) or "0").partition("-")
+        return (int(lowest), int(highest or lowest)) if lowest.isdecimal() and (highest or "0").isdecimal() else (0, 0)
 
     @property
     def requests_other_ends(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from ipaddress import ip_network
 from typing import Any, cast
 
 import attrs
@@ -118,6 +119,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _open_beside(self, kind: dict[int, Worker]) -> Worker:
         worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
         worker._queue.counters = self._engine.counters
+        worker._engine.data_ports.admit(self._engine.data_ports.networks)
         id = self._engine.next_id()
         kind[id] = worker
         self._engine.children[id] = partial(close_now, worker._engine)
@@ -146,9 +148,39 @@ class Worker(metaclass=OpenedNotConstructed):
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``).
 
-        Once a program has asked for it, every host may connect to the worker's TCP ports: see the guide, Ports.
+        On a worker without Connections: once a program has asked for it, every host can reach the worker's TCP ports,
+        unless :meth:`admit` was called before. On a worker with Connections it changes nothing.
         """
         return self._engine.publish_address("the program asked for the worker's address")
+
+    def admit(self, *networks: str) -> None:
+        """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
+
+        UCX listens at these ports and trusts everything that comes: a host that reaches them can take over this
+        process. On a worker with Connections (and on the workers opened beside it, such as those of ``isolate=True``)
+        only this machine and the peers of Connections reach them, besides the networks named here. A worker that has
+        raw endpoints alone is open to every host from its first raw endpoint or listener on, or from when its
+        :attr:`address` is first asked for; unless ``admit`` was called before that.
+
+        Where the kernel cannot keep strangers away from the ports, Connections need a worker with ``admit("0.0.0.0/0",
+        "::/0")``, which admits everybody. What is admitted is logged (logger ``trio_ucx``, WARNING).
+
+        Args:
+            networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8"), at most 50 in all.
+
+        Raises:
+            TypeError, ValueError: not such text; too many networks.
+            RuntimeError: every host can already reach the ports; another thread.
+            OSError: the kernel refuses the packet filter.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
+        """
+        for network in networks:
+            if not isinstance(network, str):
+                raise TypeError(f"a network must be a str, such as '10.0.0.0/8', not {type(network).__name__}")
+        parsed = [ip_network(network) for network in networks]
+        self._engine.check()
+        for worker in (self, *self._successors.values(), *self._isolated.values()):
+            worker._engine.data_ports.admit(parsed)
 
     def attributes(self) -> WorkerAttributes:
         """Returns what UCX says about it (``ucp_worker_query``).
@@ -265,13 +297,13 @@ class Worker(metaclass=OpenedNotConstructed):
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
             raise opening.wrong_family(resolved[0], self._context.family)
-        self._engine.data_ports.open("a raw listener was opened")
+        self._engine.data_ports.open_for_raw_use("a raw listener was opened")
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
 
     def _open_data_ports(self) -> None:
-        """Lets any peer of a raw endpoint connect back. Not before everything is checked: they stay open."""
+        """Lets the peer of a raw endpoint connect back. Not before everything is checked: the ports stay open."""
         self._engine.check()
-        self._engine.data_ports.open("a raw endpoint was opened")
+        self._engine.data_ports.open_for_raw_use("a raw endpoint was opened")
 
     # ---- tag messages ----
 

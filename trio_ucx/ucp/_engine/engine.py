@@ -194,6 +194,7 @@ class Engine:
 
     Args:
         handle: UCX's worker.
+        listening: the ports of its TCP transport (``tu_data_ports_t``).
         spin, yield_interval: how tasks wait: see :func:`~trio_ucx.ucp.open_worker`.
 
     Raises:
@@ -211,7 +212,14 @@ class Engine:
     deliver_failures: Callable[[Engine], None]
 
     def __init__(
-        self, context: Context, handle: Any, client_id: int | None, *, spin: float, yield_interval: float
+        self,
+        context: Context,
+        handle: Any,
+        client_id: int | None,
+        listening: Any,
+        *,
+        spin: float,
+        yield_interval: float,
     ) -> None:
         self.context = context
         self.client_id = client_id
@@ -226,7 +234,7 @@ class Engine:
         self.address = worker_address(handle, features, shared_memory=handles_errors)
         #: The same without shared memory.
         self.network_address = worker_address(handle, features, shared_memory=handles_errors, network_only=True)
-        self.data_ports = DataPorts(self.network_address.ucx)
+        self.data_ports = DataPorts(listening, self.address.ucx)
         #: How often the worker was progressed.
         self.progress_count = 0
         self.waiting = Waiting(self, spin, yield_interval)
@@ -336,8 +344,8 @@ class Engine:
         return self._next_id
 
     def publish_address(self, why: str) -> WorkerAddress:
-        """Returns the worker's address, which others will get; opens its ports to them."""
-        self.data_ports.open(why)
+        """Returns the worker's address, which others will get."""
+        self.data_ports.open_for_raw_use(why)
         return self.address
 
     # ---- progress ----
