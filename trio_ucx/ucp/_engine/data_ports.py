@@ -150,7 +150,9 @@ class DataPorts:
                 raise OSError(found.error, os.strerror(found.error))
             self._attach()
         except OSError as error:
-            if not all(ip_address(port.address[0]).is_loopback for port in self._ports):
+            if all(ip_address(port.address[0]).is_loopback for port in self._ports):
+                self._detach()  # no other machine reaches the loopback device
+            else:
                 self.obstacle = f"the kernel takes no packet filter (SO_ATTACH_FILTER: {error.strerror})"
 
     @property
