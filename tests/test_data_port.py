@@ -257,7 +257,7 @@ async def test_no_stranger_gets_in_between(rounds: Callable[[int, int], int]) ->
             async with trio.open_nursery() as nursery:
                 for host in ("10.213.1.1", "10.213.2.1"):
                     nursery.start_soon(sweep, host)
-            [connections] = await client.hear(40)
+            [connections] = await client.hear(seconds + 20)
             await server.tell()
             await server.hear()
         assert connections > 3 * seconds

@@ -29,7 +29,8 @@
 /* The ports of the worker that this thread creates. */
 static __thread tu_data_ports_t *creating;
 
-/* UCX tries random ports of its range (TCP_PORT_RANGE) until one is free. If none is, it tries for ever. */
+/* UCX tries random ports of its range (TCP_PORT_RANGE) until one is free. If none is, it tries for ever. And without
+ * SO_REUSEADDR a port is not free for a minute after its last connection (TIME_WAIT). */
 static int bind_in_range(int fd, const struct sockaddr *address, socklen_t length)
 {
     union {
@@ -45,6 +46,7 @@ static int bind_in_range(int fd, const struct sockaddr *address, socklen_t lengt
         return -1;
     }
     memcpy(&copy, address, length);
+    (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
     for (unsigned port = creating->lowest; port <= creating->highest && port != 0; port++) {
         *(copy.any.ss_family == AF_INET6 ? &copy.v6.sin6_port : &copy.v4.sin_port) = htons((uint16_t)port);
         if (bind(fd, (const struct sockaddr *)&copy, length) == 0) {

@@ -229,7 +229,7 @@ class DataPorts:
         new = [host for host in (*stated, *seen) if host not in self._peers]
         if seen and seen[0] in new:
             logger.warning(
-                "the TCP ports of a worker are open to %s: a client that was let in comes from there, although its own "
+                "the TCP ports of a worker are open to %s: a peer of a connection comes from there, although its own "
                 "addresses are others (%s)",
                 seen[0],
                 ", ".join(stated) or "none of other machines",
