@@ -295,8 +295,9 @@ async def test_raw_use_opens_data_ports() -> None:
             endpoint.abort()
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         assert worker.address
-        assert not is_shut(worker)
-        with pytest.raises(PermissionError, match="the program asked for the worker's address, so every host"):
+        assert is_shut(worker)
+        (await worker.open_endpoint(worker.address)).abort()
+        with pytest.raises(PermissionError, match="a raw endpoint was opened, so every host"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         with pytest.raises(PermissionError, match=r"call worker.admit\(\) before"):
             async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
@@ -310,7 +311,7 @@ async def test_raw_use_opens_data_ports() -> None:
         with worker.context.allocate(8) as memory:
             assert is_shut(worker)
             assert memory.descriptor
-            assert not is_shut(worker)
+            assert is_shut(worker)
 
 
 async def test_networks_that_the_user_names(caplog: pytest.LogCaptureFixture) -> None:

@@ -98,8 +98,9 @@ class WorkerOfContext(Protocol):
     def usable(self) -> bool:
         """Whether it is open, in this thread and process."""
 
-    def publish_address(self, why: str) -> WorkerAddress:
-        """Returns its address, which others will get."""
+    @property
+    def address(self) -> WorkerAddress:
+        """Where peers can reach it."""
 
 
 @attrs.define(eq=False, repr=False)

@@ -148,10 +148,9 @@ class Worker(metaclass=OpenedNotConstructed):
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``).
 
-        On a worker without Connections: once a program has asked for it, every host can reach the worker's TCP ports,
-        unless :meth:`admit` was called before. On a worker with Connections it changes nothing.
+        Over TCP, peers on other hosts reach the worker only when :meth:`admit` lets them.
         """
-        return self._engine.publish_address("the program asked for the worker's address")
+        return self._engine.address
 
     def admit(self, *networks: str) -> None:
         """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
@@ -159,8 +158,8 @@ class Worker(metaclass=OpenedNotConstructed):
         UCX listens at these ports and trusts everything that comes: a host that reaches them can take over this
         process. On a worker with Connections (and on the workers opened beside it, such as those of ``isolate=True``)
         only this machine and the peers of Connections reach them, besides the networks named here. A worker that has
-        raw endpoints alone is open to every host from its first raw endpoint or listener on, or from when its
-        :attr:`address` is first asked for; unless ``admit`` was called before that.
+        raw endpoints alone is open to every host from its first raw endpoint or listener on, unless ``admit`` was
+        called before that; before its first one, ``admit`` lets peers on other hosts reach its :attr:`address`.
 
         Where the kernel cannot keep strangers away from the ports, Connections need a worker with ``admit("0.0.0.0/0",
         "::/0")``, which admits everybody. What is admitted is logged (logger ``trio_ucx``, WARNING).

@@ -7,8 +7,8 @@ Here it is replaced by one that lets pass the packets of this machine, of the ne
 (``Worker.admit``), and of the peers of Connections, each admitted by its exchange. A connection that the kernel makes
 for such a socket keeps the filter that was attached then.
 
-A worker without Connections is as open as UCX is: its first raw endpoint, or its address given away, removes the
-filter. A worker with Connections keeps it; and if it cannot be had, such a worker gets no Connections.
+A worker without Connections is as open as UCX is: its first raw endpoint or listener removes the filter. A worker with
+Connections keeps it; and if it cannot be had, such a worker gets no Connections.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ import trio
 from outcome import Error, Outcome
 
 from ..._native import ffi, lib
-from .._address import WorkerAddress, worker_address
+from .._address import worker_address
 from .._attributes import query_worker
 from .._contained import contained, report
 from .._context import Context
@@ -342,11 +342,6 @@ class Engine:
     def next_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-    def publish_address(self, why: str) -> WorkerAddress:
-        """Returns the worker's address, which others will get."""
-        self.data_ports.open_for_raw_use(why)
-        return self.address
 
     # ---- progress ----
 
