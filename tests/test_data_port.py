@@ -260,7 +260,7 @@ async def test_no_stranger_gets_in_between(rounds: Callable[[int, int], int]) ->
             [connections] = await client.hear(seconds + 20)
             await server.tell()
             await server.hear()
-        assert connections > 3 * seconds
+        assert connections >= seconds
         for tries, connected in map(json.loads, swept):
             assert tries > 1000 * seconds and connected == [], (tries, connected)
 
@@ -277,27 +277,29 @@ async def test_a_connection_leaves_data_ports_shut() -> None:
             await client.send(b"hello")
             assert await server.receive() == b"hello"
             # nor does raw use of a worker that has connections
-            assert worker.address
-            async with await worker.open_listener("127.0.0.1", 0) as listener:
-                (await worker.open_endpoint(listener.address)).abort()
-            (await worker.open_endpoint(worker.address)).abort()
+            async with await worker.open_listener(None, 0):
+                worker._open_data_ports(ELSEWHERE)
         assert is_shut(worker)
+
+
+ELSEWHERE = "203.0.113.5"
 
 
 async def test_raw_use_opens_data_ports() -> None:
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
-    async with ucp.open_worker(config={"TLS": "tcp"}) as listening, ucp.open_worker(config={"TLS": "tcp"}) as calling:
-        async with await listening.open_listener("127.0.0.1", 0) as listener:
-            assert not is_shut(listening)
-            assert is_shut(calling)
-            endpoint = await calling.open_endpoint(listener.address)
-            assert not is_shut(calling)
-            endpoint.abort()
-    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert worker.address
-        assert is_shut(worker)
+    config = {"TLS": "tcp"}
+    async with ucp.open_worker(config=config, features=features) as worker:
+        with worker.context.allocate(8) as memory:
+            assert memory.descriptor and worker.address
         (await worker.open_endpoint(worker.address)).abort()
-        with pytest.raises(PermissionError, match="a raw endpoint was opened, so every host"):
+        async with await worker.open_listener("127.0.0.1", 0) as listener:
+            (await worker.open_endpoint(listener.address)).abort()
+        assert is_shut(worker)  # all of them are of this machine
+        worker._open_data_ports(ELSEWHERE)
+        assert not is_shut(worker)
+    async with ucp.open_worker(config=config) as worker, await worker.open_listener(None, 0):
+        assert not is_shut(worker)
+        with pytest.raises(PermissionError, match="a raw listener was opened, so every host"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         with pytest.raises(PermissionError, match=r"call worker.admit\(\) before"):
             async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
@@ -307,11 +309,6 @@ async def test_raw_use_opens_data_ports() -> None:
         worker.admit("0.0.0.0/0", "::/0")
         async with open_pair(worker):
             pass
-    async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as worker:
-        with worker.context.allocate(8) as memory:
-            assert is_shut(worker)
-            assert memory.descriptor
-            assert is_shut(worker)
 
 
 async def test_networks_that_the_user_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -325,7 +322,7 @@ async def test_networks_that_the_user_names(caplog: pytest.LogCaptureFixture) ->
             worker.admit(*(f"10.0.{number}.0/24" for number in range(51)))
         worker.admit("10.0.0.0/8", "fd00::1")
         assert [record.levelname for record in caplog.records if "10.0.0.0/8, fd00::1" in record.message] == ["WARNING"]
-        assert worker.address
+        worker._open_data_ports(ELSEWHERE)
         assert is_shut(worker)
         async with open_pair(worker):
             beside = worker._open_isolated()

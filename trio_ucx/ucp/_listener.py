@@ -249,7 +249,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         descriptors.require(descriptors.ENDPOINT, f"accepting {format_address(self.client_address)}")
         request = self._take()
-        target._engine.data_ports.open_for_raw_use("a raw listener's client was accepted")
+        target._engine.data_ports.open_for_raw_use("a raw client was accepted", self.client_address[0])
         self._core.unanswered.discard(request)
         answered = ffi.new("bool *")
         try:

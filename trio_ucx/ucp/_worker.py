@@ -21,6 +21,7 @@ from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
+from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_after_lingering, close_now, open_engine
 from ._engine.operations import endpoints_of
@@ -251,7 +252,9 @@ class Worker(metaclass=OpenedNotConstructed):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
             await trio.lowlevel.checkpoint()
-            self._open_data_ports()
+            self._engine.check()
+            for host in tcp_hosts(address.ucx):
+                self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
             if self._engine.queue_stopped and uses_queue(core):
                 core.close()
@@ -265,7 +268,7 @@ class Worker(metaclass=OpenedNotConstructed):
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
                 raise opening.wrong_family(resolved[0], self._context.family)
-            self._open_data_ports()
+            self._open_data_ports(usable[0].ip)
             core = connect_socket(self._engine, usable[0], options)
         return Endpoint._create(self, core, name=name)
 
@@ -296,13 +299,12 @@ class Worker(metaclass=OpenedNotConstructed):
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
             raise opening.wrong_family(resolved[0], self._context.family)
-        self._engine.data_ports.open_for_raw_use("a raw listener was opened")
+        self._engine.data_ports.open_for_raw_use("a raw listener was opened", usable[0].ip)
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
 
-    def _open_data_ports(self) -> None:
+    def _open_data_ports(self, host: str) -> None:
         """Lets the peer of a raw endpoint connect back. Not before everything is checked: the ports stay open."""
-        self._engine.check()
-        self._engine.data_ports.open_for_raw_use("a raw endpoint was opened")
+        self._engine.data_ports.open_for_raw_use(f"a raw endpoint to {host} was opened", host)
 
     # ---- tag messages ----
 

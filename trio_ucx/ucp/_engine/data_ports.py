@@ -76,6 +76,18 @@ def filter_program(family: socket.AddressFamily, networks: Iterable[Network]) ->
     return program + _instruction(_RETURN, _NOTHING)
 
 
+def tcp_hosts(address: bytes) -> list[str]:
+    """The IP addresses in a UCX worker address; any (0.0.0.0) if its layout is unknown."""
+    try:
+        return [host for host, _ in parse_worker_address(address).tcp_addresses]
+    except ValueError:
+        return ["0.0.0.0"]
+
+
+def _is_loopback(address: tuple[str, int]) -> bool:
+    return ip_address(address[0]).is_loopback
+
+
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket | None]:
     """The descriptor as a socket object, which does not close it; None if it is not a socket."""
@@ -139,18 +151,19 @@ class DataPorts:
         self._ports = [_Port.of(fd) for fd in found.fds[0 : found.count]]
         self._local = [ip_network(host) for host in dict.fromkeys(port.address[0] for port in self._ports)]
         try:
-            unknown = {*parse_worker_address(address).tcp_addresses} - {port.address for port in self._ports}
+            listening = {*parse_worker_address(address).tcp_addresses}
         except ValueError as error:
             self.obstacle = f"this UCX's worker address has an unknown layout ({error})"
         else:
-            if unknown:
+            # An address says of a loopback device only that it is one; and no other machine reaches that.
+            if not all(map(_is_loopback, listening - {port.address for port in self._ports})):
                 self.obstacle = "trio_ucx could not find where this UCX begins to listen"
         try:
             if found.error:
                 raise OSError(found.error, os.strerror(found.error))
             self._attach()
         except OSError as error:
-            if all(ip_address(port.address[0]).is_loopback for port in self._ports):
+            if all(_is_loopback(port.address) for port in self._ports):
                 self._detach()  # no other machine reaches the loopback device
             else:
                 self.obstacle = f"the kernel takes no packet filter (SO_ATTACH_FILTER: {error.strerror})"
@@ -187,9 +200,13 @@ class DataPorts:
             )
         self._has_connections = True
 
-    def open_for_raw_use(self, reason: str) -> None:
-        """Lets every host connect, unless the worker has Connections, or the user has named who may."""
-        if self._has_connections or self.networks or self.opened is not None:
+    def open_for_raw_use(self, reason: str, host: str) -> None:
+        """Lets every host connect, unless the worker has Connections, or the user has named who may.
+
+        Args:
+            host: the peer's, or where a raw listener is bound. On this machine it needs no open port.
+        """
+        if self._has_connections or self.networks or self.opened is not None or not self._keeps_out(host):
             return
         self.opened = reason
         logger.debug("every host can reach a worker's TCP ports: %s", reason)
