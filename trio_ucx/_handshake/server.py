@@ -350,8 +350,8 @@ class Acceptor:
 
     async def accept(self) -> Link:
         """Waits for a connection."""
-        self.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self.check()
         while self._ready:
             link = self._ready.popleft()
             if not link.closed:

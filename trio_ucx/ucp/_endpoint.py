@@ -250,8 +250,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.TAG``.
         """
         tag = check_tag(tag)
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_send(self._core, data, tag), self._core.engine)
 
     @enable_ki_protection
@@ -265,8 +265,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises: as :meth:`tag_send`.
         """
         tag = check_tag(tag)
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_send(self._core, data, tag, sync=True), self._core.engine)
 
     @enable_ki_protection
@@ -302,8 +302,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             TypeError, ValueError: not a contiguous buffer; the header is too long; the id is out of range.
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.AM``.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_am_send(self._core, id, data, header, reply, protocol), self._core.engine)
 
     @enable_ki_protection
@@ -323,8 +323,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             TypeError, ValueError: not a contiguous buffer.
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.STREAM``.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_stream_send(self._core, data), self._core.engine)
 
     @enable_ki_protection
@@ -386,8 +386,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await flush(self._core)
 
     @enable_ki_protection

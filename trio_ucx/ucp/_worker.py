@@ -244,7 +244,6 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the worker broke; or the endpoint would use shared memory, and the worker's queue
                 there has stopped (``statistics().stopped_queues``): open another worker.
         """
-        self._engine.check()
         options = EndpointOptions(
             opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
         )
@@ -263,6 +262,7 @@ class Worker(metaclass=OpenedNotConstructed):
         else:
             host, port = split_address(address)
             await trio.lowlevel.checkpoint()
+            self._engine.check()
             resolved = await resolve(host, port, family=self._context.family)
             self._engine.check()
             usable = [one for one in resolved if one.family == self._context.family]
@@ -287,13 +287,13 @@ class Worker(metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong argument.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
-        self._engine.check()
         port = check_port(port)
-        await trio.lowlevel.checkpoint()
         if host is None:
             host = "::" if self._context.family.name == "AF_INET6" else "0.0.0.0"
         elif not isinstance(host, str):
             raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
+        await trio.lowlevel.checkpoint()
+        self._engine.check()
         resolved = await resolve(host, port, family=self._context.family)
         self._engine.check()
         usable = [one for one in resolved if one.family == self._context.family]
@@ -332,8 +332,8 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the sender was lost in the middle of the message; the worker broke.
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
-        self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._engine.check()
         return await self._received(post_receive(self._engine, buffer, tag, mask))
 
     async def _received(self, posted: Any) -> tuple[int, int]:
@@ -392,8 +392,8 @@ class Worker(metaclass=OpenedNotConstructed):
             raise ValueError("probe with remove=True for a message to receive; each can be received once")
         if message._engine is not self._engine:
             raise ValueError("this message is at another worker")
-        self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._engine.check()
         pins = pin(self._engine, buffer, writable=True)
         if pins.size < message.length:
             size = pins.size
@@ -479,11 +479,11 @@ class Worker(metaclass=OpenedNotConstructed):
             RuntimeError: the context was opened without ``Feature.STREAM``.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke, perhaps meanwhile.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         ready = self.stream_ready()
         if ready:
-            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.cancel_shielded_checkpoint()
             return ready
-        await trio.lowlevel.checkpoint_if_cancelled()
         while not ready:
             await self._engine.stream_watchers.wait(self._engine.waiting)
             ready = self._with_stream_data()
@@ -521,8 +521,8 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: the worker, or an endpoint, was closed meanwhile.
         """
         engine = self._engine
-        engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        engine.check()
         flushes = [post_flush(core) for core in list(endpoints_of(engine)) if core.handle is not None]
         flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
         for operation in flushes:

@@ -434,6 +434,7 @@ class RequestChain(ChainBuilder):
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
         outcomes = self._native.new_outcomes(self._requests, self._targets.values())
         self._native.restart(lib.TU_CHAIN_WAITING)
@@ -464,7 +465,6 @@ class RequestChain(ChainBuilder):
         """Waits for connections, and tells C about them. The keys are what it uses then."""
         self._starting = True
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
             for target in self._targets.values():
                 await target.connect()
         finally:
@@ -498,8 +498,8 @@ class RequestChain(ChainBuilder):
             trio.BrokenResourceError: the worker broke; or a connection broke without an answer, and UCX keeps the
                 requests: make another chain, this one cannot run again.
         """
-        self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
         while self._busy:
             signal = Signal()
             self._idle_waiters.append(signal)
