@@ -747,6 +747,9 @@ NOT_CALLED_WHEN_CLOSED = {
 } - {"Worker.open_endpoint", "Worker.open_listener"}
 
 
+CLOSED = trio.ClosedResourceError, anyio.ClosedResourceError, StopAsyncIteration, ValueError
+
+
 async def test_a_cancelled_task_gets_cancelled_rather_than_closed(transports: str) -> None:
     async with set_closed_stage(transports) as calls:
         assert set(calls) == find() - NOT_CALLED_WHEN_CLOSED
