@@ -318,6 +318,30 @@ async def test_messages_to_nobody(worker: ucp.Worker) -> None:
         assert not has_unexpected_messages(worker)
 
 
+async def test_guessed_connection_ids_are_counted(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """UCX does not tell who sends them. Messages that are late for a connection that has ended do not count."""
+    async with unharmed(worker), open_raw_pair(worker) as (raw, _):
+        async with open_pair(worker) as (_, server):
+            ended = server._link.my_id
+
+        async def send(id: int, count: int, size: int) -> None:
+            for _ in range(count):
+                with trio.move_on_after(1):  # a rendezvous is not received
+                    await raw.tag_send(bytes(size), id << 32)
+            await raw.flush()
+
+        await send(ended, 20, 10)
+        await send(0xFFFF_FFFF, 9, 10)
+        await until(lambda: worker.statistics().unknown_messages == 9)
+        assert not caplog.records
+        await send(0xFFFF_FFFE, 1, 5000)
+        await until(lambda: worker.statistics().unknown_messages == 10)
+        await send(0xFFFF_FFFD, 89, 10)
+        await until(lambda: worker.statistics().unknown_messages == 99)
+        [record] = caplog.records
+        assert record.levelname == "WARNING" and "guessing the ids" in record.message
+
+
 @pytest.mark.parametrize("queue", [1, wire.STREAM])
 async def test_messages_beyond_the_window(worker: ucp.Worker, queue: int) -> None:
     async with unharmed(worker), open_pair(worker, window=8192) as (client, server):

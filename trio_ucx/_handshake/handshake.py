@@ -235,7 +235,7 @@ class Handshake:
 
     def _move(self, registry: Registry) -> None:
         if registry is not self.registry:
-            del self.registry.engine.tag_dispatch.sinks[self.id]
+            self.registry.engine.tag_dispatch.remove(self.id)
             self._register(registry)
 
     def make_facts(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
@@ -587,7 +587,7 @@ class Handshake:
     def _release(self, reason: str) -> None:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
-            del engine.tag_dispatch.sinks[self.id]
+            engine.tag_dispatch.remove(self.id)
         engine.call_soon(self._drop_awaited)  # not now: this may be the delivery of a message, while endpoints are made
         contained(self._return_number)
         if self.control is not None:
