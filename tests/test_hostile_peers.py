@@ -529,17 +529,20 @@ async def test_least_threshold(transports: str) -> None:
 
 #: Bytes there, and what they do to the connection.
 BYTES: dict[str, tuple[bytes, str]] = {
-    "noise": (bytes(range(1, 256)) * 8, "bytes; 131072 are allowed"),
+    "noise": (bytes(range(1, 256)) * 8, f"bytes; {MAX_FRAME} are allowed"),
     "zeros": (bytes(2**20), "a frame of 0 bytes"),
     "endless frame": (struct.pack("<IB", 2**32 - 1, Kind.ABORT), "4294967295 bytes"),
     "unknown kind": (struct.pack("<IB", 1, 99), "kind 99 is out of place"),
-    "another exchange": (PREAMBLE, "bytes; 131072 are allowed"),
+    "another exchange": (PREAMBLE, f"bytes; {MAX_FRAME} are allowed"),
     "abort": (struct.pack("<IBQ", 9, Kind.ABORT, 0), "aborted the connection"),
     "abort without its field": (struct.pack("<IB", 1, Kind.ABORT), "shorter or longer"),
     "abort after too many": (struct.pack("<IBQ", 9, Kind.ABORT, 2**64 - 1), "out of range"),
     "abort and more": (struct.pack("<IBQ", 9, Kind.ABORT, 0) + bytes(100_000), "aborted the connection"),
     **{
-        f"late {kind.name}": (struct.pack("<IB", 5, kind) + bytes(4), f"kind {kind} is out of place")
+        f"late {kind.name}": (
+            struct.pack("<IB", 5, kind) + bytes(4),
+            f"kind {kind} is out of place" + ("|refused the connection" if kind is Kind.REFUSE else ""),
+        )
         for kind in Kind
         if kind is not Kind.ABORT
     },

@@ -25,9 +25,10 @@ from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 
-#: Connections that may wait to be accepted at one listener, by default.
+#: Clients that may wait to be accepted at one listener, by default.
 DEFAULT_BACKLOG = 1024
-#: What the kernel may hold before we accept it. (It has a limit of its own, net.core.somaxconn.)
+#: What the kernel may hold before we accept it, whatever ``backlog`` is: when that is used up, clients wait there.
+#: (The kernel has a limit of its own, net.core.somaxconn.)
 MAX_KERNEL_BACKLOG = 0xFFFF
 
 
@@ -55,7 +56,8 @@ async def open_ucx_listeners(
         host: a name or address of this machine; None means every interface, IPv4 and IPv6. ``"unix:/path"``, with
             port 0, is a Unix socket; its file's permissions decide who can connect.
         worker: the worker of the connections; by default the run's shared worker.
-        backlog: connections that may wait to be accepted; further clients are turned away. None means 1024.
+        backlog: clients that may wait to be accepted, those included that are let in and connecting; further clients
+            wait in the kernel's queue, until there is room or their ``connect_timeout`` is over. None means 1024.
         connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
@@ -88,7 +90,7 @@ async def open_ucx_listeners(
         raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
     if path is not None:
-        sockets = [open_unix_listener(path, min(backlog, MAX_KERNEL_BACKLOG))]
+        sockets = [open_unix_listener(path, MAX_KERNEL_BACKLOG)]
     else:
         sockets = [(control, _nothing) for control in await open_tcp_listeners(port, host)]
     listeners: list[Listener] = []

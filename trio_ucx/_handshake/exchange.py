@@ -55,7 +55,7 @@ _NO_NUMBER = 0xFFFFFFFF
 _CODE = hashlib.sha256().digest_size
 
 #: The longest frame. (Worker addresses take some kilobytes on machines with many RDMA ports.)
-MAX_FRAME = 1 << 17
+MAX_FRAME = 1 << 16
 #: The greatest count of sent messages that ABORT may contain.
 MAX_SENT = 2**62
 #: Declined numbers after which the two sides give up.
@@ -94,7 +94,8 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
     (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
     (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
-    (True, State.OPENED): frozenset({Kind.ABORT}),
+    # The connection opens first for the client; the listener may still close, or its time be over.
+    (True, State.OPENED): frozenset({Kind.REFUSE, Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
     (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE, Kind.ABORT}),
     (False, State.GREETING): frozenset({Kind.REFUSE, Kind.TAKE, Kind.ABORT}),
@@ -313,6 +314,10 @@ class Exchange:
     def receive_data(self, data: bytes) -> None:
         """Adds bytes from the peer; :meth:`next_event` decodes them."""
         self._buffer += data
+
+    def drop_data(self) -> None:
+        """Drops what was received and not decoded."""
+        self._buffer.clear()
 
     def next_event(self) -> Event | None:
         """Returns the peer's next event, or None when more bytes are needed. Answer each before asking for the next.

@@ -33,7 +33,7 @@ from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
-from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, has_route, ip_of, local_address, remote_address
+from .control_stream import Address, ControlStream, has_route, ip_of, local_address, remote_address
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
@@ -69,21 +69,6 @@ def _greeting(frame: bytes) -> int | None:
     except ProtocolError:
         return None
     return hello.number if isinstance(hello, wire.Hello) else None
-
-
-async def send_refusal(stream: ControlStream, exchange: Exchange, error: Exception) -> None:
-    """Tells the peer why there will be no connection, if the control socket still takes it."""
-    exchange.refuse((isinstance(error, OSError) and error.strerror) or str(error))
-    await send_rest(stream, exchange)
-
-
-async def send_rest(stream: ControlStream, exchange: Exchange) -> None:
-    """Sends what the exchange still has to send before the control socket is closed."""
-    with trio.move_on_after(REFUSAL_TIMEOUT):
-        try:
-            await stream.send_all(exchange.data_to_send())
-        except (OSError, ssl.SSLError):
-            pass
 
 
 class Handshake:
@@ -148,17 +133,28 @@ class Handshake:
             OSError, UCXError: the peer refused or left; UCX cannot reach it.
         """
         while self.number is None:
+            event = await self.next_event(stream, exchange)
+            answer(event)
+            if isinstance(event, Greeted) and self.number is None:
+                await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
+
+    async def next_event(self, stream: ControlStream, exchange: Exchange) -> Event | Greeted:
+        """Sends what the exchange has to send, and waits for its next event.
+
+        Raises:
+            ProtocolError: the peer must be refused.
+            OSError: the peer left, or the handshake has failed.
+        """
+        while True:
             self.check()
             event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
-                answer(event)
-                if isinstance(event, Greeted) and self.number is None:
-                    await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
-                continue
-            await stream.send_all(exchange.data_to_send())
+                return event
+            with suppress(ConnectionError):  # the peer may have said why before it left: the next read tells
+                await stream.send_all(exchange.data_to_send())
             data = await self._receive(stream)
             if data == b"":
-                raise ConnectionResetError(errno.ECONNRESET, f"{self.label} ended the connection during the exchange")
+                raise ConnectionResetError(errno.ECONNRESET, "it ended the connection during the exchange")
             exchange.receive_data(data or b"")
 
     async def _receive(self, stream: ControlStream) -> bytes | None:

@@ -71,7 +71,6 @@ class Lib(Protocol):
     TU_ARMED: int
     TU_BUSY: int
     TU_NAME_SIZE: int
-    TU_DESCRIPTORS: int
     TU_TERM_CONSTANT: int
     TU_TERM_LOAD: int
     TU_TERM_OFFSET: int
