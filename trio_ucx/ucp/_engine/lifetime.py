@@ -19,7 +19,7 @@ from .. import _descriptors as descriptors
 from .. import _shared_memory as shared_memory
 from .._attributes import native_name
 from .._contained import contained
-from .._context import Context
+from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
 from .._status import Status
 from .._util import ignoring_late_run
@@ -87,7 +87,8 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
     if status != Status.OK:
         descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        raise shared_memory.explain(status, "creating a worker", context.options_in_force)
+        creating = with_chosen_options("creating a worker", context.config)
+        raise shared_memory.explain(status, creating, context.options_in_force)
     return out[0]
 
 
