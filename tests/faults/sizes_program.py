@@ -7,6 +7,7 @@ begins, so that the last line says where a hang or a crash happened. The last bu
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Awaitable, Callable

@@ -454,6 +454,8 @@ def _check_config(config: Config | None) -> dict[str, str]:
             raise TypeError(f"the name of a UCX option must be a str, not {type(name).__name__}")
         if name.startswith("UCX_"):
             raise ValueError(f"write UCX options without their prefix: {name[4:]!r} instead of {name!r}")
+        if set("*?[\\") & set(name):  # UCX takes it for a pattern, and nobody here would know what it has set
+            raise ValueError(f"write each UCX option by its own name: {name!r} is a pattern")
         if isinstance(value, bool):
             value = "y" if value else "n"
         if not isinstance(value, (str, int)):

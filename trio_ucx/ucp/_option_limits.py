@@ -28,6 +28,7 @@ class Limit:
     Attributes:
         options: a pattern of names.
         least, most: of a number, or of each in a list of numbers; ``inf`` counts, and -1 is ``inf``.
+        units: whether UCX reads units. Where it does not, 64k is 64 to it.
         reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
             same lines, unless the reason names others.
     """
@@ -36,7 +37,18 @@ class Limit:
     least: float
     most: float
     reason: str
+    units: bool = True
 
+    def allows(self, value: str) -> bool:
+        """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
+        for part in value.split(","):
+            size = number(part)
+            if size is None or not self.least <= size <= self.most or not (self.units or _PLAIN.fullmatch(part)):
+                return False
+        return True
+
+
+_PLAIN = re.compile(r"-?\d+|inf", re.IGNORECASE)
 
 #: A control frame, a batch of small messages (4,096 bytes), or UCX's own wire-up messages, with their headers.
 LEAST_SEGMENT = 4352
@@ -56,19 +68,21 @@ LIMITS = (
         0,
         65535,
         "UCX has 16 bits for the length of a message in shared memory (uct_mm_fifo_element_t)",
+        units=False,
     ),
     Limit(
         "(MM|SYSV|POSIX|XPMEM)_FIFO_SIZE",
         0,
         65536,
         "UCX allocates a segment for each element at once, and crashes where a queue is too large for its counters",
+        units=False,
     ),
     Limit(
-        "(MM|SYSV|POSIX|XPMEM|CMA|KNEM|TCP)_(RX|TX)_MAX_BUFS",
+        "(MM|SYSV|POSIX|XPMEM|TCP)_(RX|TX)_MAX_BUFS",
         math.inf,
         math.inf,
-        "UCX loses messages when its buffers are used up (shared memory), or waits for ever (TCP, while a peer is "
-        "stopped)",
+        "UCX loses messages when its buffers are used up (shared memory), or loops for ever (TCP, while peers do not "
+        "read)",
     ),
     Limit("(CMA|KNEM)_(SEG_SIZE|TX_QUOTA)", 1, math.inf, "UCX would never copy anything, and wait for ever"),
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
@@ -92,10 +106,7 @@ def check(config: Mapping[str, str]) -> None:
     for options, where in ((config, "in config="), (environment, "in the environment")):
         for name, value in options.items():
             limit = next((limit for limit in LIMITS if re.fullmatch(limit.options, name)), None)
-            if limit is None:
-                continue
-            numbers = [number(part.rpartition(":")[2]) for part in value.split(",")]
-            if any(each is not None and not limit.least <= each <= limit.most for each in numbers):
+            if limit is not None and not limit.allows(value):
                 full = name if options is config else f"UCX_{name}"
                 raise ValueError(f"UCX's option {full}={value} {where}: give it {_range(limit)}. {_sentence(limit)}")
 
