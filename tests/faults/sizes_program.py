@@ -38,7 +38,7 @@ def parts(data: Any, count: int = 7) -> list[Any]:
     """Cuts something into pieces of unequal lengths, an empty one among them."""
     view = memoryview(data)
     cuts = sorted({0, len(view), *(len(view) * n * n // (count * count) for n in range(count))})
-    return [view[:0], *(view[start:end] for start, end in zip(cuts, cuts[1:], strict=False))]
+    return [view[:0], *(view[start:end] for start, end in itertools.pairwise(cuts))]
 
 
 async def both(*functions: Callable[[], Awaitable[Any]]) -> None:
