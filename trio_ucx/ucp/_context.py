@@ -401,7 +401,8 @@ def open_context(
             UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
-        ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
+        ValueError: an option that UCX does not know, a value it cannot take, or one (also in the environment) with
+            which it would crash, hang or lose messages; the message names it.
         TypeError: a wrong argument.
         UCXError: UCX cannot start, for instance because no transport is left.
         OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
