@@ -14,6 +14,7 @@ from helpers import assert_transports, open_pair, pattern
 
 from trio_ucx import ucp
 from trio_ucx.ucp import _option_limits as option_limits
+from trio_ucx.ucp import _shared_memory as shared_memory
 from trio_ucx.ucp._option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
 
 BOTH = "tcp,sm,self"
@@ -175,6 +176,14 @@ def test_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_force("SYSV_SEG_SIZE", {"MM_SEG_SIZE": "5000"}) == "5000"
     assert in_force("SYSV_SEG_SIZE", {"MM_SEG_SIZE": "5000", "SYSV_SEG_SIZE": "6000"}) == "6000"
     assert in_force("SYSV_SEG_SIZE", {"SYSV_SEG_SIZE": "6000", "MM_SEG_SIZE": "5000"}) == "5000"
+
+
+def test_memory_that_a_worker_needs() -> None:
+    """UCX crashes when it runs out of it while it opens a worker."""
+    assert shared_memory._needed("POSIX", {}) == (64 << 10, 4608 << 10)
+    assert shared_memory._needed("POSIX", {"MM_SEG_SIZE": "60000"})[1] == 512 * 60960
+    assert shared_memory._needed("POSIX", {"MM_FIFO_SIZE": "8192"}) == (2 << 20, 16896 * 9216)
+    assert shared_memory._needed("POSIX", {"POSIX_RX_BUFS_GROW": "1000"})[1] == 1000 * 9216
 
 
 def test_numbers() -> None:

@@ -39,11 +39,11 @@ class Limit:
     reason: str
     units: bool = True
 
-    def allows(self, value: str) -> bool:
+    def allows(self, text: str) -> bool:
         """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
-        for part in value.split(","):
-            size = number(part)
-            if size is None or not self.least <= size <= self.most or not (self.units or _PLAIN.fullmatch(part)):
+        for part in text.split(","):
+            value = number(part)
+            if value is None or not self.least <= value <= self.most or not (self.units or _PLAIN.fullmatch(part)):
                 return False
         return True
 
@@ -132,13 +132,14 @@ def chosen(config: Mapping[str, str], defaults: Mapping[str, str]) -> str:
 
 # ---- what both sides must have in common ----
 
-_QUEUES = {"FIFO_SIZE": 256 if ucx.version >= (1, 16) else 64, "FIFO_ELEM_SIZE": 128, "SEG_SIZE": 8256}
+#: Of each kind of shared memory, and UCX's defaults.
+QUEUE = {"FIFO_SIZE": 256 if ucx.version >= (1, 16) else 64, "FIFO_ELEM_SIZE": 128, "SEG_SIZE": 8256}
 #: Options that must be equal on both sides, and UCX's defaults. A sender over shared memory counts the elements of the
 #: receiver's queue by its own FIFO_SIZE and FIFO_ELEM_SIZE, and fills the receiver's segments up to its own SEG_SIZE;
 #: over TCP it sends up to its own RX_SEG_SIZE at once. UCX compares nothing: the receiver's memory is overrun, or
 #: messages are never read.
 AGREED: Mapping[str, int] = {
-    **{f"{kind.upper()}_{name}": size for kind in SHARED_MEMORY for name, size in _QUEUES.items()},
+    **{f"{kind.upper()}_{name}": size for kind in SHARED_MEMORY for name, size in QUEUE.items()},
     "TCP_RX_SEG_SIZE": 64 << 10,
 }
 #: The values of these options, in this order.
@@ -149,11 +150,13 @@ _GREATEST = 2**32 - 1
 
 def agreed_sizes(config: Mapping[str, str]) -> Sizes:
     """The values in force here."""
-    sizes = []
-    for name, default in AGREED.items():
-        value = number(in_force(name, config) or "")
-        sizes.append(default if value is None else int(min(value, _GREATEST)))
-    return tuple(sizes)
+    return tuple(size(name, config) for name in AGREED)
+
+
+def size(name: str, config: Mapping[str, str]) -> int:
+    """The value in force of one of these options."""
+    value = number(in_force(name, config) or "")
+    return AGREED[name] if value is None else int(min(value, _GREATEST))
 
 
 def differences(ours: Sizes, theirs: Sizes, kind: str) -> str | None:
