@@ -183,7 +183,7 @@ def miss_where_ucx_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has no shared memory of System V, and no device files, such as those of xpmem and knem."""
     monkeypatch.setattr("os.path.exists", lambda path: False)
-    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
+    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda options: OSError(errno.ENOSPC, "none left"))
 
 
 def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:

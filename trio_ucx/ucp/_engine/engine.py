@@ -230,10 +230,10 @@ class Engine:
         self.efd = lib.tu_worker_efd(handle)
         self.max_am_header = min(query_worker(handle, client_id).max_am_header, context.longest_am_header)
         handles_errors = context.shared_memory_handles_errors
-        features = context.features
-        self.address = worker_address(handle, features, shared_memory=handles_errors)
+        features, sizes = context.features, context.agreed_sizes
+        self.address = worker_address(handle, features, sizes, shared_memory=handles_errors)
         #: The same without shared memory.
-        self.network_address = worker_address(handle, features, shared_memory=handles_errors, network_only=True)
+        self.network_address = worker_address(handle, features, sizes, shared_memory=handles_errors, network_only=True)
         self.data_ports = DataPorts(listening, self.address.ucx)
         #: How often the worker was progressed.
         self.progress_count = 0

@@ -20,7 +20,7 @@ from .. import _descriptors as descriptors
 from .. import _shared_memory as shared_memory
 from .._attributes import native_name
 from .._contained import contained
-from .._context import Context
+from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
 from .._status import Status
 from .._util import ignoring_late_run
@@ -93,7 +93,8 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
         raise _no_free_port(context)
     if status != Status.OK:
         descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        raise shared_memory.explain(status, "creating a worker", context.options_in_force)
+        creating = with_chosen_options("creating a worker", context.config)
+        raise shared_memory.explain(status, creating, context.options_in_force)
     return out[0], listening
 
 
