@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+from pathlib import Path
 
 import trio
 
 from .._wire import MAGIC, ProtocolError
 from ..ucp._address import family_of
+from ..ucp._util import printable
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
@@ -24,6 +26,8 @@ REFUSAL_TIMEOUT = 1.0
 #: least. Of one or two packets each may be lost on a network that works.
 PROBES, LEAST_PROBES = 10, 3
 _CHUNK = 65536
+#: Where the kernel says whether addresses of other machines can be bound, too.
+_NONLOCAL_BIND = [Path(f"/proc/sys/net/{version}/ip_nonlocal_bind") for version in ("ipv4", "ipv6")]
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
 
@@ -167,8 +171,9 @@ def local_address(control: trio.socket.SocketType) -> Address:
 
 
 def remote_address(control: trio.socket.SocketType) -> Address:
-    """The address of the peer's end of a control socket."""
-    return _address(control.getpeername())
+    """The address of the peer's end of a control socket. A peer chooses the path that its Unix socket is bound to."""
+    name = control.getpeername()
+    return _address(printable(name) if isinstance(name, str) else name)
 
 
 def _address(name: object) -> Address:
@@ -218,12 +223,17 @@ def has_route(ip: str) -> bool:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """Whether the peer's end of a socket is on this machine, in the same network namespace."""
+    """Whether the peer's end of a socket is on this machine, in the same network namespace.
+
+    Where the kernel lets every address be bound (``ip_nonlocal_bind``), only if both ends have the same address.
+    """
     if control.family == socket.AF_UNIX:
         return True
     peer, own = control.getpeername()[0], control.getsockname()[0]
     if peer == own:
         return True
+    if any(file.read_text().strip() != "0" for file in _NONLOCAL_BIND if file.exists()):
+        return False
     with socket.socket(control.family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((peer, 0))  # only addresses of this machine can be bound

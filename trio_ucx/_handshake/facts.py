@@ -13,6 +13,7 @@ import attrs
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._process import MAX_PID, Host, Process
+from ..ucp._util import printable
 
 #: The longest worker address.
 MAX_ADDRESS = 48_000
@@ -172,7 +173,7 @@ class Facts:
             address=address,
             network_address=network_address,
             features=features,
-            software="".join(char if char.isprintable() else "?" for char in software[:200]),
+            software=printable(software, 200),
             ucx=(major, minor),
         )
 

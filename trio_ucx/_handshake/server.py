@@ -21,7 +21,7 @@ from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
 from .control_stream import ControlStream, leads_to_this_machine, local_address, remote_address, set_keepalive
-from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, Refused, Taken
+from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, Taken
 from .handshake import ExchangeOptions, Greeted, Handshake, send_refusal, send_rest
 from .registry import SOFTWARE, Registry
 
@@ -38,12 +38,17 @@ SPARE_DESCRIPTORS = 16
 ACCEPT_PAUSE = 0.1
 #: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
+#: The kind of clients that protected mode refuses.
+PROTECTED = "another machine's client without credentials"
 _CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
 
 class RejectionLog:
-    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come."""
+    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
+
+    The first one that protected mode refuses is a warning.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -54,10 +59,11 @@ class RejectionLog:
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
+        level = logging.WARNING if kind == PROTECTED and kind not in self._last else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
-        logger.info("turned away %s: %s: %s%s", client, kind, reason, others)
+        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others)
 
 
 def other_protocol(first_bytes: bytes) -> str:
@@ -92,7 +98,7 @@ class Acceptor:
         listener: accepts the control sockets.
         timeout: seconds that a client has for the handshake.
         backlog: connections that may wait to be accepted.
-        on_close: called when the acceptor is closed.
+        on_close: called when the acceptor is closed, before its socket is.
         isolate: whether each connection has a worker of its own.
     """
 
@@ -214,7 +220,7 @@ class Acceptor:
         except NotTrioUCX as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
-            kind, reason = "refused", str(error)
+            kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -249,6 +255,7 @@ class Acceptor:
         try:
             if options.ssl_context is not None:
                 await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
+            exchange.protected = not options.lets_in(stream)
             await handshake.run_exchange(
                 stream, exchange, lambda event: self._answer(client, handshake, exchange, event)
             )
@@ -369,8 +376,8 @@ class Acceptor:
         self.closed = True
         self.engine.children.pop(self._id, None)
         self.engine.on_broken.pop(self._id, None)
-        self._listener.socket.close()
         self._on_close()
+        self._listener.socket.close()
         for client in list(self._clients):
             client.scope.cancel()
         while self._ready:
