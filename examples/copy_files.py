@@ -303,8 +303,8 @@ async def receive(destination: str, address: tuple[str, int]) -> None:
     root = os.open(destination, os.O_RDONLY | os.O_DIRECTORY)
     try:
         host, port = address
-        options = {"max_message_size": LONGEST_ENTRY, "authkey": AUTHKEY}
-        listener, *others = await trio_ucx.open_ucx_listeners(port, host=host, **options)
+        open_listeners = partial(trio_ucx.open_ucx_listeners, max_message_size=LONGEST_ENTRY, authkey=AUTHKEY)
+        listener, *others = await open_listeners(port, host=host)
         for other in others:  # a host name may have several addresses
             await other.aclose()
         async with listener:

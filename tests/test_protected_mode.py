@@ -7,6 +7,7 @@ import errno
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,37 +34,80 @@ ONE, TWO, ALSO_TWO = "10.200.9.1", "10.200.9.2", "10.200.9.3"
 # ---- two hosts ----
 
 
-async def test_two_hosts() -> None:
+#: Says of each address whether a connection from there counts as one from this machine.
+WHO_IS_HERE = """
+import socket, sys
+from trio_ucx._handshake.control_stream import leads_to_this_machine
+
+class Control:
+    def __init__(self, peer):
+        [(self.family, *_, self.peer)] = socket.getaddrinfo(peer, 1, type=socket.SOCK_STREAM)
+    def getpeername(self):
+        return self.peer
+    def getsockname(self):
+        return ("another address", 1)
+
+print([peer for peer in sys.argv[1:] if leads_to_this_machine(Control(peer))])
+"""
+
+
+@pytest.fixture
+async def hosts() -> AsyncIterator[tuple[Host, Host]]:
     with open_network() as network:
         one, two = network.host(), network.host()
         network.cable((one, "cable", f"{ONE}/24"), (two, "cable", f"{TWO}/24"))
         two.ip("addr", "add", f"{ALSO_TWO}/24", "dev", "cable")
+        for address in ("fd00:209::2", "fd00:209::3", "fe80::2"):
+            two.ip("addr", "add", f"{address}/64", "dev", "cable", "nodad")
         await network.ready()
-        async with open_peer("host", [TWO], {"allow_anyone": False}, under=two.under) as server:
-            [address] = await server.hear()
+        yield one, two
 
-            async def visit(client: Host, **options: Any) -> list[Any]:
-                async with open_peer("visitor", options, [1], under=client.under) as peer:
-                    await peer.tell(address)
-                    said: list[Any] = await peer.hear()
-                    return said
 
-            async def refused() -> None:
-                said = await visit(one)
-                assert said[:2] == ["ConnectionRefusedError", errno.ECONNREFUSED] and said[3] < 5, said
-                assert all(word in said[2] for word in ("protected mode", *CURES)), said
+async def test_two_hosts(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with open_peer("host", [TWO], {"allow_anyone": False}, under=two.under) as server:
+        [address] = await server.hear()
 
-            async def let_in() -> None:
-                assert (await visit(two, local_address=ALSO_TWO))[0] == "connected"
+        async def visit(client: Host, **options: Any) -> list[Any]:
+            async with open_peer("visitor", options, [1], under=client.under) as peer:
+                await peer.tell(address)
+                said: list[Any] = await peer.hear()
+                return said
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(refused)
-                nursery.start_soon(let_in)
-            two.run("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind")  # every address can be bound there
-            await refused()
-            await server.tell()
-            _, [line, *_] = await server.hear()
-            assert line.startswith(f"WARNING turned away {ONE}:") and all(cure in line for cure in CURES)
+        async def refused() -> None:
+            said = await visit(one)
+            assert said[:2] == ["ConnectionRefusedError", errno.ECONNREFUSED] and said[3] < 5, said
+            assert all(word in said[2] for word in ("protected mode", *CURES)), said
+
+        async def let_in() -> None:
+            assert (await visit(two, local_address=ALSO_TWO))[0] == "connected"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refused)
+            nursery.start_soon(let_in)
+        await server.tell()
+        _, [line, *_] = await server.hear()
+        assert line.startswith(f"WARNING turned away {ONE}:") and all(cure in line for cure in CURES)
+
+
+async def test_addresses_of_this_machine(hosts: tuple[Host, Host]) -> None:
+    """Also where the kernel lets every address be bound; the broadcast address can be bound in any case."""
+    _, two = hosts
+    ours = ["127.0.0.1", "127.0.0.9", "::1", TWO, ALSO_TWO, "fd00:209::2", "fd00:209::3", "fe80::2%cable"]
+    others = [
+        ONE,
+        "10.200.9.255",
+        "10.200.9.0",
+        "192.0.2.1",
+        "fd00:209::1",
+        "fd00:209::",
+        "fe80::1%cable",
+        "2001:db8::1",
+    ]
+    for nonlocal_bind in (0, 1):
+        for version in ("ipv4", "ipv6"):
+            two.run("sh", "-c", f"echo {nonlocal_bind} > /proc/sys/net/{version}/ip_nonlocal_bind")
+        assert two.run(sys.executable, "-c", WHO_IS_HERE, *ours, *others).strip() == repr(ours)
 
 
 # ---- one process, in which clients seem to be on another host ----

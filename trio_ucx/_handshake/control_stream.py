@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
-from pathlib import Path
 
 import trio
 
@@ -26,8 +25,6 @@ REFUSAL_TIMEOUT = 1.0
 #: least. Of one or two packets each may be lost on a network that works.
 PROBES, LEAST_PROBES = 10, 3
 _CHUNK = 65536
-#: Where the kernel says whether addresses of other machines can be bound, too.
-_NONLOCAL_BIND = [Path(f"/proc/sys/net/{version}/ip_nonlocal_bind") for version in ("ipv4", "ipv6")]
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
 
@@ -225,18 +222,18 @@ def has_route(ip: str) -> bool:
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
     """Whether the peer's end of a socket is on this machine, in the same network namespace.
 
-    Where the kernel lets every address be bound (``ip_nonlocal_bind``), only if both ends have the same address.
+    That an address can be bound does not say so: broadcast addresses can, and with ``ip_nonlocal_bind`` all others.
     """
     if control.family == socket.AF_UNIX:
         return True
-    peer, own = control.getpeername()[0], control.getsockname()[0]
-    if peer == own:
+    peer, own = control.getpeername(), control.getsockname()
+    if peer[0] == own[0]:
         return True
-    if any(file.read_text().strip() != "0" for file in _NONLOCAL_BIND if file.exists()):
-        return False
     with socket.socket(control.family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((peer, 0))  # only addresses of this machine can be bound
+            if control.family == socket.AF_INET:
+                probe.bind((peer[0], 0))
+            probe.connect(peer)  # sends nothing; fails if we have bound an address of others
         except OSError:
             return False
-    return True
+        return bool(probe.getsockname()[0] == peer[0])  # by IPv6, the way to an own address begins at that address
