@@ -654,6 +654,24 @@ async def test_servers_that_find_the_same_stale_path(
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_lock_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had it removes its file. A lock on that file counts no longer: another server may have made a new one."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    flock = _unix.fcntl.flock
+
+    def replace_first(*args: Any) -> None:
+        (tmp_path / "socket.lock").unlink()
+        (tmp_path / "socket.lock").touch()
+        flock(*args)
+
+    monkeypatch.setattr(_unix.fcntl, "flock", replace_first)
+    with pytest.raises(OSError, match="bound it already"):
+        _unix.open_unix_listener(str(path), 5)
+    assert path.is_socket() and (tmp_path / "socket.lock").exists()
+
+
 async def test_path_that_a_client_is_bound_to(
     worker: ucp.Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
