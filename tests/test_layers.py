@@ -33,6 +33,7 @@ EXCHANGE = {
     *("trio_ucx.ucp._engine.numbering.MAX_PLAIN", "trio_ucx.ucp._engine.numbering.Numbers"),
     *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
+    "trio_ucx.ucp._util.printable",
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}

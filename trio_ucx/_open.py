@@ -207,7 +207,9 @@ def connect(
             host that vanished is noticed after about twice as long, rounded up to whole seconds, and after 4 seconds at
             least; a process that is stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is
             noticed at once.)
-        authkey: a secret that both sides must have: each proves to the other that it knows it.
+        authkey: a secret that both sides must have, of 16 bytes or more (``secrets.token_bytes(32)``): each proves to
+            the other that it knows it. A client is as open to a listener as that is to the client, so this also keeps
+            it from listeners that it should not trust.
         ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
             sends them as they are.
         server_hostname: the name that the listener's certificate must have; by default the host of ``address``.

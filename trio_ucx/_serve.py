@@ -48,8 +48,13 @@ async def open_ucx_listeners(
     authkey: bytes | None = None,
     ssl_context: ssl.SSLContext | None = None,
     isolate: bool = False,
+    allow_anyone: bool = False,
 ) -> list[Listener]:
     """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
+
+    A client that is let in can take over the process, because UCX trusts its peers. So without ``authkey=``, and
+    without an ``ssl_context=`` that requires certificates, a TCP listener is in *protected mode*: it lets in only
+    clients of its own machine, and tells the others why.
 
     Args:
         port: 0 chooses a free one.
@@ -61,11 +66,14 @@ async def open_ucx_listeners(
         connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
-        authkey: a secret that clients must have as well.
+        authkey: a secret that clients must have as well, of 16 bytes or more: ``secrets.token_bytes(32)``.
         ssl_context: runs the exchanges over TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
+            Without it, TLS does not keep anybody out: protected mode stays, and the listener logs a warning.
         isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
             writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
             descriptors, and 10 ms to open, during which the program is blocked.
+        allow_anyone: no protected mode: everybody who can reach the port is let in, unless ``authkey`` or
+            ``ssl_context`` keeps them out.
 
     Cancellation: no listener is left behind.
 
@@ -82,7 +90,9 @@ async def open_ucx_listeners(
     check_worker(worker)
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
-    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context)
+    exchange_options = check_exchange_options(
+        shared_memory, keepalive_interval, authkey, ssl_context, allow_anyone=allow_anyone
+    )
     options = check_options(close_timeout, window, max_message_size)
     if not isinstance(isolate, bool):
         raise TypeError(f"isolate must be a bool, not {type(isolate).__name__}")
@@ -99,12 +109,18 @@ async def open_ucx_listeners(
         for control, on_close in sockets:
             acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close, isolate=isolate)
             listeners.append(Listener._create(acceptor))
+        if ssl_context is not None and path is None and not exchange_options.keeps_strangers_out and not allow_anyone:
+            logger.warning(
+                "the listener at %s lets in only clients of its own machine (protected mode): its ssl_context requires "
+                "no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or allow_anyone=True",
+                " and ".join(format_address(listener.address) for listener in listeners),
+            )
     except BaseException:
         for listener in listeners:
             listener._acceptor.close()
         for control, on_close in sockets:
-            control.socket.close()
             on_close()
+            control.socket.close()
         raise
     return listeners
 

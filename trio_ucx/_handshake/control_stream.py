@@ -18,6 +18,7 @@ import trio
 
 from .._wire import MAGIC, ProtocolError
 from ..ucp._address import family_of
+from ..ucp._util import printable
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
@@ -212,8 +213,9 @@ def local_address(control: trio.socket.SocketType) -> Address:
 
 
 def remote_address(control: trio.socket.SocketType) -> Address:
-    """The address of the peer's end of a control socket."""
-    return _address(control.getpeername())
+    """The address of the peer's end of a control socket. A peer chooses the path that its Unix socket is bound to."""
+    name = control.getpeername()
+    return _address(printable(name) if isinstance(name, str) else name)
 
 
 def _address(name: object) -> Address:
@@ -274,15 +276,20 @@ def has_route(ip: str) -> bool:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """Whether the peer's end of a socket is on this machine, in the same network namespace."""
+    """Whether the peer's end of a socket is on this machine, in the same network namespace.
+
+    That an address can be bound does not say so: broadcast addresses can, and with ``ip_nonlocal_bind`` all others.
+    """
     if control.family == socket.AF_UNIX:
         return True
-    peer, own = control.getpeername()[0], control.getsockname()[0]
-    if peer == own:
+    peer, own = control.getpeername(), control.getsockname()
+    if peer[0] == own[0]:
         return True
     with socket.socket(control.family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((peer, 0))  # only addresses of this machine can be bound
+            if control.family == socket.AF_INET:
+                probe.bind((peer[0], 0))
+            probe.connect(peer)  # sends nothing; fails if we have bound an address of others
         except OSError:
             return False
-    return True
+        return bool(probe.getsockname()[0] == peer[0])  # by IPv6, the way to an own address begins at that address

@@ -14,6 +14,7 @@ from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._address_format import ParsedAddress, parse_worker_address
 from ..ucp._option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._process import MAX_PID, Host, Process
+from ..ucp._util import printable
 
 #: The longest worker address.
 MAX_ADDRESS = 48_000
@@ -178,7 +179,7 @@ class Facts:
             address=address,
             network_address=network_address,
             features=features,
-            software="".join(char if char.isprintable() else "?" for char in software[:200]),
+            software=printable(software, 200),
             ucx=(major, minor),
             sizes=tuple(sizes),
         )

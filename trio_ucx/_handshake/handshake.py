@@ -33,7 +33,15 @@ from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
-from .control_stream import Address, ControlStream, has_route, ip_of, local_address, remote_address
+from .control_stream import (
+    Address,
+    ControlStream,
+    has_route,
+    ip_of,
+    leads_to_this_machine,
+    local_address,
+    remote_address,
+)
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
@@ -46,13 +54,30 @@ class ExchangeOptions:
     Attributes:
         server_hostname: the name that the server's certificate must have.
         keepalive_interval: see :func:`control_stream.set_keepalive`.
+        allow_anyone: a listener's: no protected mode.
     """
 
     shared_memory: SharedMemory
     keepalive_interval: float
-    authkey: bytes | None
+    authkey: bytes | None = attrs.field(repr=False)
     ssl_context: ssl.SSLContext | None
     server_hostname: str | None = None
+    allow_anyone: bool = False
+
+    @property
+    def keeps_strangers_out(self) -> bool:
+        """Whether a listener with these options asks its clients for credentials."""
+        context = self.ssl_context
+        return self.authkey is not None or (context is not None and context.verify_mode == ssl.CERT_REQUIRED)
+
+    def lets_in(self, client: ControlStream) -> bool:
+        """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
+        if self.allow_anyone or self.authkey is not None or leads_to_this_machine(client.socket):
+            return True
+        if not self.keeps_strangers_out or client.tls is None:
+            return False
+        # A context with post_handshake_auth requires a certificate, but not in the handshake.
+        return client.tls.object.getpeercert(binary_form=True) is not None
 
 
 @attrs.frozen

@@ -38,7 +38,7 @@ from .control_stream import (
     set_keepalive,
     source_of,
 )
-from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, Refused, State, Taken
+from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, State, Taken
 from .handshake import ExchangeOptions, Greeted, Handshake
 from .registry import SOFTWARE, Registry
 
@@ -62,12 +62,17 @@ RESERVED_DESCRIPTORS = 64
 ACCEPT_PAUSE = 0.1
 #: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
+#: The kind of clients that protected mode refuses.
+PROTECTED = "it is on another machine"
 _CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
 
 class RejectionLog:
-    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come."""
+    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
+
+    The first one that protected mode refuses is a warning.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -78,10 +83,11 @@ class RejectionLog:
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
+        level = logging.WARNING if kind == PROTECTED and kind not in self._last else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
-        logger.info("turned away %s: %s: %s%s", client, kind, reason, others)
+        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others)
 
 
 def other_protocol(first_bytes: bytes) -> str:
@@ -126,7 +132,7 @@ class Acceptor:
         listener: accepts the control sockets.
         timeout: seconds that a client has for the handshake.
         backlog: clients that were let in and whose connection was not accepted.
-        on_close: called when the acceptor is closed.
+        on_close: called when the acceptor is closed, before its socket is.
         isolate: whether each connection has a worker of its own.
     """
 
@@ -276,7 +282,7 @@ class Acceptor:
         except NotTrioUCX as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
-            kind, reason = "refused", str(error)
+            kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
             exchange.refuse(reason)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
@@ -316,6 +322,7 @@ class Acceptor:
         handshake.set_addresses(stream)
         if options.ssl_context is not None:
             await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
+        exchange.protected = not options.lets_in(stream)
         first = await handshake.next_event(stream, exchange)
         if isinstance(first, Opened):
             client.is_let_in = True
@@ -456,8 +463,8 @@ class Acceptor:
         self.closed = True
         self.engine.children.pop(self._id, None)
         self.engine.on_broken.pop(self._id, None)
-        self._listener.socket.close()
         self._on_close()
+        self._listener.socket.close()
         for client in list(self._clients):
             client.scope.cancel()
         while self._ready:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from .._native import ffi, lib
+from ._util import printable
 
 logger = logging.getLogger("trio_ucx.ucx")
 
@@ -108,7 +109,7 @@ def _log(line: Any) -> None:
         file, function, text = (
             ffi.string(each).decode(errors="replace") for each in (line.file, line.function, line.text)
         )
-        message = f"{os.path.basename(file)}:{line.number} {text}"
+        message = f"{os.path.basename(file)}:{line.number} {printable(text, len(text))}"  # it may quote a peer
         logger.handle(logger.makeRecord(logger.name, level, file, line.number, message, (), None, function))
 
 
