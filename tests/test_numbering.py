@@ -455,7 +455,7 @@ class Meeting:
         self.hellos: dict[bool, deque[int]] = {True: deque(), False: deque()}
         for is_client, end in self.ends.items():
             end.__dict__["hellos"] = self.hellos[not is_client]
-        self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO, True))
+        self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO))
         #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()

@@ -14,7 +14,7 @@ from .._wire import ProtocolError
 from ..ucp import UCXError
 from ..ucp._engine.numbering import Numbers
 from ..ucp._engine.operations import under_way
-from .control_stream import ControlStream, leads_to_this_machine, set_keepalive
+from .control_stream import ControlStream, set_keepalive
 from .exchange import Aborted, Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
 from .handshake import ExchangeOptions, Greeted, Handshake
 from .registry import SOFTWARE, Registry
@@ -125,7 +125,7 @@ class Connector:
             await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
         self.stage = "it did not answer; is it a trio_ucx listener, and has its backlog room?"
         handshake.move_to_running_worker()
-        exchange.open(handshake.make_facts(options.shared_memory, leads_to_this_machine(stream.socket)))
+        exchange.open(handshake.make_facts(options.shared_memory))
         await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))
 
     def _answer(self, exchange: Exchange, event: Event | Greeted) -> None:

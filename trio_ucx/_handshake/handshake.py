@@ -132,6 +132,8 @@ class Handshake:
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
+        #: The address that its control socket comes from, if that is another machine's.
+        self._other_host: str | None = None
 
     def _register(self, registry: Registry) -> None:
         self.registry = registry
@@ -234,6 +236,7 @@ class Handshake:
     def set_addresses(self, stream: ControlStream) -> None:
         """Records the addresses of the control socket."""
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
+        self._other_host = None if leads_to_this_machine(stream.socket) else ip_of(self.remote)
 
     def move_to_worker_with_numbers(self, facts: Facts) -> None:
         """Moves to a worker that still has endpoint numbers for this peer. For the server, before it sends its facts.
@@ -259,9 +262,9 @@ class Handshake:
             self.registry.engine.tag_dispatch.remove(self.id)
             self._register(registry)
 
-    def make_facts(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
+    def make_facts(self, shared_memory: SharedMemory) -> Facts:
         """Returns the facts that this side sends."""
-        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, sees_local)
+        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
         return self._own_facts
 
     def peer_facts_arrived(self, facts: Facts) -> None:
@@ -276,7 +279,7 @@ class Handshake:
         self._peer = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
         hosts = [host for host, _ in self._peer.tcp_addresses]
-        self.registry.engine.data_ports.admit_peer(hosts, ip_of(self.remote))
+        self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
 
     @property
     def peer(self) -> Reach:

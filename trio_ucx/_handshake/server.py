@@ -32,7 +32,6 @@ from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
 from .control_stream import (
     ControlStream,
-    leads_to_this_machine,
     local_address,
     remote_address,
     set_keepalive,
@@ -363,9 +362,7 @@ class Acceptor:
             case Opened(facts=facts):
                 self._check_room()
                 handshake.isolate() if self._isolate else handshake.move_to_worker_with_numbers(facts)
-                own_facts = handshake.make_facts(
-                    self._exchange_options.shared_memory, leads_to_this_machine(client.stream.socket)
-                )
+                own_facts = handshake.make_facts(self._exchange_options.shared_memory)
                 handshake.peer_facts_arrived(facts)
                 number = None if handshake.chooses_number is False else handshake.choose_number(None)
                 exchange.welcome(own_facts, number, handshake.numbers_to_send())

@@ -235,8 +235,8 @@ class DataPorts:
 
         Args:
             hosts: the addresses of its TCP transport.
-            control: the address that its control socket comes from; None for a Unix socket. It is admitted, too: with
-                address translation, say, the addresses that the peer knows of itself are not those that we see.
+            control: the address that its control socket comes from; None if it is on this machine. It is admitted, too:
+                with address translation, say, the addresses that the peer knows of itself are not those that we see.
 
         Raises:
             OSError: the kernel refuses the filter.
