@@ -54,6 +54,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     @classmethod
     def _wrap(cls, link: Link) -> Connection:
         endpoint = Endpoint._create(link.worker, link.core)
+        endpoint._remember()
         connection = cls._create(link, endpoint)
         name = repr(connection)
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import ssl
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
+from ._close_handshake import Peer
 from ._connection import Connection
 from ._handshake.server import Acceptor
 from ._listener import Listener
@@ -182,6 +184,31 @@ def split_loss(connection: Connection, error: BaseException) -> tuple[BaseExcept
     return first, rest
 
 
+def _log_loss(handler: object, connection: Connection, loss: BaseException, raised: BaseException) -> None:
+    """Logs that a handler has ended because its client has gone.
+
+    Args:
+        raised: what the handler raised: ``loss``, or a group with it.
+    """
+    level = logging.DEBUG if connection._link.handshake.peer is Peer.CLOSING else logging.WARNING
+    stood = _innermost_frame(loss) or _innermost_frame(raised) or "after it had returned"
+    name = getattr(handler, "__qualname__", None) or repr(handler)
+    logger.log(level, "%r: %s. The handler %s ended %s", connection, loss, name, stood)
+
+
+#: Packages whose frames say nothing about where a handler stood.
+_LIBRARIES = frozenset({"trio_ucx", "trio", "outcome", "contextlib"})
+
+
+def _innermost_frame(error: BaseException) -> str | None:
+    """Where the user's code stood."""
+    stood = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            stood = f"at {frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return stood
+
+
 @enable_ki_protection
 async def serve_ucx(
     handler: Callable[[Connection], Awaitable[object]],
@@ -197,10 +224,12 @@ async def serve_ucx(
 
     When a handler returns, its connection is closed gracefully; when it raises, by force.
 
-    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client was lost: the error is logged
-    (logger ``trio_ucx``, level INFO), removed from exception groups, and the server goes on. Every other exception ends
-    the server, as in Trio: an error of another connection that the handler uses, ``trio.ClosedResourceError``,
-    ``trio.EndOfChannel``, or an exception that was raised from the error of a lost client.
+    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client has gone: that is logged with
+    the handler's name and where it stood (logger ``trio_ucx``: DEBUG if the client closed in order, WARNING if it
+    aborted, died or vanished), the error is removed from exception groups, and the server goes on. Every other
+    exception ends the server, as in Trio: an error of another connection that the handler uses,
+    ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception that was raised from the error of a lost
+    client.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
@@ -225,7 +254,7 @@ async def serve_ucx(
         except BaseException as error:
             loss, rest = split_loss(connection, error)
             if loss is not None:
-                logger.info("%r: %s", connection, loss)
+                _log_loss(handler, connection, loss, error)
             connection.abort()
             if loss is None:
                 raise
@@ -234,7 +263,7 @@ async def serve_ucx(
             try:
                 await connection.aclose()
             except trio.BrokenResourceError as error:
-                logger.info("%r: %s", connection, error)
+                _log_loss(handler, connection, error, error)
         if rest is not None:
             raise rest  # outside the except block, or the removed errors would be its context
 

@@ -16,7 +16,7 @@ from .._native import lib
 from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
-from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
+from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
@@ -185,12 +185,9 @@ class Worker(metaclass=OpenedNotConstructed):
     def attributes(self) -> WorkerAttributes:
         """Returns what UCX says about it (``ucp_worker_query``).
 
-        Raises:
-            trio.ClosedResourceError, trio.BrokenResourceError: it was closed, or broke.
+        Raises: nothing, also after the close.
         """
-        self._engine.check()
-        found = query_worker(self._engine.handle, self._engine.client_id)
-        return attrs.evolve(found, max_am_header=self._engine.max_am_header)
+        return self._engine.attributes
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:

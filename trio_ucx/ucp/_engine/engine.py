@@ -35,6 +35,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import attrs
 import trio
 from outcome import Error, Outcome
 
@@ -228,7 +229,9 @@ class Engine:
         self._thread = threading.get_ident()
         self.birth = Birth()
         self.efd = lib.tu_worker_efd(handle)
-        self.max_am_header = min(query_worker(handle, client_id).max_am_header, context.longest_am_header)
+        found = query_worker(handle, client_id)
+        self.max_am_header = min(found.max_am_header, context.longest_am_header)
+        self.attributes = attrs.evolve(found, max_am_header=self.max_am_header)
         handles_errors = context.shared_memory_handles_errors
         features, sizes = context.features, context.agreed_sizes
         self.address = worker_address(handle, features, sizes, shared_memory=handles_errors)
