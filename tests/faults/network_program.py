@@ -339,7 +339,9 @@ class Side:
 
 
 async def open_raw(stack: AsyncExitStack, options: dict[str, Any]) -> ucp.Worker:
-    return await stack.enter_async_context(ucp.open_worker(**options))
+    worker = await stack.enter_async_context(ucp.open_worker(**options))
+    worker.admit("0.0.0.0/0")  # the other side may be the first to connect
+    return worker
 
 
 async def start_raw(side: Side, nursery: trio.Nursery, name: str, worker: ucp.Worker, address: str) -> None:

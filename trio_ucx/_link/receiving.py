@@ -118,7 +118,7 @@ class Receiving:
             self._grant(amount)
         if queue.receives and self.credit.stalled:
             self._admit_next(queue)
-        if consumed:
+        if consumed and len(self.queues) > IDLE_QUEUES:
             self.forget_idle(queue)
 
     def _arrived_one_by_one(self, number: int, count: int, length: int, data: bytes) -> None:
@@ -203,7 +203,7 @@ class Receiving:
         data = packed.pop()
         if not packed.left:
             queue.next_packed()
-            if queue.packed is None:
+            if queue.packed is None and len(self.queues) > IDLE_QUEUES:
                 self.forget_idle(queue)
         amount = self.credit.consumed(packed.length)
         if amount:

@@ -250,6 +250,8 @@ class Worker(metaclass=OpenedNotConstructed):
         if isinstance(address, WorkerAddress):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self._engine.check()
             await trio.lowlevel.checkpoint()
             self._engine.check()
             for host in tcp_hosts(address.ucx):
@@ -261,8 +263,9 @@ class Worker(metaclass=OpenedNotConstructed):
                 raise broken(f"connecting to {core.label}: {error}", error)
         else:
             host, port = split_address(address)
-            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint_if_cancelled()
             self._engine.check()
+            await trio.lowlevel.checkpoint()
             resolved = await resolve(host, port, family=self._context.family)
             self._engine.check()
             usable = [one for one in resolved if one.family == self._context.family]
@@ -292,8 +295,9 @@ class Worker(metaclass=OpenedNotConstructed):
             host = "::" if self._context.family.name == "AF_INET6" else "0.0.0.0"
         elif not isinstance(host, str):
             raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._engine.check()
+        await trio.lowlevel.checkpoint()
         resolved = await resolve(host, port, family=self._context.family)
         self._engine.check()
         usable = [one for one in resolved if one.family == self._context.family]

@@ -434,8 +434,11 @@ class RequestChain(ChainBuilder):
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        self._check()
+        try:
+            self._check()
+        except Exception:
+            await trio.lowlevel.checkpoint_if_cancelled()  # being cancelled comes first
+            raise
         outcomes = self._native.new_outcomes(self._requests, self._targets.values())
         self._native.restart(lib.TU_CHAIN_WAITING)
         try:
@@ -465,6 +468,7 @@ class RequestChain(ChainBuilder):
         """Waits for connections, and tells C about them. The keys are what it uses then."""
         self._starting = True
         try:
+            await trio.lowlevel.checkpoint_if_cancelled()
             for target in self._targets.values():
                 await target.connect()
         finally:
