@@ -385,10 +385,11 @@ class Node:
         self.address = ALL[:1] + uid.to_bytes(8, "little") + ALL[9:]
         self.network_address = some_facts().network_address
         self.network_address = self.address[:9] + self.network_address[9:]
+        sinks: dict[int, Any] = {}
         self.engine = SimpleNamespace(
             numbering=self.made.numbering,
             address=SimpleNamespace(uid=uid),
-            tag_dispatch=SimpleNamespace(sinks={}, reserve_memory=lambda: None),
+            tag_dispatch=SimpleNamespace(sinks=sinks, remove=lambda id: sinks.pop(id), reserve_memory=lambda: None),
             made=self.made,
             data_ports=SimpleNamespace(admit_peer=lambda *_: None),
             call_soon=lambda function: function(),
