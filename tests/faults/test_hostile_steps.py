@@ -43,6 +43,8 @@ ALLOWED = re.compile(
     r"|ERROR mm_sysv\.c:\d+ shmat\(shmid=\d+\) failed: |ERROR mm_ep\.c:\d+ mm ep failed to connect to remote FIFO "
     r"|ERROR select\.c:\d+ no active messages transport to .* different host id "
     r"|WARNING tag messages that belong to no Connection are dropped "
+    r"|WARNING <trio_ucx.Connection to .* The handler .* ended (at|after) "
+    r"|WARNING \d+ messages have come for connections that do not exist: "
 )
 
 
