@@ -1252,6 +1252,7 @@ async def killed_while_connecting(address: list[Any], below: int, moment: str) -
     """
 
     def kill(*_: object) -> None:
+        time.sleep(0.3)  # the server's UCX may take that long to attach this process's memory
         os.kill(os.getpid(), signal.SIGKILL)
 
     def write(engine: object, server: ucp.WorkerAddress, *_: object) -> None:

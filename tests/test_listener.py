@@ -453,7 +453,7 @@ def test_who_loses_a_place() -> None:
     assert ended_first(Stranger("a", has_sent=False), Stranger("b"), Stranger("b")) == [1, 0, 2]
     # The source with the most is spared for a moment rather than that another one loses.
     assert ended_first(Stranger("a"), Stranger("b", is_idle=False), Stranger("b", is_idle=False)) == []
-    # Who was let in never loses, and does not count.
+    # Clients that were let in keep their places, and do not count as strangers.
     inside = [Stranger("b", is_let_in=True) for _ in range(3)]
     assert ended_first(*inside, Stranger("b"), Stranger("a"), Stranger("a")) == [4, 3, 5]
 

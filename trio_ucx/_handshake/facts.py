@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
-from ..ucp._address_format import ParsedAddress, parse_worker_address
+from ..ucp._address_format import ParsedAddress, is_loopback, parse_worker_address
 from ..ucp._option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._process import MAX_PID, Host, Process
 from ..ucp._util import printable
@@ -237,7 +237,7 @@ class Reach:
 def _hosts(network: ParsedAddress) -> tuple[str, ...]:
     if network.transports != {"tcp"}:
         return ()
-    return tuple(host for host, _ in network.tcp_addresses if not _is_loopback(host))
+    return tuple(host for host, _ in network.tcp_addresses if not is_loopback(host))
 
 
 # A cache for our own addresses, and those of peers that connect again and again.
@@ -290,11 +290,7 @@ def _releases_differ(ours: Reach, theirs: Reach) -> bool:
 
 
 def _only_loopback(side: Reach) -> bool:
-    return bool(side.tcp_addresses) and all(_is_loopback(ip) for ip, _ in side.tcp_addresses)
-
-
-def _is_loopback(ip: str) -> bool:
-    return ip.startswith("127.") or ip == "::1"
+    return bool(side.tcp_addresses) and all(is_loopback(ip) for ip, _ in side.tcp_addresses)
 
 
 def _listed(words: list[str]) -> str:

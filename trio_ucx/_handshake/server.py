@@ -1,7 +1,7 @@
 """The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not.
 
-Who gets in, and who waits. A client is *let in* when its OPEN has arrived, so that it has proved who it is where there
-is an authkey. ``backlog`` counts the clients that were let in and whose connection was not accepted yet. When it is
+Admission and backlog. A client is *let in* when its OPEN has arrived; with an authkey, it has proved by then that it
+knows the key. ``backlog`` counts the clients that were let in and whose connection was not accepted yet. When it is
 used up, those whose OPEN arrives wait, and nobody loses a place. Clients that were not let in yet are strangers and
 do not count. They can be as many as MAX_EXCHANGES, and as file descriptors allow. Beyond that, further clients wait in
 the kernel's queue, until an exchange ends, or a stranger is idle: it was accepted more than GRACE seconds ago, and has

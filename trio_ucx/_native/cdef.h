@@ -72,7 +72,6 @@ typedef struct tu_buffers {
 /* Where UCX listens for the TCP transport of one worker. */
 typedef struct tu_data_ports {
     unsigned lowest, highest;  /* in: the range of ports that it may take; 0: any */
-    bool replaced;             /* whether each socket got its filter before it listened */
     int error;                 /* errno of a filter that the kernel refused; 0: it refused none */
     bool used_up;              /* whether no port was free */
     int count;

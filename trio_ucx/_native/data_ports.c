@@ -72,25 +72,22 @@ static int listen_behind_filter(int fd, int backlog)
     return listen(fd, backlog);
 }
 
-/* Replaces an entry of an import table. */
-static bool replace(void **entry, void *function)
+/* Replaces an entry of an import table. If that fails, Python notices sockets that it was not told of. */
+static void replace(void **entry, void *function)
 {
     uintptr_t page_size = (uintptr_t)sysconf(_SC_PAGESIZE);
     void *page          = (void *)((uintptr_t)entry & ~(page_size - 1));
 
     /* The linker may have made the table read-only (RELRO). It stays writable, as most import tables are. */
-    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) != 0) {
-        return false;
+    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0) {
+        __atomic_store_n(entry, function, __ATOMIC_RELEASE);
     }
-    __atomic_store_n(entry, function, __ATOMIC_RELEASE);
-    return true;
 }
 
 typedef struct imports {
     ElfW(Addr) base;
     const ElfW(Sym) *symbols;
     const char *strings;
-    bool replaced_bind, replaced_listen;
 } imports_t;
 
 static void replace_imports(imports_t *imports, ElfW(Addr) table, size_t size)
@@ -106,9 +103,9 @@ static void replace_imports(imports_t *imports, ElfW(Addr) table, size_t size)
         name = imports->strings + imports->symbols[ELF64_R_SYM(entry[i].r_info)].st_name;
         slot = (void **)(imports->base + entry[i].r_offset);
         if (strcmp(name, "bind") == 0) {
-            imports->replaced_bind |= replace(slot, (void *)(uintptr_t)bind_in_range);
+            replace(slot, (void *)(uintptr_t)bind_in_range);
         } else if (strcmp(name, "listen") == 0) {
-            imports->replaced_listen |= replace(slot, (void *)(uintptr_t)listen_behind_filter);
+            replace(slot, (void *)(uintptr_t)listen_behind_filter);
         }
     }
 }
@@ -127,7 +124,7 @@ static const ElfW(Phdr) *segment(struct dl_phdr_info *object, ElfW(Word) type, E
 }
 
 /* Replaces the imports of libucs, which is the object that contains ucs_status_string. */
-static int visit(struct dl_phdr_info *object, size_t size, void *done)
+static int visit(struct dl_phdr_info *object, size_t size, void *arg)
 {
     imports_t imports           = {.base = object->dlpi_addr};
     ElfW(Addr) tables[2]        = {0, 0};
@@ -136,6 +133,7 @@ static int visit(struct dl_phdr_info *object, size_t size, void *done)
     const ElfW(Dyn) *tag;
 
     (void)size;
+    (void)arg;
     if (dynamic == NULL || segment(object, PT_LOAD, (ElfW(Addr))(uintptr_t)ucs_status_string) == NULL) {
         return 0;
     }
@@ -158,15 +156,12 @@ static int visit(struct dl_phdr_info *object, size_t size, void *done)
             }
         }
     }
-    *(bool *)done = imports.replaced_bind && imports.replaced_listen;
     return 1;
 }
 
-static bool replaced;
-
 static void replace_once(void)
 {
-    dl_iterate_phdr(visit, &replaced);
+    dl_iterate_phdr(visit, NULL);
 }
 
 /* From now on, until tu_data_ports_end, the sockets on which UCX listens go into `ports`. */
@@ -175,8 +170,7 @@ void tu_data_ports_begin(tu_data_ports_t *ports)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
 
     pthread_once(&once, replace_once);
-    ports->replaced = replaced;
-    creating        = ports;
+    creating = ports;
 }
 
 void tu_data_ports_end(void)

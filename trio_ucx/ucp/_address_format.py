@@ -239,6 +239,10 @@ class ParsedAddress:
         )
 
 
+def is_loopback(ip: str) -> bool:
+    return ip.startswith("127.") or ip == "::1"
+
+
 def parse_worker_address(blob: bytes) -> ParsedAddress:
     """Parses what ``ucp_worker_get_address`` has returned to some program.
 

@@ -27,6 +27,7 @@ from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._option_limits import WELL_CONFIGURABLE as WELL_CONFIGURABLE
+from ._option_limits import in_force
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
@@ -154,11 +155,11 @@ class Context(metaclass=OpenedNotConstructed):
             for name, value in default_options(features).items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
-        received = _memory_units(option_limits.in_force("TCP_RX_SEG_SIZE", chosen) or "64k")
+        received = _memory_units(in_force("TCP_RX_SEG_SIZE", chosen) or "64k")
         if "TCP_TX_SEG_SIZE" in defaults and received is not None and received < 64 << 10:
             defaults["TCP_TX_SEG_SIZE"] = str(received)  # UCX refuses to send longer segments than it receives
         options = {**defaults, **keepalive, **chosen}
-        options.update(shared_memory.restrict({**_environment(), **options}))
+        options.update(shared_memory.restrict({**option_limits.environment(), **options}))
         ucx_log.open()
         forks.context_opened()
         try:
@@ -248,7 +249,7 @@ class Context(metaclass=OpenedNotConstructed):
         headers may be as long as the transports' segments, which ours are over TCP, and checks nothing: it would
         overrun the buffer.
         """
-        size = _memory_units(_effective("SEG_SIZE", self.config) or "8k")
+        size = _memory_units(in_force("SEG_SIZE", self.config) or "8k")
         return max(0, (size or 8192) - 128)
 
     def _check_evaluation(self) -> None:
@@ -259,19 +260,19 @@ class Context(metaclass=OpenedNotConstructed):
     @property
     def options_in_force(self) -> dict[str, str]:
         """Its options, with the environment's where it has none."""
-        return {**_environment(), **self.config}
+        return {**option_limits.environment(), **self.config}
 
     @property
     def least_rendezvous_threshold(self) -> int | None:
         """The least threshold in RNDV_THRESH, which may have several (intra, inter); None if it has none."""
-        parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")
+        parts = (in_force("RNDV_THRESH", self.config) or "auto").split(",")
         numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
         return min((number for number in numbers if number is not None), default=None)
 
     @property
     def tcp_port_range(self) -> tuple[int, int]:
         """The lowest and the highest port at which its workers may listen (TCP_PORT_RANGE); (0, 0) if at any."""
-        lowest, _, highest = (_effective("TCP_PORT_RANGE", self.config) or "0").partition("-")
+        lowest, _, highest = (in_force("TCP_PORT_RANGE", self.config) or "0").partition("-")
         return (int(lowest), int(highest or lowest)) if lowest.isdecimal() and (highest or "0").isdecimal() else (0, 0)
 
     @property
@@ -285,12 +286,12 @@ class Context(metaclass=OpenedNotConstructed):
         return self._is_on("MM_ERROR_HANDLING")
 
     def _is_on(self, option: str) -> bool:
-        return (_effective(option, self.config) or "n").lower() in ("y", "yes", "1", "on")
+        return (in_force(option, self.config) or "n").lower() in ("y", "yes", "1", "on")
 
     @property
     def transports(self) -> str:
         """The transports that it may use (TLS)."""
-        return _effective("TLS", self.config) or "all"
+        return in_force("TLS", self.config) or "all"
 
     @enable_ki_protection
     def register(self, buffer: Buffer, *, access: Access = Access.ALL) -> Memory:
@@ -508,7 +509,7 @@ def _known_options() -> list[str]:
 
 
 def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
-    transports = _effective("TLS", options) or "all"
+    transports = in_force("TLS", options) or "all"
     doing = f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)"
     error = UCXError(status, with_chosen_options(doing, options))
     error.add_note("`python -m trio_ucx info` lists the transports of this machine")
@@ -521,23 +522,13 @@ def with_chosen_options(doing: str, options: Mapping[str, str]) -> str:
     return f"{doing}, with the options {chosen} (UCX's log says what it refuses)" if chosen else doing
 
 
-def _environment() -> dict[str, str]:
-    """UCX's options in the environment."""
-    return {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}
-
-
-def _effective(name: str, options: Mapping[str, str]) -> str | None:
-    return options.get(name, os.environ.get(f"UCX_{name}"))
-
-
 def _family(options: Mapping[str, str]) -> socket.AddressFamily:
-    in_force = options if ucx.version >= WELL_CONFIGURABLE else {}
-    first = (_effective("TCP_AF_PRIO", in_force) or "inet").split(",")[0].strip()
+    first = (in_force("TCP_AF_PRIO", options) or "inet").split(",")[0].strip()
     return socket.AF_INET6 if first == "inet6" else socket.AF_INET
 
 
 def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
-    return _memory_units(_effective("RNDV_THRESH", options) or "auto")  # None: auto, inf, or different by fabric
+    return _memory_units(in_force("RNDV_THRESH", options) or "auto")  # None: auto, inf, or different by fabric
 
 
 def _memory_units(text: str) -> int | None:

@@ -108,7 +108,9 @@ def _log_lines(reader: int) -> None:
 
 
 def _log(line: Any) -> None:
-    level = logging.DEBUG if _is_harmless(line) else _level(line.level)
+    level = _level(line.level)
+    if level > logging.DEBUG and _is_harmless(line):
+        level = logging.DEBUG
     if not logger.hasHandlers():
         if level > logging.DEBUG:
             lib.tu_log_print(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import attrs
 
@@ -102,8 +102,8 @@ def check(config: Mapping[str, str]) -> None:
     Raises:
         ValueError: it names the option, the value, the reason, and what to do.
     """
-    environment = {name: value for name, value in _environment() if name not in config}
-    for options, where in ((config, "in config="), (environment, "in the environment")):
+    inherited = {name: value for name, value in environment().items() if name not in config}
+    for options, where in ((config, "in config="), (inherited, "in the environment")):
         for name, value in options.items():
             limit = next((limit for limit in LIMITS if re.fullmatch(limit.options, name)), None)
             if limit is not None and not limit.allows(value):
@@ -126,7 +126,7 @@ def _sentence(limit: Limit) -> str:
 def chosen(config: Mapping[str, str], defaults: Mapping[str, str]) -> str:
     """The options in force other than trio_ucx's defaults, for the error when UCX refuses one of them; "" if none."""
     ours = {name: value for name, value in config.items() if defaults.get(name) != value and name != "TLS"}
-    theirs = {f"UCX_{name}": value for name, value in _environment() if name not in config}
+    theirs = {f"UCX_{name}": value for name, value in environment().items() if name not in config}
     return ", ".join(f"{name}={value}" for name, value in {**ours, **theirs}.items())
 
 
@@ -201,5 +201,6 @@ def number(text: str) -> float | None:
     return math.inf if value < 0 else value
 
 
-def _environment() -> Iterator[tuple[str, str]]:
-    return ((name[4:], value) for name, value in os.environ.items() if name.startswith("UCX_"))
+def environment() -> dict[str, str]:
+    """UCX's options in the environment, without their prefix."""
+    return {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}

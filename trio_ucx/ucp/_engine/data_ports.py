@@ -21,14 +21,14 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
 
 import attrs
 
 from ..._native import ffi
 from .._address import family_of
-from .._address_format import parse_worker_address
+from .._address_format import is_loopback, parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 
@@ -82,10 +82,6 @@ def tcp_hosts(address: bytes) -> list[str]:
         return [host for host, _ in parse_worker_address(address).tcp_addresses]
     except ValueError:
         return ["0.0.0.0"]
-
-
-def _is_loopback(address: tuple[str, int]) -> bool:
-    return ip_address(address[0]).is_loopback
 
 
 @contextmanager
@@ -156,14 +152,14 @@ class DataPorts:
             self.obstacle = f"this UCX's worker address has an unknown layout ({error})"
         else:
             # An address says of a loopback device only that it is one; and no other machine reaches that.
-            if not all(map(_is_loopback, listening - {port.address for port in self._ports})):
+            if not all(is_loopback(host) for host, _ in listening - {port.address for port in self._ports}):
                 self.obstacle = "trio_ucx could not find where this UCX begins to listen"
         try:
             if found.error:
                 raise OSError(found.error, os.strerror(found.error))
             self._attach()
         except OSError as error:
-            if all(_is_loopback(port.address) for port in self._ports):
+            if all(is_loopback(port.address[0]) for port in self._ports):
                 self._detach()  # no other machine reaches the loopback device
             else:
                 self.obstacle = f"the kernel takes no packet filter (SO_ATTACH_FILTER: {error.strerror})"
