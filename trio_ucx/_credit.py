@@ -35,7 +35,8 @@ ANNOUNCEMENT = 8960
 
 #: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
 _REMEMBERED_QUEUES = 1024
-#: Admissions that a peer may have given us and we have not used. An honest one gives one for each queue it waits at.
+#: Admissions that a side may have given and that were not used. One stays when the receive that it was given for was
+#: cancelled, and nothing is sent. Receives beyond that number wait for credit.
 MAX_ADMISSIONS = 1 << 16
 
 
@@ -68,9 +69,8 @@ class SendCredit(Generic[_Send]):
         #: The number of messages that were charged.
         self.sent = 0
         self.waiting: collections.OrderedDict[_Send, None] = collections.OrderedDict()
-        #: How many of them are for each tag queue; and which. (Withdrawn ones stay there until they are first.)
-        self._waiting_for: collections.Counter[int] = collections.Counter()
-        self._lines: dict[int, collections.deque[_Send]] = {}
+        #: The same by tag queue.
+        self._lines: dict[int, collections.OrderedDict[_Send, None]] = {}
         #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
         self._arrived_there = 0
         self._last: dict[int, int] = {}
@@ -91,7 +91,7 @@ class SendCredit(Generic[_Send]):
 
     def take(self, queue: int, size: int) -> bool:
         """Charges a message if it may be sent now, and returns whether it may."""
-        if self._waiting_for and queue in self._waiting_for:
+        if queue in self._lines:
             return False  # behind those of its queue
         if queue not in self._admitted and (self.waiting or cost(size, self.threshold) > self.credit):
             return False
@@ -134,7 +134,7 @@ class SendCredit(Generic[_Send]):
         if self._last_admitted == self.sent:
             self._last_admitted = 0
             self._admitted.add(queue)
-            if queue in self._waiting_for:
+            if queue in self._lines:
                 self._overtaking.add(queue)
         self.sent -= 1
         if self._previous:
@@ -149,19 +149,14 @@ class SendCredit(Generic[_Send]):
     def wait(self, send: _Send) -> None:
         """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
         self.waiting[send] = None
-        self._waiting_for[send.queue] += 1
-        self._lines.setdefault(send.queue, collections.deque()).append(send)
+        self._lines.setdefault(send.queue, collections.OrderedDict())[send] = None
 
     def withdraw(self, send: _Send) -> None:
-        del self.waiting[send]
-        self._waiting_for[send.queue] -= 1
-        if not self._waiting_for[send.queue]:
-            del self._waiting_for[send.queue], self._lines[send.queue]
-            self._overtaking.discard(send.queue)
-            return
         line = self._lines[send.queue]
-        while line[0] not in self.waiting:
-            line.popleft()
+        del self.waiting[send], line[send]
+        if not line:
+            del self._lines[send.queue]
+            self._overtaking.discard(send.queue)
 
     def grant(self, amount: int, received: int) -> None:
         """GRANT arrived.
@@ -184,7 +179,7 @@ class SendCredit(Generic[_Send]):
         self._arrived(received)
         if self._last.get(queue, 0) <= received:
             self._admitted.add(queue)
-            if queue in self._waiting_for:
+            if queue in self._lines:
                 self._overtaking.add(queue)
             if len(self._admitted) > MAX_ADMISSIONS:
                 raise ProtocolError("the peer waits at too many tag queues")
@@ -197,7 +192,7 @@ class SendCredit(Generic[_Send]):
     def next_ready(self) -> _Send | None:
         """Removes the send that must go next from those that wait, if it may go now; it is charged."""
         if self._overtaking:
-            send = self._lines[next(iter(self._overtaking))][0]
+            send = next(iter(self._lines[next(iter(self._overtaking))]))
         elif self.waiting:
             send = next(iter(self.waiting))
             if cost(send.size, self.threshold) > self.credit:
@@ -210,7 +205,7 @@ class SendCredit(Generic[_Send]):
 
     def has_room(self, queue: int) -> bool:
         """Whether a small message of this queue could be sent now."""
-        if queue in self._waiting_for:
+        if queue in self._lines:
             return False
         return queue in self._admitted or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
 
@@ -292,7 +287,7 @@ class ReceiveCredit:
         if not self.stalled:
             return 0, False
         amount = self._due(1)
-        if queue in self._admitted:
+        if queue in self._admitted or len(self._admitted) == MAX_ADMISSIONS:
             return amount, False
         self._admitted.add(queue)
         return amount, True
