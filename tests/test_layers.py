@@ -29,7 +29,7 @@ HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("functools.lru_cache", "hashlib", "hmac", "zlib"),
-    *("trio_ucx.ucp._address_format.ParsedAddress", "trio_ucx.ucp._address_format.parse_worker_address"),
+    *(f"trio_ucx.ucp._address_format.{name}" for name in ("ParsedAddress", "is_loopback", "parse_worker_address")),
     *("trio_ucx.ucp._engine.numbering.MAX_PLAIN", "trio_ucx.ucp._engine.numbering.Numbers"),
     *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ from helpers import Rounds, open_pair, resident, until
 from timing import Stopwatch
 
 import trio_ucx
-from trio_ucx import ucp
-from trio_ucx._credit import SendCredit
+from trio_ucx import _credit, ucp
+from trio_ucx._credit import ReceiveCredit, SendCredit
 from trio_ucx._link.receiving import IDLE_QUEUES, Receiving
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
@@ -72,9 +73,12 @@ async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing:
         await server.wait_closed()
         with trio.fail_after(10):
             assert await RECEIVES[how](server) == b"first"
+            lengths = set()
             for _ in range(3):
-                with pytest.raises(trio.BrokenResourceError):
+                with pytest.raises(trio.BrokenResourceError) as broken:
                     await RECEIVES[how](server)
+                lengths.add(len(traceback.extract_tb(broken.tb)))
+            assert len(lengths) == 1, "the error keeps the frames of all those that got it"
             assert await server.receive(2) == b"another tag"
         server.abort()
 
@@ -178,6 +182,34 @@ def test_sends_that_wait_are_found_at_once() -> None:
             out.grant(out.window - out.credit, 0)
             assert out.next_ready() is send
     assert not out.waiting and not out._lines and not out._overtaking
+
+
+def test_sends_that_were_cancelled_leave_nothing() -> None:
+    """Also behind one of the same tag that goes on waiting."""
+    out: SendCredit[Send] = SendCredit(4096, 0)
+    first = Send(1)
+    out.wait(first)
+    for _ in range(100):
+        send = Send(1)
+        out.wait(send)
+        out.withdraw(send)
+    assert list(out.waiting) == [first] and len(out._lines[1]) == 1
+
+
+def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full tag, and a receiver that looks at one tag after the other: that is no reason to cut it off."""
+    monkeypatch.setattr(_credit, "MAX_ADMISSIONS", 100)
+    out: SendCredit[Send] = SendCredit(4096, 0)
+    into = ReceiveCredit(4096, 0)
+    while out.take(0, 1000):
+        into.arrived(0, 1000)
+    assert into.peer_stalled() == 0
+    for tag in range(1, 200):
+        if into.found_empty(tag)[1]:
+            out.admit(tag, into.received)
+    assert out.take(1, 1000) and not out.take(199, 1000)
+    into.arrived(1, 1000)
+    assert into.found_empty(199)[1]
 
 
 async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ class Mover:
         if error is None:
             self.write(message, receive)
         message.queue.moved(message, error)
+        self.cancelled(message.queue)
 
     def consumed(self, message: Message) -> None:
         self.consumed_ones.append(message)
@@ -61,6 +62,11 @@ class Mover:
 
     def detached(self, receive: Receive, detached: bool) -> None:
         (self.detached_receives.add if detached else self.detached_receives.remove)(receive)
+
+    def cancelled(self, queue: TagQueue) -> None:
+        """What ``Receiving`` does when a receive or a transfer has ended."""
+        if queue.failure is not None:
+            queue.fail_unserved(queue.failure)
 
     def internal_error(self, error: BaseException) -> None:
         raise error
@@ -183,9 +189,8 @@ def test_failed_transfer() -> None:
     mover.finish(error=OSError("lost"))
     with pytest.raises(OSError, match="lost"):
         value(receive)
-    assert is_free(buffer) and other.outcome is None
-    queue.fail_unserved(EOFError())
-    with pytest.raises(EOFError):
+    assert is_free(buffer)
+    with pytest.raises(OSError, match="lost"):
         value(other)
 
 
@@ -212,7 +217,7 @@ def test_failed_transfer_and_another_in_the_buffer_of_the_first_receive(arrived:
     assert is_free(second_buffer) and not queue.messages and not mover.detached_receives
 
 
-def test_held_message_is_dropped_and_another_is_in_the_buffer_of_the_first_receive() -> None:
+def test_held_message_is_lost_and_another_is_in_the_buffer_of_the_first_receive() -> None:
     mover = Mover()
     queue = TagQueue(1, mover)
     receives = [into(queue, 3) for _ in range(2)]
@@ -221,7 +226,7 @@ def test_held_message_is_dropped_and_another_is_in_the_buffer_of_the_first_recei
     queue.messages[0].state = State.HELD  # as if there had been no memory for its transfer
     message, _ = mover.moving.pop(0)
     queue._part(message)
-    queue.drop_held(OSError("lost"))
+    queue.lose(OSError("lost"))
     queue.fail_unserved(EOFError())
     (first, first_buffer), (second, second_buffer) = receives
     assert not is_free(second_buffer)
@@ -230,6 +235,61 @@ def test_held_message_is_dropped_and_another_is_in_the_buffer_of_the_first_recei
             value(receive)
     mover.finish()
     assert is_free(first_buffer) and is_free(second_buffer) and not mover.detached_receives
+
+
+def test_receives_end_in_order() -> None:
+    """No message will come any more, and one is on its way: a later receive ends after the one that it is for.
+
+    Else the next receive could get that message, if the first one is cancelled, after the later one got the error.
+    """
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    (first, buffer), second, asked = into(queue, 3), wait(queue, Want.BYTES), wait(queue, Want.LENGTH)
+    queue.arrived(1, 3, whole=False)
+    assert not queue.fail_unserved(EOFError())
+    first.cancel()
+    mover.finish()
+    assert value(second) == b"\1\1\1" and is_free(buffer)
+    assert asked.outcome is None and queue.fail_unserved(EOFError())
+    with pytest.raises(EOFError):
+        value(asked)
+
+
+def test_lost_while_a_later_message_is_written_to_the_buffer_of_the_first_receive() -> None:
+    """UCX may never let go of it. The receive gets the error, so no later receive gets the first message."""
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    (first, first_buffer), (second, second_buffer) = into(queue, 3), into(queue, 3)
+    queue.arrived(1, 3, whole=False)
+    queue.arrived(2, 3, whole=False)
+    first.cancel()  # so the first message is for the second receive, and the second message is on its way there
+    mover.finish(0)
+    assert second.outcome is None and is_free(first_buffer)
+    queue.lose(OSError("lost"))
+    later = wait(queue, Want.BYTES)
+    mover.cancelled(queue)
+    for receive in (second, later):
+        with pytest.raises(OSError, match="lost"):
+            value(receive)
+    assert not is_free(second_buffer) and not queue.messages
+    mover.finish(0, OSError())
+    assert is_free(second_buffer) and not mover.detached_receives
+
+
+def test_cancelled_after_the_loss() -> None:
+    """The same, where the receive becomes the first one only after the peer was lost."""
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receives = [into(queue, 3)[0] for _ in range(3)]
+    for number in (1, 2, 3):
+        queue.arrived(number, 3, whole=False)
+    receives[0].cancel()
+    mover.finish(1, OSError("lost"))  # the second message: the third one, behind it, is on its way to the third buffer
+    assert [receive.outcome for receive in receives[1:]] == [None, None]
+    receives[1].cancel()
+    mover.finish(0)  # the first message, for the third receive
+    with pytest.raises(OSError, match="lost"):
+        value(receives[2])
 
 
 def test_the_end_serves_what_is_there() -> None:
@@ -241,12 +301,13 @@ def test_the_end_serves_what_is_there() -> None:
     queue.arrived(2, 3, whole=False)
     queue.arrived(3, 3, whole=False)
     queue.drop_held()  # the third: its sender has gone
-    queue.fail_unserved(EOFError())
-    with pytest.raises(EOFError):
-        value(asked)
+    assert not queue.fail_unserved(EOFError())
     mover.finish()
     mover.finish()
     assert [value(receive) for receive in receives] == [b"\1\1\1", b"\2\2\2"]
+    assert queue.fail_unserved(EOFError())
+    with pytest.raises(EOFError):
+        value(asked)
 
 
 def test_transfers_that_will_never_end() -> None:
@@ -255,7 +316,8 @@ def test_transfers_that_will_never_end() -> None:
     receive, buffer = into(queue, 3)
     queue.arrived(1, 3, whole=False)
     queue.arrived(2, 3, whole=True)
-    queue.give_up_moving(OSError("died"))
+    queue.lose(OSError("died"))
+    mover.cancelled(queue)
     with pytest.raises(OSError, match="died"):
         value(receive)
     assert not queue.messages and not is_free(buffer)
@@ -405,13 +467,13 @@ def test_packed_messages_of_a_queue_that_failed_or_closed() -> None:
     mover = Mover()
     queue = TagQueue(1, mover, stream=True)
     queue.arrived(1, 5, whole=False)
-    queue.drop_held(trio.BrokenResourceError())
+    queue.lose(trio.BrokenResourceError())
     assert queue.packed_arrived(packed(b"x", b"y")) == 2, "nothing is delivered behind what is missing"
     assert queue.idle is False and queue.packed is None
     other = TagQueue(2, mover)
     other.packed_arrived(packed(b"x"))
     other.close(trio.ClosedResourceError())
-    assert other.idle
+    assert other.packed is None and not other.messages
 
 
 def test_few_large_transfers_into_fresh_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

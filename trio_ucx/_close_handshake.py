@@ -53,13 +53,11 @@ class CloseHandshake:
     def done_arrived(self) -> None:
         self.peer_waits = False
 
-    def lost(self) -> bool:
-        """The peer cannot be reached any more. Returns whether that is a loss."""
-        loss = self.peer is Peer.OPEN
-        if loss:
+    def lost(self) -> None:
+        """The peer cannot be reached any more. That is a loss, unless it has closed."""
+        if self.peer is Peer.OPEN:
             self.peer = Peer.LOST
         self.owes_acknowledgement = self.peer_waits = False
-        return loss
 
     def undelivered(self, sent: int, cancelled: int, failed: int) -> bool:
         """Whether messages that were sent, and not cancelled, may not have reached the peer.

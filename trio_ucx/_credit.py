@@ -35,7 +35,8 @@ ANNOUNCEMENT = 8960
 
 #: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
 _REMEMBERED_QUEUES = 1024
-#: Admissions that a peer may have given us and we have not used. An honest one gives one for each queue it waits at.
+#: Admissions that a side may have given and that were not used. One stays when the receive that it was given for was
+#: cancelled, and nothing is sent. Receives beyond that number wait for credit.
 MAX_ADMISSIONS = 1 << 16
 
 
@@ -151,9 +152,8 @@ class SendCredit(Generic[_Send]):
         self._lines.setdefault(send.queue, collections.OrderedDict())[send] = None
 
     def withdraw(self, send: _Send) -> None:
-        del self.waiting[send]
         line = self._lines[send.queue]
-        del line[send]
+        del self.waiting[send], line[send]
         if not line:
             del self._lines[send.queue]
             self._overtaking.discard(send.queue)
@@ -287,7 +287,7 @@ class ReceiveCredit:
         if not self.stalled:
             return 0, False
         amount = self._due(1)
-        if queue in self._admitted:
+        if queue in self._admitted or len(self._admitted) == MAX_ADMISSIONS:
             return amount, False
         self._admitted.add(queue)
         return amount, True

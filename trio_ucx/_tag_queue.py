@@ -55,6 +55,11 @@ class Message:
         #: The receive whose buffer it lies in or is written to.
         self.receive: Receive | None = None
 
+    @property
+    def with_sender(self) -> bool:
+        """Whether it is not known to have arrived."""
+        return self.state is State.HELD and not self.whole
+
 
 class Packed(Protocol):
     """Small messages of one length that are READY: what was received of such at once."""
@@ -364,14 +369,8 @@ class TagQueue:
         if message not in self.messages:  # given up before
             self._part(message)
         elif error is not None:
-            self._missing(message, error)
-            self.messages.remove(message)
+            self._end_at(message, error)
             self._part(message)
-            if receive is None or detached:  # it was for the first receive
-                receive = self.receives[0] if self.receives and self.receives[0].want is not Want.LENGTH else None
-            if receive is not None:
-                self.give_up(receive, error)
-            self.mover.consumed(message)
         else:
             message.state = State.READY
             if detached:
@@ -422,6 +421,9 @@ class TagQueue:
         if receive.message is not None and receive.message is not message:
             # A cancellation shifted the pairs: another message lies in its buffer, or is on its way there.
             if receive.message.state is not State.READY:
+                if receive.message not in self.messages:  # UCX may write to the buffer for ever: nothing can go there
+                    assert self.failure is not None, "only the end of a queue drops what is on its way"
+                    self._end_at(message, self.failure)
                 return False
             self._save(receive.message)
         if message.length > receive.limit:
@@ -521,37 +523,32 @@ class TagQueue:
 
     # ---- the end ----
 
-    def drop_held(self, error: Exception | None = None) -> None:
-        """The messages that their sender still has will not arrive: ``error``; None: nobody misses them."""
-        held = [message for message in self.messages if message.state is State.HELD and not message.whole]
-        for message in held:
+    def drop_held(self) -> None:
+        """The peer closes, and gives up the messages that it still has: they were cancelled, and nobody misses them."""
+        for message in [message for message in self.messages if message.with_sender]:
             if message in self.messages:
-                self._missing(message, error)
                 self.messages.remove(message)
                 self._drop(message)
         self.advance()
 
-    def _missing(self, message: Message, error: Exception | None) -> None:
-        """A message will not arrive: nothing behind it counts. (A message whose sender gave it up is not missed.)"""
-        if error is None and not self.stream:
-            return
-        self.failure = self.failure or error
-        while self.messages[-1] is not message:
-            rest = self.messages.pop()
-            if rest.state is not State.MOVING:
-                self._part(rest)
-            self._drop(rest)
+    def lose(self, error: Exception) -> None:
+        """The peer is lost: the queue ends at the first message that has not arrived whole.
 
-    def give_up_moving(self, error: Exception) -> None:
-        """The messages on their way will not arrive whole. UCX may keep their buffers for a while, or for ever."""
-        for message in [message for message in self.messages if message.state is State.MOVING]:
-            if message in self.messages:
-                self._missing(message, error)
-                self.messages.remove(message)
-                self.mover.consumed(message)
-                if message.receive is not None and not message.receive.detached:
-                    self.give_up(message.receive, error)
-        self.advance()
+        UCX may keep the buffers of those on their way for a while, or for ever.
+        """
+        missing = next((one for one in self.messages if one.with_sender or one.state is State.MOVING), None)
+        if missing is not None:
+            self._end_at(missing, error)
+
+    def _end_at(self, missing: Message, error: Exception) -> None:
+        """A message will not arrive: drops it, and everything behind it."""
+        self.failure = error
+        message = None
+        while message is not missing:
+            message = self.messages.pop()
+            if message.state is State.READY:
+                self._part(message)
+            self._drop(message)
 
     @property
     def moving(self) -> bool:
@@ -559,42 +556,38 @@ class TagQueue:
         return any(message.state is State.MOVING for message in self.messages)
 
     def fail_unserved(self, error: Exception) -> bool:
-        """No message will arrive any more: ends the receives for which none is there, and returns if there were any."""
+        """No message will arrive any more: ends the receives if no message is left, and returns whether there were any.
+
+        As long as one is on its way, all of them wait: if its receive is cancelled, it is for the next one.
+        """
         self.advance()
-        before = len(self.receives)
-        served = len(self.messages)
+        if self.messages or not self.receives:
+            return False
         for receive in list(self.receives):
-            if receive.want is not Want.LENGTH:
-                served -= 1
-            if served < 0 or (receive.want is Want.LENGTH and served <= 0):
-                self.give_up(receive, error)
-        return len(self.receives) < before
+            self.give_up(receive, error)
+        return True
 
-    def give_up(self, receive: Receive, error: Exception, *, closing: bool = False) -> None:
-        """Ends a receive whatever its state, even if a message that is not for it is on its way to its buffer.
+    def give_up(self, receive: Receive, error: Exception) -> None:
+        """Ends a receive whatever its state; a message in its buffer is not received any more.
 
-        A transfer keeps the buffer until UCX lets go of it.
-
-        Args:
-            closing: no receive will come for a message in its buffer.
+        A transfer to its buffer, of whichever message, keeps the buffer until UCX lets go of it.
         """
         message = receive.message
         if message is not None:
             if message.state is State.MOVING:
                 self._detach(receive)
-            elif closing:
-                self._part(message)
             else:
-                self._save(message)
+                self._part(message)
         self._remove(receive)
         receive.fail(error)
 
     def close(self, error: Exception) -> None:
-        """We closed: nobody gets anything any more."""
+        """Nobody gets anything any more."""
+        self.failure = error
         self.packed = None
         self._later = _NOTHING
         for receive in list(self.receives):
-            self.give_up(receive, error, closing=True)
+            self.give_up(receive, error)
         messages, self.messages = self.messages, _NOTHING
         for message in messages:
             if message.state is State.HELD:

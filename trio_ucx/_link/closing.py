@@ -86,7 +86,7 @@ class Closing:
 
     def goodbye_arrived(self) -> None:
         self.handshake.goodbye_arrived()
-        self._end()
+        self._end(None)
         self.acknowledge()
 
     def ack_arrived(self) -> None:
@@ -110,11 +110,11 @@ class Closing:
             self._sending.send_frame(wire.GoodbyeAck())
             self.core.changed()
 
-    def _end(self) -> None:
+    def _end(self, loss: Exception | None) -> None:
         """The peer has sent GOODBYE, or was lost: ends what waits for it."""
         problem = self._sending.problem()
         assert problem is not None
-        self._receiving.peer_ended(None if self.handshake.peer is Peer.CLOSING else problem)
+        self._receiving.peer_ended(loss)
         self._sending.fail_all(problem)
 
     # ---- the graceful close ----
@@ -197,11 +197,8 @@ class Closing:
     def _lost(self) -> None:
         if self.handshake.closed:
             return
-        problem = self.core.problem()
-        assert problem is not None
-        self._receiving.give_up_transfers(problem)
-        if self.handshake.lost():
-            self._end()
+        self.handshake.lost()
+        self._end(self.core.problem())
         self.core.changed()
 
     def _peer_closed(self) -> None:

@@ -261,7 +261,7 @@ class Receiving:
                 return data
         if queue is None or queue.ready_now() is None:
             if queue is None or not queue.messages:
-                error = (queue and queue.failure) or self.end_error()
+                error = self._end_error(queue)
                 if error is not None:
                     self._reported(error)
                     raise error
@@ -285,6 +285,11 @@ class Receiving:
         if queue.ready_now() is None:
             return None
         return cast(bytes, self.receive(wire.STREAM, Want.BYTES).result())
+
+    def cancelled(self, queue: TagQueue) -> None:
+        """A receive has left a tag queue."""
+        self._end_unserved(queue)
+        self.forget_idle(queue)
 
     # ---- grants ----
 
@@ -381,16 +386,18 @@ class Receiving:
 
     # ---- the end ----
 
-    def end_error(self) -> Exception | None:
+    def _end_error(self, queue: TagQueue | None) -> Exception | None:
         """What a receive gets for which no message is there; None while one may arrive."""
         if self.handshake.closing:
             return trio.ClosedResourceError("this connection was closed")
+        if queue is not None and queue.failure is not None:
+            return self.core.problem() or queue.failure  # a new one: each raise makes the traceback longer
         if self.handshake.peer is Peer.CLOSING:
             return trio.EndOfChannel("the peer closed the connection")
         return self.core.problem()
 
     def _end_unserved(self, queue: TagQueue) -> None:
-        error = queue.failure or self.end_error()
+        error = self._end_error(queue)
         if error is not None and queue.fail_unserved(error):
             self._reported(error)
 
@@ -403,30 +410,29 @@ class Receiving:
         """Whether messages are being written to memory."""
         return any(queue.moving for queue in self.queues.values())
 
-    def give_up_transfers(self, problem: Exception) -> None:
-        """The messages on their way will not arrive whole."""
-        for queue in list(self.queues.values()):
-            queue.give_up_moving(problem)
-            self._end_unserved(queue)
-
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
         for queue in list(self.queues.values()):
-            queue.drop_held(problem)
+            if problem is None:
+                queue.drop_held()
+            else:
+                queue.lose(problem)
             self._end_unserved(queue)
             self.forget_idle(queue)
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
         for queue in list(self.queues.values()):
-            for receive in list(queue.receives):
-                contained(queue.give_up, receive, error)
+            if queue.receives:
+                for receive in list(queue.receives):
+                    contained(queue.give_up, receive, error)
+                contained(queue.close, error)
 
     def stop(self, error: Exception) -> None:
         """The connection is about to close: ends all receives."""
         for queue in self.queues.values():
             for receive in list(queue.receives):
-                queue.give_up(receive, error, closing=True)
+                queue.give_up(receive, error)
 
     def close(self, error: Exception) -> None:
         """The connection is closed: drops all messages."""
@@ -496,7 +502,7 @@ class PendingReceive(Pending):
 
     def cancel(self) -> bool:
         self.queue.cancel(self)
-        self._receiving.forget_idle(self.queue)
+        self._receiving.cancelled(self.queue)
         return True
 
     def internal_error(self, error: BaseException) -> None:
