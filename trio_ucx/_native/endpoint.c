@@ -165,16 +165,6 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
     tu_list_remove(&endpoint->link);
 }
 
-/* Its user has closed it, or it has failed; UCX's endpoint is closed later. Nobody waits for its operations any more. */
-void tu_endpoint_linger(tu_endpoint_t *endpoint)
-{
-    tu_extension_t *extension;
-
-    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
-        extension->endpoint_lingers(endpoint);
-    }
-}
-
 /* UCX 1.22 resumes a flush by a callback in its next progress, and crashes there if the endpoint has gone meanwhile. So
  * nothing may be left for the next progress. */
 static void progress_until_quiet(tu_worker_t *worker)
@@ -211,8 +201,11 @@ static ucs_status_ptr_t close_if_possible(tu_endpoint_t *endpoint, ucp_ep_h ep, 
 
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
- * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
+ * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
+ *
+ * `disconnect` shuts its TCP sockets down first, so that UCX finds it failed: then UCX has ended all its operations, and
+ * neither writes to the sockets nor waits for the peer to close its end. */
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool disconnect)
 {
     unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
@@ -222,7 +215,11 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
 
     progress_until_quiet(endpoint->worker);
     if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
-        make_room(endpoint->worker);
+        if (disconnect && tu_sockets_shut_down(endpoint->worker->efd, ep) > 0) {
+            progress_until_quiet(endpoint->worker);
+        } else {
+            make_room(endpoint->worker);
+        }
     }
     if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;

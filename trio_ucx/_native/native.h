@@ -148,7 +148,6 @@ typedef struct tu_hook {
 typedef struct tu_extension {
     tu_list_t link;
     void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX still has the endpoint; nothing more is posted to it */
-    void (*endpoint_lingers)(tu_endpoint_t *endpoint); /* the same, but it is closed later */
     void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker has gone, and no callback will come any more */
 } tu_extension_t;
 

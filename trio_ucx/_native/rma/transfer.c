@@ -401,15 +401,6 @@ static void flushed(void *request, ucs_status_t status, void *user_data)
     }
 }
 
-/* Flushes UCX's endpoint. Does not wait for answers to trio_ucx's own requests: tu_endpoint_flush does. */
-int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint)
-{
-    tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
-
-    return verdict != 0 ? verdict : tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
-}
-
 /* Waits for the transfers that were posted before this, and flushes UCX's endpoint. */
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
 {
@@ -422,12 +413,12 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     tu_post_t post;
     int64_t verdict;
 
-    if (tu_list_is_empty(&endpoint->transfers.list)) {
-        return tu_endpoint_flush_ucx(endpoint);
-    }
     verdict = tu_post_begin(&post, endpoint->worker, NULL);
     if (verdict != 0) {
         return verdict;
+    }
+    if (tu_list_is_empty(&endpoint->transfers.list)) {
+        return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
     }
     transfer = enter(endpoint, TU_TRANSFER_FLUSH, operation_done, post.operation);
     if (transfer == NULL) {
@@ -508,17 +499,6 @@ void tu_transfer_cancel(tu_transfer_t *transfer)
     }
 }
 
-/* `advancing` stays set, so that completions begin no further transfers. */
-static void endpoint_lingers(tu_endpoint_t *endpoint)
-{
-    tu_transfers_t *transfers = &endpoint->transfers;
-
-    transfers->advancing = true;
-    while (transfers->waiting != NULL) {
-        tu_transfer_conclude(transfers->waiting, UCS_ERR_CANCELED);
-    }
-}
-
 /* No answer will come. UCX completes its parts of the transfers. */
 static void endpoint_closing(tu_endpoint_t *endpoint)
 {
@@ -555,7 +535,6 @@ ucs_status_t tu_rma_open(tu_worker_t *worker)
     worker->rma                     = rma;
     rma->worker                     = worker;
     rma->extension.endpoint_closing = endpoint_closing;
-    rma->extension.endpoint_lingers = endpoint_lingers;
     rma->extension.worker_destroyed = worker_destroyed;
     tu_list_append(&worker->extensions, &rma->extension.link);
     tu_list_init(&rma->transfers);

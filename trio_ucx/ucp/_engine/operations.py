@@ -22,7 +22,6 @@ from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
 from .engine import Engine, InFlight
-from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
 
@@ -38,6 +37,8 @@ class Closable(Protocol):
 _DESCRIPTION_SIZE = 1024
 #: Operations that the message of a timeout describes.
 _DESCRIBED = 4
+#: So many bytes, or fewer, find room in the buffers of an endpoint's sockets.
+_MUCH = 2**21
 
 
 class Operation(Pending):
@@ -107,8 +108,6 @@ class Operation(Pending):
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
-            if self.endpoint.handle is None:
-                self.engine.lingering.operation_ended(self.endpoint)
         if self.pins is not None:
             self.pins.release()
         self.engine.counters["completed"] += 1
@@ -354,31 +353,13 @@ class EndpointCore:
             self.stream_buffer = StreamBuffer(self.engine)
         return self.stream_buffer
 
-    def fail(self, error: UCXError, *, linger: bool = False) -> None:
-        """Marks it as failed, and ends its operations. Failed or closed already: no effect.
-
-        Args:
-            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`. Over TCP with much under
-                way it lingers in any case.
-        """
+    def fail(self, error: UCXError) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
         if self.gone:
             return
-        self._fail(error, linger=linger or (self._much_under_way() and self.over_tcp()))
-
-    def failed_in_ucx(self, error: UCXError) -> None:
-        """UCX reports that it has failed. If it lingers, the peer has closed its end, and UCX's endpoint closes now."""
-        if self.gone:
-            self.engine.lingering.close_one(self)
-        else:
-            self._fail(error, linger=False)
-
-    def _fail(self, error: UCXError, *, linger: bool) -> None:
         self.error = error
         try:
-            if linger:
-                self._linger(AFTER_PEER_WITH_MUCH if self._much_under_way() else AFTER_PEER, until_drained=False)
-            else:
-                self._force_close()
+            self._force_close()
         finally:
             if self.stream_buffer is not None:
                 contained(self.stream_buffer.wake)  # what has arrived can still be read
@@ -460,16 +441,10 @@ class EndpointCore:
         return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
 
     def close(self) -> None:
-        """Closes by force; over TCP with much under way, UCX's endpoint a moment later: see :class:`Lingering`.
-
-        Waiters get ClosedResourceError at once.
-        """
+        """Closes by force, at once. Waiters get ClosedResourceError."""
         self.on_failure = None
         if self.handle is not None:
-            if self._much_under_way() and self.over_tcp():
-                self._linger(BEFORE_PEER, until_drained=True)
-            else:
-                self._force_close()
+            self._force_close()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
         callback, self.on_close = self.on_close, None
@@ -509,57 +484,39 @@ class EndpointCore:
             operation.detach()
 
     def _force_close(self) -> None:
+        disconnect = self.forcible and self._must_disconnect()
         handle = self._let_go()
         engine = self.engine
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.
             if self.error is None:
-                verdict = lib.tu_endpoint_close(handle)
+                verdict = lib.tu_endpoint_close(handle, False)
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
         else:
-            self.close_native(handle)
+            verdict = lib.tu_endpoint_close(handle, disconnect)
+            if verdict > 0:
+                CloseOperation(engine, verdict, self, handle)
+            else:
+                self.closed(handle)
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
-    def _much_under_way(self) -> bool:
-        sent = sum(operation.pins.size for operation in self.pending if operation.pins)
-        return sent + lib.tu_chains_in_flight(self.handle, ffi.NULL) > MUCH
+    def _must_disconnect(self) -> bool:
+        """Whether a forced close disconnects its sockets first.
 
-    def _linger(self, seconds: float, *, until_drained: bool) -> None:
-        if self.forcible:
-            requests = ffi.new("uint64_t *")
-            lib.tu_chains_in_flight(self.handle, requests)
-            lib.tu_endpoint_linger(self.handle)
-            self.engine.lingering.add(
-                self, self._let_go(), seconds, until_drained=until_drained, chain_requests=requests[0] > 0
-            )
-            self.engine.watch_events()
-            self.engine.progress()  # request chains go on without it
-        else:
-            self._force_close()
-
-    def begin_flush(self, handle: Any) -> Pending | None:
-        """Begins a flush, which ends when the sockets have taken what UCX has to write.
-
-        Returns:
-            None: they have, or it could not begin.
+        Otherwise UCX 1.22 goes on with the socket until the peer closes, too, and may then use the endpoint that it has
+        freed, if it still had something to write (docs/ucx-reports.md: "TCP: both sides close by force"). What the
+        sockets hold arrives only without that; so it is not done where little is under way, unless the peer is gone.
         """
-        verdict = lib.tu_endpoint_flush_ucx(handle)
-        if verdict <= 0:
-            return None
-        flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
-        flush.detach()
-        self.engine.progress()
-        return flush
+        much = self.error is not None or self._under_way() > _MUCH
+        return much and self.over_tcp()
 
-    def close_native(self, handle: Any) -> None:
-        verdict = lib.tu_endpoint_close(handle)
-        if verdict > 0:
-            CloseOperation(self.engine, verdict, self, handle)
-        else:
-            self.closed(handle)
+    def _under_way(self) -> int:
+        """Bytes of operations that UCX has not ended."""
+        sent = sum(operation.pins.size for operation in self.pending if operation.pins)
+        return sent + lib.tu_chains_in_flight(self.handle)
 
     def follow(self, other: EndpointCore) -> None:
         """Ends as the endpoint did that watched for it."""
