@@ -470,7 +470,7 @@ class TagQueue:
         self.mover.consumed(message)
 
     def _move(self, message: Message, receive: Receive) -> None:
-        if receive.want is Want.INTO:
+        if receive.want is Want.INTO and not message.whole:
             message.receive = receive
             receive.message = message
             try:

@@ -226,7 +226,7 @@ int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_e
                       tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              bool *answered, tu_endpoint_t **out);
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool disconnect);
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool stop_writing);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
 
@@ -318,6 +318,7 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
 int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
                            uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint);
+int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint);
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint);
 int tu_worker_fence(tu_worker_t *worker);
 
@@ -482,7 +483,7 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain/run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
-uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint);
+bool tu_chains_in_flight(tu_endpoint_t *endpoint);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
 bool tu_chain_busy(const tu_chain_t *chain);

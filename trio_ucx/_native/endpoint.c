@@ -203,25 +203,25 @@ static ucs_status_ptr_t close_if_possible(tu_endpoint_t *endpoint, ucp_ep_h ep, 
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
  *
- * `disconnect` shuts its TCP sockets down first, so that UCX finds it failed: then UCX has ended all its operations, and
- * neither writes to the sockets nor waits for the peer to close its end. */
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool disconnect)
+ * `stop_writing`: UCX writes nothing more to its TCP sockets. Otherwise it goes on with what it has begun. It keeps them
+ * until the peer closes its end, too. */
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool stop_writing)
 {
     unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
     ucp_ep_h ep               = endpoint->ep;
+    tu_worker_t *worker       = endpoint->worker;
     ucs_status_ptr_t closing;
     tu_post_t post;
 
-    progress_until_quiet(endpoint->worker);
+    progress_until_quiet(worker);
     if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
-        if (disconnect && tu_sockets_shut_down(endpoint->worker->efd, ep) > 0) {
-            progress_until_quiet(endpoint->worker);
-        } else {
-            make_room(endpoint->worker);
+        if (stop_writing) {
+            tu_sockets_stop_writing(worker->efd, ep);
         }
+        make_room(worker);
     }
-    if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
+    if (tu_post_begin(&post, worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;
         unlink_endpoint(endpoint);

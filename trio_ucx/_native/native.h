@@ -312,6 +312,10 @@ size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
 
+/* ---- sockets.c ---- */
+
+void tu_sockets_stop_writing(int efd, ucp_ep_h endpoint);
+
 /* ---- log.c ---- */
 
 /* Starts or stops dropping what UCX logs in this thread. */

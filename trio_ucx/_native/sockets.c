@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <linux/sock_diag.h>
 #include <stdio.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,16 +14,21 @@
 #define SO_MEMINFO 55
 #endif
 
-/* `data` is what was given to epoll_ctl. */
-typedef void (*visit_t)(int fd, uint64_t data, void *arg);
+typedef struct watched {
+    int epoll;
+    int fd;
+    uint32_t events;           /* which ones epoll waits for */
+    uint64_t data;             /* what was given to epoll_ctl with the descriptor */
+} watched_t;
+
+typedef void (*visit_t)(const watched_t *watched, void *arg);
 
 /* Calls `visit` with each descriptor that an epoll descriptor watches. Not an epoll descriptor: no calls. */
 static void for_each_watched(int epoll, visit_t visit, void *arg)
 {
+    watched_t watched = {.epoll = epoll};
     char name[64], line[256];
-    uint64_t data;
     FILE *info;
-    int fd;
 
     snprintf(name, sizeof(name), "/proc/self/fdinfo/%d", epoll);
     info = fopen(name, "re");
@@ -30,8 +36,8 @@ static void for_each_watched(int epoll, visit_t visit, void *arg)
         return;
     }
     while (fgets(line, sizeof(line), info) != NULL) {
-        if (sscanf(line, "tfd: %d events: %*x data: %" SCNx64, &fd, &data) == 2) {
-            visit(fd, data, arg);
+        if (sscanf(line, "tfd: %d events: %" SCNx32 " data: %" SCNx64, &watched.fd, &watched.events, &watched.data) == 3) {
+            visit(&watched, arg);
         }
     }
     fclose(info);
@@ -56,13 +62,13 @@ static uint32_t largest_send_buffer(void)
 }
 
 /* Doubles the send buffer of a socket whose send buffer is full, if the kernel allows it. */
-static void make_room(int fd, uint64_t data, void *enlarged)
+static void make_room(const watched_t *watched, void *enlarged)
 {
     uint32_t memory[SK_MEMINFO_VARS];
     socklen_t size = sizeof(memory);
+    int fd         = watched->fd;
     int wanted;
 
-    (void)data;
     if (getsockopt(fd, SOL_SOCKET, SO_MEMINFO, memory, &size) != 0 || size <= SK_MEMINFO_WMEM_QUEUED * sizeof(*memory) ||
         memory[SK_MEMINFO_WMEM_QUEUED] < memory[SK_MEMINFO_SNDBUF] ||
         memory[SK_MEMINFO_SNDBUF] >= largest_send_buffer()) {
@@ -74,10 +80,9 @@ static void make_room(int fd, uint64_t data, void *enlarged)
     }
 }
 
-static void make_room_behind(int epoll, uint64_t data, void *enlarged)
+static void make_room_behind(const watched_t *watched, void *enlarged)
 {
-    (void)data;
-    for_each_watched(epoll, make_room, enlarged);
+    for_each_watched(watched->fd, make_room, enlarged);
 }
 
 /* Makes room in all sockets of a worker that are full, for the few bytes that UCX writes when it closes an endpoint: if
@@ -92,43 +97,33 @@ unsigned tu_sockets_make_room(int efd)
     return enlarged;
 }
 
-/* UCX's endpoint begins with a few fields, and the lanes that it uses most: five pointers. All its releases since 1.13
- * have these among the first so many words, and none has a shorter endpoint. */
+/* UCX's endpoint begins with a few fields, and pointers to the lanes that it uses most: five. In all its releases since
+ * 1.13 these are among the first so many words, and none has a shorter endpoint. */
 #define ENDPOINT_WORDS 8
 
-typedef struct shutting {
-    const uint64_t *endpoint;
-    unsigned count;
-} shutting_t;
-
-static void shut_down(int fd, uint64_t data, void *arg)
+static void stop_lane(const watched_t *watched, void *endpoint)
 {
-    shutting_t *shutting = arg;
+    struct epoll_event reading = {.events = EPOLLIN, .data.u64 = watched->data};
+    const uint64_t *words      = endpoint;
     int i;
 
-    for (i = 0; i < ENDPOINT_WORDS; i++) {
-        if (data != 0 && shutting->endpoint[i] == data && shutdown(fd, SHUT_RDWR) == 0) {
-            shutting->count++;
+    for (i = 0; (watched->events & EPOLLOUT) != 0 && i < ENDPOINT_WORDS; i++) {
+        if (words[i] == watched->data) {
+            epoll_ctl(watched->epoll, EPOLL_CTL_MOD, watched->fd, &reading);
         }
     }
 }
 
-static void shut_down_behind(int epoll, uint64_t data, void *arg)
+static void stop_lanes_behind(const watched_t *watched, void *endpoint)
 {
-    (void)data;
-    for_each_watched(epoll, shut_down, arg);
+    for_each_watched(watched->fd, stop_lane, endpoint);
 }
 
-/* Shuts down the sockets of an endpoint's lanes. UCX then reports that the endpoint has failed.
+/* Has UCX write nothing more to the sockets of an endpoint's TCP lanes that are full: it is not told when there is room.
  *
- * Which they are UCX does not tell. But it gives the address of a lane to epoll as the data of its socket, and the
- * endpoint has the addresses of its lanes.
- *
- * Returns how many it has shut down. */
-unsigned tu_sockets_shut_down(int efd, const void *endpoint)
+ * UCX does not say which sockets these are. But the data that it gives to epoll with a socket is the address of the
+ * lane, and the endpoint has the addresses of its lanes. */
+void tu_sockets_stop_writing(int efd, ucp_ep_h endpoint)
 {
-    shutting_t shutting = {.endpoint = endpoint};
-
-    for_each_watched(efd, shut_down_behind, &shutting);
-    return shutting.count;
+    for_each_watched(efd, stop_lanes_behind, endpoint);
 }

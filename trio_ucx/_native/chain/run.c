@@ -667,10 +667,9 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
     chain->lost_for_good |= for_good && chain->lost > before;
 }
 
-/* The bytes of an endpoint's requests in flight. */
-uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint)
+/* Whether an endpoint has requests in flight. */
+bool tu_chains_in_flight(tu_endpoint_t *endpoint)
 {
-    uint64_t bytes = 0;
     tu_chain_t *chain;
     uint32_t i;
 
@@ -679,11 +678,11 @@ uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint)
             const tu_node_t *node = chain->nodes[i];
 
             if (node->state == TU_CHAIN_POSTED && chain->targets[node->target]->endpoint == endpoint) {
-                bytes += node->length;
+                return true;
             }
         }
     }
-    return bytes;
+    return false;
 }
 
 /* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. */

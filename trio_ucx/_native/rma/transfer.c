@@ -401,6 +401,15 @@ static void flushed(void *request, ucs_status_t status, void *user_data)
     }
 }
 
+/* Flushes UCX's endpoint. Does not wait for answers to trio_ucx's own requests: tu_endpoint_flush does. */
+int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint)
+{
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
+
+    return verdict != 0 ? verdict : tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
+}
+
 /* Waits for the transfers that were posted before this, and flushes UCX's endpoint. */
 int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
 {
@@ -413,12 +422,12 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     tu_post_t post;
     int64_t verdict;
 
+    if (tu_list_is_empty(&endpoint->transfers.list)) {
+        return tu_endpoint_flush_ucx(endpoint);
+    }
     verdict = tu_post_begin(&post, endpoint->worker, NULL);
     if (verdict != 0) {
         return verdict;
-    }
-    if (tu_list_is_empty(&endpoint->transfers.list)) {
-        return tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
     }
     transfer = enter(endpoint, TU_TRANSFER_FLUSH, operation_done, post.operation);
     if (transfer == NULL) {

@@ -7,6 +7,7 @@ cancel only a tag receive that has not matched; any other operation whose task i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import trio
@@ -37,8 +38,8 @@ class Closable(Protocol):
 _DESCRIPTION_SIZE = 1024
 #: Operations that the message of a timeout describes.
 _DESCRIBED = 4
-#: So many bytes, or fewer, find room in the buffers of an endpoint's sockets.
-_MUCH = 2**21
+#: Seconds that an endpoint over TCP is kept after its close, so that UCX can write what it has begun.
+WRITING_TIME = 0.5
 
 
 class Operation(Pending):
@@ -191,6 +192,7 @@ class EndpointCore:
 
     __slots__ = (
         "__weakref__",
+        "_left",
         "atomics",
         "atomics_endpoint",
         "chain_atomics_endpoint",
@@ -263,6 +265,8 @@ class EndpointCore:
         self.served = False
         #: Whether UCX may close it by force.
         self.forcible = True
+        #: UCX's endpoint, if that has been closed here, and UCX still writes.
+        self._left: Any = None
         #: What looks whether the peer's process lives.
         self.watch: Closable | None = None
         #: Whether something was sent since the last flush.
@@ -445,6 +449,8 @@ class EndpointCore:
         self.on_failure = None
         if self.handle is not None:
             self._force_close()
+        elif self.engine.closing:
+            self.close_left()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
         callback, self.on_close = self.on_close, None
@@ -484,9 +490,11 @@ class EndpointCore:
             operation.detach()
 
     def _force_close(self) -> None:
-        disconnect = self.forcible and self._must_disconnect()
-        handle = self._let_go()
         engine = self.engine
+        chains = self.forcible and lib.tu_chains_in_flight(self.handle)
+        writes = chains or self._sending() or self.error is not None
+        over_tcp = self.forcible and writes and self.over_tcp()
+        handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.
@@ -495,28 +503,67 @@ class EndpointCore:
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
+        elif not over_tcp or (flush := self._begin_flush(handle)) is None:
+            self._close_native(handle)
+        elif chains or engine.closing:
+            self._close_native(handle, stop_writing=True)
         else:
-            verdict = lib.tu_endpoint_close(handle, disconnect)
-            if verdict > 0:
-                CloseOperation(engine, verdict, self, handle)
-            else:
-                self.closed(handle)
+            self._finish_writing(handle, flush)
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
-    def _must_disconnect(self) -> bool:
-        """Whether a forced close disconnects its sockets first.
+    def _sending(self) -> bool:
+        return any(operation.pins for operation in self.pending)
 
-        Otherwise UCX 1.22 goes on with the socket until the peer closes, too, and may then use the endpoint that it has
-        freed, if it still had something to write (docs/ucx-reports.md: "TCP: both sides close by force"). What the
-        sockets hold arrives only without that; so it is not done where little is under way, unless the peer is gone.
+    def _begin_flush(self, handle: Any) -> Operation | None:
+        """Begins a flush, which ends when the sockets have taken what UCX has to write.
+
+        Returns:
+            None: they have, or it could not begin.
         """
-        much = self.error is not None or self._under_way() > _MUCH
-        return much and self.over_tcp()
+        verdict = lib.tu_endpoint_flush_ucx(handle)
+        return Operation(self.engine, verdict, None, "writing what an endpoint has to send") if verdict > 0 else None
 
-    def _under_way(self) -> int:
-        """Bytes of operations that UCX has not ended."""
-        sent = sum(operation.pins.size for operation in self.pending if operation.pins)
-        return sent + lib.tu_chains_in_flight(self.handle)
+    def _finish_writing(self, handle: Any, flush: Operation | None) -> None:
+        """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
+
+        When both sides close a TCP connection, and UCX 1.22 still has something to write, it may use its endpoint after
+        it has freed it (docs/ucx-reports.md: "TCP: both sides close by force"). If it is kept from writing, it keeps
+        the socket until the peer closes its end, which for the same reason the peer may not be able to do.
+        """
+        self._left = handle
+
+        async def finish() -> None:
+            nonlocal flush
+            try:
+                with (
+                    trio.move_on_after(WRITING_TIME),
+                    suppress(UCXError, trio.BrokenResourceError, trio.ClosedResourceError),
+                ):
+                    while flush is not None:
+                        await self.engine.waiting.wait(flush)
+                        await self.wait_until(lambda: not self._sending())
+                        flush = self._begin_flush(handle) if self._left else None
+            finally:
+                self.close_left(stop_writing=flush is not None)
+
+        try:
+            self.engine.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
+        except RuntimeError:  # the run has ended
+            self.close_left()
+
+    def close_left(self, *, stop_writing: bool = True) -> None:
+        """Closes UCX's endpoint if :meth:`_finish_writing` has not done that yet."""
+        handle, self._left = self._left, None
+        if handle is not None and self.engine.usable:
+            self._close_native(handle, stop_writing=stop_writing)
+            self.engine.progress()
+
+    def _close_native(self, handle: Any, *, stop_writing: bool = False) -> None:
+        verdict = lib.tu_endpoint_close(handle, stop_writing)
+        if verdict > 0:
+            CloseOperation(self.engine, verdict, self, handle)
+        else:
+            self.closed(handle)
 
     def follow(self, other: EndpointCore) -> None:
         """Ends as the endpoint did that watched for it."""
