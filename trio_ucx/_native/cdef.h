@@ -226,7 +226,10 @@ int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_e
                       tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              bool *answered, tu_endpoint_t **out);
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool stop_writing);
+#define TU_CLOSE 0
+#define TU_CLOSE_EXACT 1
+#define TU_CLOSE_STOP 2
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
 

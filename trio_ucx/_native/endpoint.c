@@ -8,7 +8,7 @@
 #define ADDRESS_WITH_UID 0x20
 #define ADDRESS_NO_DEVICE 0xff
 
-#define ROOM_SHARE 20    /* looking for full send buffers takes at most 1/20 of the time */
+#define LOOK_SHARE 20    /* looking at all sockets takes at most 1/20 of the time */
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
@@ -182,8 +182,24 @@ static void make_room(tu_worker_t *worker)
 
     if (began >= worker->next_room) {
         tu_sockets_make_room(worker->efd);
-        worker->next_room = began + ROOM_SHARE * (tu_now() - began);
+        worker->next_room = began + LOOK_SHARE * (tu_now() - began);
     }
+}
+
+/* Whether UCX has more to write to an endpoint's TCP sockets than they take now. If no socket of the worker was full just
+ * now, it is only looked at with TU_CLOSE_EXACT; with TU_CLOSE_STOP UCX writes nothing more. */
+static bool writes(tu_endpoint_t *endpoint, int how)
+{
+    tu_worker_t *worker = endpoint->worker;
+    uint64_t began      = tu_now();
+    unsigned own, full;
+
+    if (how == TU_CLOSE && began < worker->next_look) {
+        return false;
+    }
+    own               = tu_sockets_full(worker->efd, endpoint->ep, how == TU_CLOSE_STOP, &full);
+    worker->next_look = full > 0 ? 0 : began + LOOK_SHARE * (tu_now() - began);
+    return own > 0;
 }
 
 /* An endpoint that we have adopted may be without error handling, although the peer did not say so. UCX then refuses to
@@ -203,9 +219,9 @@ static ucs_status_ptr_t close_if_possible(tu_endpoint_t *endpoint, ucp_ep_h ep, 
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
  *
- * `stop_writing`: UCX writes nothing more to its TCP sockets. Otherwise it goes on with what it has begun. It keeps them
- * until the peer closes its end, too. */
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool stop_writing)
+ * how: TU_CLOSE_STOP: UCX writes nothing more to its TCP sockets, which it keeps until the peer closes its end, too.
+ *      TU_CLOSE, TU_CLOSE_EXACT: does not close it if UCX still has something to write; returns UCS_ERR_BUSY. */
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how)
 {
     unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
@@ -216,8 +232,8 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint, bool stop_writing)
 
     progress_until_quiet(worker);
     if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
-        if (stop_writing) {
-            tu_sockets_stop_writing(worker->efd, ep);
+        if (endpoint->error_handling && writes(endpoint, how) && how != TU_CLOSE_STOP) {
+            return UCS_ERR_BUSY;
         }
         make_room(worker);
     }

@@ -258,6 +258,7 @@ struct tu_worker {
     tu_chains_t *chains;
     bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
+    uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
@@ -314,7 +315,7 @@ bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
 
 /* ---- sockets.c ---- */
 
-void tu_sockets_stop_writing(int efd, ucp_ep_h endpoint);
+unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full);
 
 /* ---- log.c ---- */
 

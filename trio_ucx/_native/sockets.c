@@ -97,33 +97,55 @@ unsigned tu_sockets_make_room(int efd)
     return enlarged;
 }
 
+/* ---- sockets that are full ---- */
+
 /* UCX's endpoint begins with a few fields, and pointers to the lanes that it uses most: five. In all its releases since
  * 1.13 these are among the first so many words, and none has a shorter endpoint. */
 #define ENDPOINT_WORDS 8
 
-static void stop_lane(const watched_t *watched, void *endpoint)
+typedef struct look {
+    const uint64_t *endpoint;
+    bool stop;
+    unsigned full, own;        /* sockets in which UCX waits for room: all, and the endpoint's */
+} look_t;
+
+static void look_at(const watched_t *watched, void *arg)
 {
     struct epoll_event reading = {.events = EPOLLIN, .data.u64 = watched->data};
-    const uint64_t *words      = endpoint;
+    look_t *look               = arg;
     int i;
 
-    for (i = 0; (watched->events & EPOLLOUT) != 0 && i < ENDPOINT_WORDS; i++) {
-        if (words[i] == watched->data) {
-            epoll_ctl(watched->epoll, EPOLL_CTL_MOD, watched->fd, &reading);
+    if ((watched->events & EPOLLOUT) == 0) {
+        return;
+    }
+    look->full++;
+    for (i = 0; i < ENDPOINT_WORDS; i++) {
+        if (look->endpoint[i] == watched->data) {
+            look->own++;
+            if (look->stop) {
+                epoll_ctl(watched->epoll, EPOLL_CTL_MOD, watched->fd, &reading);
+            }
         }
     }
 }
 
-static void stop_lanes_behind(const watched_t *watched, void *endpoint)
+static void look_behind(const watched_t *watched, void *look)
 {
-    for_each_watched(watched->fd, stop_lane, endpoint);
+    for_each_watched(watched->fd, look_at, look);
 }
 
-/* Has UCX write nothing more to the sockets of an endpoint's TCP lanes that are full: it is not told when there is room.
+/* Returns in how many sockets of an endpoint UCX waits for room, because it has more to write.
  *
  * UCX does not say which sockets these are. But the data that it gives to epoll with a socket is the address of the
- * lane, and the endpoint has the addresses of its lanes. */
-void tu_sockets_stop_writing(int efd, ucp_ep_h endpoint)
+ * lane, and the endpoint has the addresses of its lanes.
+ *
+ * full: is set to the number of such sockets that the worker has in all.
+ * stop: UCX is not told any more when there is room, so it writes nothing more. */
+unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full)
 {
-    for_each_watched(efd, stop_lanes_behind, endpoint);
+    look_t look = {.endpoint = (const void *)endpoint, .stop = stop};
+
+    for_each_watched(efd, look_behind, &look);
+    *full = look.full;
+    return look.own;
 }

@@ -449,8 +449,8 @@ class EndpointCore:
         self.on_failure = None
         if self.handle is not None:
             self._force_close()
-        elif self.engine.closing:
-            self.close_left()
+        elif self._left is not None and self.engine.closing:
+            self._close_left()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
         callback, self.on_close = self.on_close, None
@@ -491,79 +491,74 @@ class EndpointCore:
 
     def _force_close(self) -> None:
         engine = self.engine
+        sending = self._sending()
         chains = self.forcible and lib.tu_chains_in_flight(self.handle)
-        writes = chains or self._sending() or self.error is not None
-        over_tcp = self.forcible and writes and self.over_tcp()
         handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.
             if self.error is None:
-                verdict = lib.tu_endpoint_close(handle, False)
+                verdict = lib.tu_endpoint_close(handle, lib.TU_CLOSE)
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
-        elif not over_tcp or (flush := self._begin_flush(handle)) is None:
-            self._close_native(handle)
         elif chains or engine.closing:
-            self._close_native(handle, stop_writing=True)
-        else:
-            self._finish_writing(handle, flush)
+            self._close_native(handle, lib.TU_CLOSE_STOP)
+        elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
+            self._finish_writing(handle)
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
     def _sending(self) -> bool:
         return any(operation.pins for operation in self.pending)
 
-    def _begin_flush(self, handle: Any) -> Operation | None:
-        """Begins a flush, which ends when the sockets have taken what UCX has to write.
-
-        Returns:
-            None: they have, or it could not begin.
-        """
-        verdict = lib.tu_endpoint_flush_ucx(handle)
-        return Operation(self.engine, verdict, None, "writing what an endpoint has to send") if verdict > 0 else None
-
-    def _finish_writing(self, handle: Any, flush: Operation | None) -> None:
+    def _finish_writing(self, handle: Any) -> None:
         """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
 
-        When both sides close a TCP connection, and UCX 1.22 still has something to write, it may use its endpoint after
-        it has freed it (docs/ucx-reports.md: "TCP: both sides close by force"). If it is kept from writing, it keeps
-        the socket until the peer closes its end, which for the same reason the peer may not be able to do.
+        If UCX 1.22 still has something to write when the peer closes its end, too, it may use the endpoint after it has
+        freed it (docs/ucx-reports.md: "TCP: both sides close by force"). If it is kept from writing, it keeps the
+        socket until the peer has closed its end, which is not possible if the peer is kept from writing, too.
         """
         self._left = handle
 
         async def finish() -> None:
-            nonlocal flush
+            lost = UCXError, trio.BrokenResourceError, trio.ClosedResourceError
             try:
-                with (
-                    trio.move_on_after(WRITING_TIME),
-                    suppress(UCXError, trio.BrokenResourceError, trio.ClosedResourceError),
-                ):
-                    while flush is not None:
-                        await self.engine.waiting.wait(flush)
-                        await self.wait_until(lambda: not self._sending())
-                        flush = self._begin_flush(handle) if self._left else None
+                with trio.move_on_after(WRITING_TIME), suppress(*lost):
+                    await self.wait_until(lambda: not self._sending())
+                    await self._flush(handle)
             finally:
-                self.close_left(stop_writing=flush is not None)
+                self._close_left()
 
         try:
             self.engine.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
         except RuntimeError:  # the run has ended
-            self.close_left()
+            self._close_left()
 
-    def close_left(self, *, stop_writing: bool = True) -> None:
+    async def _flush(self, handle: Any) -> None:
+        """Waits until UCX has written what it has to, as long as it is not closed."""
+        verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
+        if verdict > 0:
+            flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
+            self.engine.progress()
+            await self.engine.waiting.wait(flush)
+
+    def _close_left(self) -> None:
         """Closes UCX's endpoint if :meth:`_finish_writing` has not done that yet."""
         handle, self._left = self._left, None
         if handle is not None and self.engine.usable:
-            self._close_native(handle, stop_writing=stop_writing)
+            self._close_native(handle, lib.TU_CLOSE_STOP)
             self.engine.progress()
 
-    def _close_native(self, handle: Any, *, stop_writing: bool = False) -> None:
-        verdict = lib.tu_endpoint_close(handle, stop_writing)
+    def _close_native(self, handle: Any, how: int) -> bool:
+        """Closes UCX's endpoint by force. Returns False if UCX still has something to write."""
+        verdict = lib.tu_endpoint_close(handle, how)
+        if verdict == Status.BUSY:
+            return False
         if verdict > 0:
             CloseOperation(self.engine, verdict, self, handle)
         else:
             self.closed(handle)
+        return True
 
     def follow(self, other: EndpointCore) -> None:
         """Ends as the endpoint did that watched for it."""
