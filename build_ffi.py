@@ -29,6 +29,7 @@ SOURCES = [
     "operation.c",
     "sockaddr.c",
     "sockets.c",
+    "data_ports.c",
     "endpoint.c",
     "listener.c",
     "query.c",

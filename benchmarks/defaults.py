@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,12 +61,13 @@ def trials(options: Sequence[Option]) -> list[Trial]:
 
 async def measure(transports: str, seconds: float) -> list[Trial]:
     done = []
+    authkey = secrets.token_hex(16)
     async with (
-        open_server(transports) as address,
+        open_server(transports, authkey) as address,
         chosen_worker(transports) as worker,
-        connect(address, worker=worker) as connection,
+        connect(address, worker=worker, authkey=authkey.encode()) as connection,
     ):
-        client = Client(connection)
+        client = Client(connection, authkey.encode())
         await client.introduce()
         await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         lanes = connection.endpoint.transports

@@ -45,6 +45,9 @@ MAX_JOBS = 64
 STALL_TIMEOUT = 60  # seconds in which something has to move
 LONGEST_ENTRY = 2**14  # room for two paths of PATH_MAX bytes
 
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+
 PLAN = struct.Struct("<HQ")  # jobs, bytes altogether
 
 
@@ -186,7 +189,7 @@ async def send_tree(source: str, entries: list[Entry], jobs: int, transfer: Tran
 
 async def send(source: str, address: tuple[str, int], jobs: int) -> None:
     entries = await trio.to_thread.run_sync(scan, source)
-    async with trio_ucx.connect(address, max_message_size=LONGEST_ENTRY) as connection:
+    async with trio_ucx.connect(address, max_message_size=LONGEST_ENTRY, authkey=AUTHKEY) as connection:
         await converse(connection, "sending", partial(send_tree, source, entries, jobs))
 
 
@@ -300,7 +303,8 @@ async def receive(destination: str, address: tuple[str, int]) -> None:
     root = os.open(destination, os.O_RDONLY | os.O_DIRECTORY)
     try:
         host, port = address
-        listener, *others = await trio_ucx.open_ucx_listeners(port, host=host, max_message_size=LONGEST_ENTRY)
+        open_listeners = partial(trio_ucx.open_ucx_listeners, max_message_size=LONGEST_ENTRY, authkey=AUTHKEY)
+        listener, *others = await open_listeners(port, host=host)
         for other in others:  # a host name may have several addresses
             await other.aclose()
         async with listener:

@@ -70,6 +70,8 @@ MAX_SIZE, MAX_VALUE = 2**LENGTH_SHIFT - 1, 2**16 - 1
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
 PATIENCE = 10  # seconds for a server to say where its table is
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 
 class TableError(Exception):
@@ -102,7 +104,7 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
     with ucp.open_context(features=FEATURES) as context, context.allocate(size) as memory:
         lay_out(memory, buckets or max(1, size // 256))
         async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
-            serving = partial(trio_ucx.serve_ucx, introduce, port, host=host, worker=worker)
+            serving = partial(trio_ucx.serve_ucx, introduce, port, host=host, worker=worker, authkey=AUTHKEY)
             for listener in await nursery.start(serving):  # a host name may have several addresses
                 host, port = listener.address
                 print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
@@ -211,7 +213,7 @@ class Table:
 @asynccontextmanager
 async def open_table(address: tuple[str, int]) -> AsyncIterator[Table]:
     async with ucp.open_worker(features=FEATURES) as worker:
-        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker, authkey=AUTHKEY)
         async with connection:
             descriptor = b""
             with trio.move_on_after(PATIENCE):

@@ -20,6 +20,7 @@ import stat
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import attrs
 import h11
@@ -29,6 +30,8 @@ import trio_ucx
 
 PIECE = 2**18
 STALL_TIMEOUT = 60  # seconds in which something has to move
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 
 class Failed(Exception):
@@ -106,7 +109,7 @@ async def run(options: argparse.Namespace) -> None:
     tls = make_tls(options.tls) if options.tls else None
     output = options.output or sys.stdout.fileno()
     open_stream: Callable[..., Awaitable[trio.abc.Stream]]
-    open_stream = trio.open_tcp_stream if options.tcp else trio_ucx.open_ucx_stream
+    open_stream = trio.open_tcp_stream if options.tcp else partial(trio_ucx.open_ucx_stream, authkey=AUTHKEY)
     with trio.fail_after(STALL_TIMEOUT) as watchdog:
         stream: trio.abc.Stream = await open_stream(host, port)
         async with stream, await trio.open_file(output, "wb", closefd=options.output is not None) as file:

@@ -42,6 +42,8 @@ import trio_ucx
 
 PIECE = 2**18
 LINGER = 2  # seconds for a client to read why we hang up
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 HANG_UP = "Connection", "close"
 NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO
 
@@ -232,7 +234,8 @@ async def run(options: argparse.Namespace) -> None:
     tls = load_certificate(*options.tls) if options.tls else None
     host, port = options.listen
     handler = partial(handle, options.directory.resolve(), tls, options.timeout)
-    serve: Callable[..., Awaitable[None]] = trio.serve_tcp if options.tcp else trio_ucx.serve_ucx
+    serve: Callable[..., Awaitable[None]]
+    serve = trio.serve_tcp if options.tcp else partial(trio_ucx.serve_ucx, authkey=AUTHKEY)
     async with trio.open_nursery() as nursery:
         await nursery.start(heed_signals)
         for listener in await nursery.start(partial(serve, handler, port, host=host)):

@@ -6,9 +6,9 @@
 
 In programs of your own, which bring their methods along:
 
-    await trio_ucx.serve_ucx(partial(rpc.answer_calls, {"add": add}), 13337)
+    await trio_ucx.serve_ucx(partial(rpc.answer_calls, {"add": add}), 13337, authkey=key)
 
-    async with rpc.open_client("10.0.0.5:13337") as client:
+    async with rpc.open_client("10.0.0.5:13337", authkey=key) as client:
         with trio.fail_after(2):
             assert await client.call("add", a=1, b=2) == 3
 
@@ -53,6 +53,8 @@ REQUESTS = 0
 SILENCE = 2**31 - 1  # nobody sends with this tag: a receive ends when the connection does
 MAX_CALLS = 256
 MAX_HEADER = 2**16  # bytes of JSON
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 
 class RpcError(Exception):
@@ -294,14 +296,14 @@ METHODS: dict[str, Method] = {"add": add, "sleep": sleep, "noise": noise, "echo"
 async def serve(address: tuple[str, int]) -> None:
     host, port = address
     async with trio.open_nursery() as nursery:
-        serving = partial(trio_ucx.serve_ucx, partial(answer_calls, METHODS), port, host=host)
+        serving = partial(trio_ucx.serve_ucx, partial(answer_calls, METHODS), port, host=host, authkey=AUTHKEY)
         for listener in await nursery.start(serving):  # a host name may have several addresses
             host, port = listener.address
             print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
 
 
 async def call(address: tuple[str, int], method: str, arguments: dict[str, Any]) -> None:
-    async with open_client(address) as client:
+    async with open_client(address, authkey=AUTHKEY) as client:
         result = await client.call(method, **arguments)
     if isinstance(result, bytes):
         sys.stdout.buffer.write(result)

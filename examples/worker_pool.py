@@ -27,6 +27,7 @@ import argparse
 import hashlib
 import itertools
 import math
+import os
 import signal
 import struct
 import sys
@@ -46,6 +47,8 @@ import trio_ucx
 
 MAX_DEATHS = 3
 AHEAD = 64  # tasks that `map` queues ahead
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 Function = Callable[[bytes], bytes]
 
@@ -250,7 +253,7 @@ async def open_pool(address: tuple[str, int] = ("127.0.0.1", 0), patience: float
     Raises:
         PoolError: there has been no worker for ``patience`` seconds.
     """
-    listener, *others = await trio_ucx.open_ucx_listeners(address[1], host=address[0])
+    listener, *others = await trio_ucx.open_ucx_listeners(address[1], host=address[0], authkey=AUTHKEY)
     for other in others:  # a host name may have several addresses
         await other.aclose()
     pool = Pool(listener.address, patience=patience)
@@ -285,7 +288,7 @@ async def work(address: tuple[str, int], functions: Mapping[str, Function]) -> N
             await connection.send(kind.encode())
             await connection.send(result)
 
-    connection = await trio_ucx.open_ucx_stream(*address)
+    connection = await trio_ucx.open_ucx_stream(*address, authkey=AUTHKEY)
     async with aclosing(connection), trio.open_nursery() as nursery:  # closes gracefully even when cancelled
         scope = trio.CancelScope()
         async for name in connection.messages():

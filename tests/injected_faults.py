@@ -6,6 +6,7 @@ Tests of what users can do need none of these. The functions that take a ``monke
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint, _receive_queue
 from trio_ucx.ucp import _shared_memory as shared_memory
 from trio_ucx.ucp._engine import data_ports, numbering, shutdown
+from trio_ucx.ucp._engine.data_ports import DataPorts
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
 from trio_ucx.ucp._status import error_from_status
@@ -154,10 +156,34 @@ def have_no_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_ports, "_SO_ATTACH_FILTER", 9999)
 
 
+def have_an_unknown_address_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX's worker addresses have a layout that the library does not know."""
+
+    def refuse(address: bytes) -> None:
+        raise ValueError("it makes no sense")
+
+    monkeypatch.setattr(data_ports, "parse_worker_address", refuse)
+
+
+def miss_where_ucx_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX calls listen() by a way that the library does not see."""
+    created = DataPorts.__init__
+
+    def see_nothing(ports: DataPorts, found: Any, address: bytes) -> None:
+        for fd in found.fds[0 : found.count]:  # they have no filter then
+            with data_ports._borrowed(fd) as borrowed:
+                assert borrowed is not None
+                borrowed.setsockopt(socket.SOL_SOCKET, data_ports._SO_DETACH_FILTER, bytes(4))
+        found.count = 0
+        created(ports, found, address)
+
+    monkeypatch.setattr(DataPorts, "__init__", see_nothing)
+
+
 def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has no shared memory of System V, and no device files, such as those of xpmem and knem."""
     monkeypatch.setattr("os.path.exists", lambda path: False)
-    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda: OSError(errno.ENOSPC, "none left"))
+    monkeypatch.setattr(shared_memory, "_sysv_problem", lambda options: OSError(errno.ENOSPC, "none left"))
 
 
 def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:

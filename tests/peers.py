@@ -140,7 +140,7 @@ async def silent(window: int = 2**20, host: str = "127.0.0.1") -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         await trio.sleep_forever()
 
-    await serve(handler, window=window, host=host)
+    await serve(handler, window=window, host=host, allow_anyone=True)
 
 
 @role
@@ -765,6 +765,11 @@ def transports_of(connection: trio_ucx.Connection) -> list[str]:
     return sorted({transport.name for transport in connection.endpoint.transports})
 
 
+def with_authkey(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a connection, of which JSON has no bytes."""
+    return {**options, "authkey": options["authkey"].encode()} if "authkey" in options else options
+
+
 @role
 async def host(hosts: list[str], options: dict[str, Any]) -> None:
     """Sends every message back. Reports its addresses; at the end, its connections' transports and its log."""
@@ -783,6 +788,7 @@ async def host(hosts: list[str], options: dict[str, Any]) -> None:
     async with trio.open_nursery() as nursery:
         addresses = []
         for name in hosts:
+            options = {"allow_anyone": True, **with_authkey(options)}
             [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host=name, **options))
             addresses.append(listener.address)
         say(addresses)
@@ -794,7 +800,7 @@ async def host(hosts: list[str], options: dict[str, Any]) -> None:
 def keep_log(log: list[str]) -> None:
     class Keeping(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            log.append(record.getMessage())
+            log.append(f"{record.levelname} {record.getMessage()}")
 
     logger = logging.getLogger("trio_ucx")
     logger.addHandler(Keeping())
@@ -809,7 +815,8 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
     address = await ask()
     start = trio.current_time()
     try:
-        async with trio_ucx.connect(address if isinstance(address, str) else tuple(address), **options) as connection:
+        address = address if isinstance(address, str) else tuple(address)
+        async with trio_ucx.connect(address, **with_authkey(options)) as connection:
             for size in sizes:
                 data = pattern(size, size)
                 for _ in range(3):
@@ -822,6 +829,21 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
         say(said)
     except OSError as error:
         say([type(error).__name__, error.errno, str(error), trio.current_time() - start])
+
+
+@role
+async def reconnecting(seconds: float) -> None:
+    """Connects to the address that the test sends, again and again. Reports how often."""
+    address = tuple(await ask())
+    end, count = trio.current_time() + seconds, 0
+    while trio.current_time() < end:
+        async with trio_ucx.connect(address) as connection:
+            await connection.send(b"hello")
+            if await connection.receive() != b"hello":
+                raise AssertionError("wrong data")
+        count += 1
+        await trio.sleep(0.1)  # each connection takes a port of a small range for a while
+    say([count])
 
 
 @role
@@ -984,7 +1006,9 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
         options = {"keepalive_interval": cases[number][1]}
         async with ucp.open_worker() as worker:
             if address is None:
-                [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
+                [listener] = await trio_ucx.open_ucx_listeners(
+                    0, host=host, worker=worker, allow_anyone=True, **options
+                )
                 async with listener:
                     task_status.started(listener.address)
                     connection = await listener.accept()

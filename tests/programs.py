@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -133,29 +133,33 @@ def program(path: Path, *arguments: object, transports: str | None = None) -> It
 
 COMMAND = [sys.executable, "-m", "trio_ucx"]
 TIMEOUT = 60
+AUTHKEY = "a key for programs in tests"
 QUICK = ["--sizes", "8,1k,64k", "--iterations", "20"]
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without UCX's options. Child processes turn warnings, such as those for leaks, into
-    errors.
+def environment(without: Sequence[str] = (), **changes: str) -> dict[str, str]:
+    """This process's environment with a key for ``perf``, and without UCX's options. Warnings, such as those for leaks,
+    are errors there.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    return {**clean, "PYTHONWARNINGS": "error", **changes}
+    clean |= {"PYTHONWARNINGS": "error", "TRIO_UCX_AUTHKEY": AUTHKEY, **changes}
+    return {name: value for name, value in clean.items() if name not in without}
 
 
-def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, without: Sequence[str] = (), **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], env=environment(**changes), capture_output=True, text=True, timeout=TIMEOUT
+        [*COMMAND, *arguments], env=environment(without, **changes), capture_output=True, text=True, timeout=TIMEOUT
     )
 
 
 @contextlib.contextmanager
-def start_cli(*arguments: str, stderr: int = subprocess.PIPE, **changes: str) -> Iterator[subprocess.Popen[str]]:
+def start_cli(
+    *arguments: str, stderr: int = subprocess.PIPE, without: Sequence[str] = (), **changes: str
+) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, which is killed at the end of the block if it still runs."""
     process = subprocess.Popen(
         [*COMMAND, *arguments],
-        env=environment(**changes),
+        env=environment(without, **changes),
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
@@ -176,6 +180,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def listening_address(server: subprocess.Popen[str]) -> str:
-    line = read_line(server)
-    assert line.startswith("listening at "), line
+    assert server.stdout is not None
+    line, other_side = read_line(server), server.stdout.readline()
+    assert line.startswith("listening at ") and other_side.startswith("on the other machine"), (line, other_side)
     return line.split()[-1]

@@ -108,6 +108,7 @@ async def side(host: str | None, answers_after: float) -> None:
     async with AsyncExitStack() as stack:
         context = stack.enter_context(ucp.open_context(features=REMOTE))
         worker = await stack.enter_async_context(ucp.open_worker(context=context))
+        worker.admit("0.0.0.0/0", "::/0")  # the other side is on another host, and may be the first to connect
         own = stack.enter_context(context.allocate(8 + LARGEST))
         own.memoryview[:8] = bytes(8)
         answers = stack.enter_context(worker.open_active_messages(ANSWER, max_bytes=2**24))

@@ -83,6 +83,9 @@ class SimulatedTagDispatch:
         self.sinks: dict[int, Any] = {}
         self.arena = memoryview(b"")
 
+    def remove(self, id: int) -> None:
+        self.sinks.pop(id, None)
+
     def expect_rendezvous(self, threshold: int) -> None:
         pass
 

@@ -226,7 +226,8 @@ def test_header() -> None:
     refused(bytes([0x00]) + blob[1:], "no worker uid")
     refused(b"\x61\x12" + blob[1:], "unknown flags 0x10")
     refused(b"\x30" + blob[1:9] + b"\x20" + b"n" * 32 + blob[9:], "name has 32 bytes")
-    refused(b"\x30" + blob[1:9] + b"\x03a\x1bb" + blob[9:], "control characters")
+    for name in (b"a\x1bb", "a\x9bb".encode(), "a\u202eb".encode()):
+        refused(b"\x30" + blob[1:9] + bytes([len(name)]) + name + blob[9:], "unprintable characters")
 
 
 def test_devices() -> None:

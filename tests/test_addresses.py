@@ -15,7 +15,11 @@ import trio
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.ucp._address import in_another_network_namespace
+from trio_ucx.ucp._option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._process import NOBODY, Process
+
+#: How many bytes of a worker address say the sizes.
+SIZES = 4 * len(DEFAULT_SIZES)
 
 PAIRS = {
     "10.0.0.5:13337": ("10.0.0.5", 13337),
@@ -116,11 +120,20 @@ async def test_worker_address_of_version_5(worker: ucp.Worker) -> None:
     """It did not say the features of the worker's context."""
     address = worker.address
     data = bytes(address)
-    assert address.features != ucp.Feature.ALL and data[-5] == 6
-    older = ucp.WorkerAddress(with_checksum(data[: -9 - 4] + data[-9:-5] + bytes([5])))
+    assert address.features != ucp.Feature.ALL and data[-5] == 7
+    older = ucp.WorkerAddress(with_checksum(data[: -9 - 4 - SIZES] + data[-9:-5] + bytes([5])))
     assert older.features == ucp.Feature.ALL
     assert (older.ucx, older.process, older.shared_memory) == (address.ucx, address.process, address.shared_memory)
     assert older.network_namespace == address.network_namespace
+
+
+async def test_worker_address_of_version_6(worker: ucp.Worker) -> None:
+    """It did not say the sizes of segments and queues."""
+    address = worker.address
+    data = bytes(address)
+    older = ucp.WorkerAddress(with_checksum(data[: -9 - SIZES] + data[-9:-5] + bytes([6])))
+    assert (older.features, older.sizes) == (address.features, ()) and address.sizes == DEFAULT_SIZES
+    assert ucp.WorkerAddress(bytes(older)) == older
 
 
 async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
@@ -129,13 +142,13 @@ async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
     version = data[-5]
     for other in (version + 1, 4, 0, 255):
         changed = with_checksum(b"fields of another version" + data[-9:-5] + bytes([other]))
-        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks versions 5 and {version}"):
+        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks versions 5 to {version}"):
             ucp.WorkerAddress(changed)
         with pytest.raises(ValueError, match="no worker address, or damaged"):
             ucp.WorkerAddress(data[:-5] + bytes([other]) + data[-4:])
 
 
-@pytest.mark.parametrize(("version", "size"), [(5, 45), (6, 49)])
+@pytest.mark.parametrize(("version", "size"), [(5, 45), (6, 49), (7, 49 + SIZES)])
 async def test_worker_address_that_is_too_short(worker: ucp.Worker, version: int, size: int) -> None:
     """...for its fields, or has nothing of UCX's before them."""
     end = bytes(worker.address)[-9:-5] + bytes([version])

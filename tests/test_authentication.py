@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import ssl
 import struct
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,17 @@ from helpers import Certificates, pattern, until
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import _unix, ucp
+from trio_ucx._arguments import check_exchange_options
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._handshake.exchange import Kind
+from trio_ucx._handshake import server as server_side
+from trio_ucx._handshake.exchange import Exchange, Kind
 from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.testing import internals
 from trio_ucx.ucp._process import this_host
 
 KEY = b"correct horse battery staple"
+OTHER_KEY = b"16 other letters"
 HEAD = struct.Struct("<IB")
 PREAMBLE = 44
 
@@ -93,7 +99,8 @@ async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
         ):
             with pytest.raises(ssl.SSLCertVerificationError) as caught:
                 await trio_ucx.connect(address, worker=worker, **{"ssl_context": context, **options}).__aenter__()
-            assert any("trust the other" in note for note in caught.value.__notes__)
+            assert f"connecting to {address[0]}:{port}: " in str(caught.value)
+            assert "trust the other" in str(caught.value)
         await until(lambda: listener.statistics().refused == before + 3)
         await until(lambda: listener.statistics().handshaking == 0)
 
@@ -162,6 +169,49 @@ async def test_deadline_in_the_tls_handshake(worker: ucp.Worker, certificates: C
         await expect_nothing_left(worker, listener, 3)
 
 
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+async def test_strangers_do_not_shut_out_clients(
+    worker: ucp.Worker, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sockets that stop after the TLS handshake, in it or before it, and new ones all the time, at one address."""
+    monkeypatch.setattr(server_side, "MAX_EXCHANGES", 24)
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        certificates.client.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    begin = hello.read()
+    held: deque[socket.socket] = deque()
+    async with listening(worker, ssl_context=certificates.server, authkey=KEY) as listener:
+        async with in_the_middle(listener.address) as proxy, trio.open_nursery() as nursery, AsyncExitStack() as stack:
+            proxy.delay = 0.02
+
+            async def strangers() -> None:
+                for number in itertools.count():
+                    held.append(stack.enter_context(socket.create_connection(listener.address)))
+                    held[-1].sendall((b"", begin[:100], begin)[number % 3])
+                    if len(held) > 48:
+                        held.popleft().close()
+                        await trio.sleep(1 / 30)
+
+            for _ in range(24):
+                held.append(stack.enter_context(socket.create_connection(listener.address)))
+                stream = trio.SocketStream(trio.socket.from_stdlib_socket(held[-1].dup()))
+                await trio.SSLStream(stream, certificates.client, server_hostname="localhost").do_handshake()
+                await trio.aclose_forcefully(stream)
+            nursery.start_soon(strangers)
+            await until(lambda: listener.statistics().handshaking == 24)
+            for _ in range(3):
+                await expect_works(
+                    worker,
+                    listener,
+                    proxy.address,
+                    authkey=KEY,
+                    ssl_context=certificates.client,
+                    server_hostname="localhost",
+                    connect_timeout=5,
+                )
+            nursery.cancel_scope.cancel()
+
+
 async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
     """As health checks do. Nobody else is affected."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"
@@ -186,7 +236,7 @@ async def test_tls_and_authkey_at_a_unix_socket(worker: ucp.Worker, certificates
     async with listening(worker, f"unix:{tmp_path}/socket", ssl_context=certificates.server, authkey=KEY) as listener:
         options = {"ssl_context": certificates.client, "server_hostname": "localhost"}
         await expect_works(worker, listener, authkey=KEY, **options)
-        for wrong in ({"authkey": b"x", **options}, {"authkey": KEY}, options):
+        for wrong in ({"authkey": OTHER_KEY, **options}, {"authkey": KEY}, options):
             with pytest.raises(ConnectionRefusedError):
                 await trio_ucx.connect(listener.address, worker=worker, **wrong).__aenter__()
         with pytest.raises(ValueError, match="server_hostname= is missing"):
@@ -205,11 +255,13 @@ class Proxy:
     Attributes:
         change: for the number of a connection, which direction to change ("client" is what it sends) and at which byte.
         recorded: what each connection's sides have sent, as it reached the other.
+        delay: seconds by which everything comes later.
     """
 
     target: tuple[str, int]
     change: Callable[[int], tuple[str, int] | None] = lambda number: None
     recorded: list[dict[str, bytearray]] = attrs.field(factory=list)
+    delay: float = 0.0
     address: tuple[str, int] = ("", 0)
 
     async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
@@ -242,6 +294,7 @@ class Proxy:
                     chunk = bytearray(chunk)
                     chunk[at - len(record)] ^= 1 << at % 8
                 record += chunk
+                await trio.sleep(self.delay)
                 await sink.send_all(chunk)
             await sink.send_eof()
 
@@ -450,7 +503,7 @@ async def test_recorded_exchange_cannot_be_played_again(
         (None, KEY, "this client has no authkey, and its peer wants one|wants an authkey, and its peer has none"),
         (KEY, None, "this client wants an authkey, and its peer has none|has no authkey, and its peer wants one"),
         (KEY, KEY[:-1], "the authkeys of the two sides differ"),
-        (b"x", KEY, "the authkeys of the two sides differ"),
+        (OTHER_KEY, KEY, "the authkeys of the two sides differ"),
     ],
 )
 async def test_keys_that_differ(
@@ -479,14 +532,27 @@ async def test_keys_that_differ(
 
 async def test_authkey(worker: ucp.Worker, transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as other:
-        for key in (b"x", KEY, bytes(1000), bytearray(b"a bytearray")):
+        for key in (OTHER_KEY, KEY, bytes(1000), bytearray(b"a key in a bytearray")):
             async with listening(worker, authkey=key) as listener:
                 await expect_works(other, listener, authkey=key)
-    for bad, kind in (("text", TypeError), (b"", ValueError), (7, TypeError)):
-        with pytest.raises(kind, match="authkey"):
-            trio_ucx.connect("127.0.0.1:1", authkey=bad)
-        with pytest.raises(kind, match="authkey"):
-            await trio_ucx.open_ucx_listeners(0, worker=worker, authkey=bad)
+    for bad, kind in (("text", TypeError), (b"", ValueError), (OTHER_KEY[1:], ValueError), (7, TypeError)):
+        words = "authkey must be bytes" if kind is TypeError else r"authkey has \d+ bytes.* secrets\.token_bytes\(32\)"
+        for attempt in (
+            lambda bad=bad: trio_ucx.connect("127.0.0.1:1", authkey=bad),
+            partial(trio_ucx.open_ucx_stream, "127.0.0.1", 1, authkey=bad),
+            partial(trio_ucx.open_ucx_listeners, 0, worker=worker, authkey=bad),
+        ):
+            with pytest.raises(kind, match=words) as caught:
+                await attempt()
+            assert "letters" not in str(caught.value)
+
+
+def test_the_authkey_is_not_shown() -> None:
+    """In no text of an object that holds it."""
+    options = check_exchange_options("auto", 20, KEY, None)
+    assert options.authkey == KEY
+    for holder in (options, Exchange(is_client=True, software="", authkey=KEY), trio_ucx.connect("a:1", authkey=KEY)):
+        assert "horse" not in repr(holder) and "horse" not in str(holder)
 
 
 #: What a client without the key says after a preamble that claims to have it.
@@ -540,7 +606,7 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
         await trio_ucx.connect(f"unix:{path}", worker=worker).__aenter__()
     async with listening(worker, f"unix:{path}") as listener:
         await expect_works(worker, listener)
-        with pytest.raises(OSError, match="another process listens there already") as caught:
+        with pytest.raises(OSError, match="another process has bound it already") as caught:
             await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
         assert caught.value.errno == errno.EADDRINUSE
         await expect_works(worker, listener)
@@ -553,7 +619,7 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
                 probe.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
                     probe.connect(str(path))
-            with pytest.raises(OSError, match="another process listens") as caught:
+            with pytest.raises(OSError, match="another process has bound it") as caught:
                 await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
             assert caught.value.errno == errno.EADDRINUSE
     path.unlink()
@@ -572,6 +638,122 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
     assert path.is_symlink()
+
+
+async def test_bound_path_of_a_process_that_does_not_listen_yet(worker: ucp.Worker, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM):
+        with socket.socket(socket.AF_UNIX, kind) as bound:
+            bound.bind(str(path))
+            with pytest.raises(OSError, match="another process has bound it already") as caught:
+                await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+            assert caught.value.errno == errno.EADDRINUSE and path.is_socket()
+        path.unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_attempt_at_a_taken_path_does_not_disturb(worker: ucp.Worker, tmp_path: Path) -> None:
+    async with listening(worker, f"unix:{tmp_path}/socket") as listener:
+        for _ in range(3):
+            with pytest.raises(OSError, match="bound it already"):
+                await trio_ucx.open_ucx_listeners(0, host=f"unix:{tmp_path}/socket", worker=worker)
+        await expect_works(worker, listener)
+        assert listener.statistics().refused == 0
+
+
+@pytest.mark.parametrize("step", ["stat", "flock", "connect", "unlink"])
+async def test_servers_that_find_the_same_stale_path(
+    worker: ucp.Worker, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server comes before each step of the one that replaces the path: one of them gets it, and keeps it."""
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(path)
+    opened: list[Any] = []
+
+    def open_one() -> None:
+        try:
+            opened.append(_unix.open_unix_listener(path, 5))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+            opened.append(None)
+
+    def other_first(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            patch.undo()
+            open_one()
+            return original(*args, **options)
+
+        return step
+
+    patch = monkeypatch
+    owner, name = {
+        "stat": (os, "stat"),
+        "flock": (_unix.fcntl, "flock"),
+        "connect": (_unix, "_is_bound"),
+        "unlink": (os, "unlink"),
+    }[step]
+    patch.setattr(owner, name, other_first(getattr(owner, name)))
+    open_one()
+    assert len(opened) == 2
+    [(listener, remove)] = [each for each in opened if each is not None]
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+    remove()
+    listener.socket.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_lock_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had it removes its file. A lock on that file counts no longer: another server may have made a new one."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    flock = _unix.fcntl.flock
+
+    def replace_first(*args: Any) -> None:
+        (tmp_path / "socket.lock").unlink()
+        (tmp_path / "socket.lock").touch()
+        flock(*args)
+
+    monkeypatch.setattr(_unix.fcntl, "flock", replace_first)
+    with pytest.raises(OSError, match="bound it already"):
+        _unix.open_unix_listener(str(path), 5)
+    assert path.is_socket() and (tmp_path / "socket.lock").exists()
+
+
+async def test_path_that_a_client_is_bound_to(
+    worker: ucp.Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may contain what moves a terminal's cursor, or is no UTF-8: it is shown without that."""
+    caplog.set_level("INFO", "trio_ucx")
+    async with listening(worker, f"unix:{tmp_path}/socket") as listener:
+        for number, part in enumerate((b"\x1b[2J\n", "\u202e\u009b".encode(), b"\xff")):
+            path = os.fsencode(tmp_path) + b"/" + str(number).encode() + part
+            shown = f"unix:{tmp_path}/{number}"
+
+            async def open_bound(path: bytes = path) -> trio.SocketStream:
+                bare = trio.socket.socket(socket.AF_UNIX)
+                await bare.bind(path)
+                await bare.connect(f"{tmp_path}/socket")
+                return trio.SocketStream(bare)
+
+            async with await open_bound() as stranger:
+                await stranger.send_all(b"nonsense")
+                await until(lambda number=number: listener.statistics().refused > number)
+            os.unlink(path)
+            monkeypatch.setattr(trio, "open_unix_socket", lambda _, open_bound=open_bound: open_bound())
+            client = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
+            server = await listener.accept()
+            client.abort()
+            server.abort()
+            with pytest.raises(trio.ClosedResourceError) as caught:
+                await server.send(b"")
+            for text in (repr(server), str(server.remote_address), str(caught.value)):
+                assert text.isprintable()
+            assert shown in repr(server) and server.remote_address is not None
+        logged = [record.getMessage() for record in caplog.records]
+        assert shown and any("/0?[2J?" in line for line in logged) and all(line.isprintable() for line in logged)
 
 
 async def test_path_of_a_successor_is_kept(worker: ucp.Worker, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 import typing
@@ -13,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from typing import Any
 
+import anyio
 import attrs
 import pytest
 import trio
@@ -658,3 +660,110 @@ async def test_checkpoints(transports: str, call: Call) -> None:
         async with set_stage(worker) as stage:
             with trio.fail_after(20):
                 await call(stage)
+
+
+# ---- a cancelled task, and something that was closed meanwhile ----
+
+
+@asynccontextmanager
+async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[[], Awaitable[Any]]]]:
+    """Calls of everything that is awaited, on objects that were closed."""
+    features, config = ucp.Feature.ALL, {"TLS": transports}
+    async with ucp.open_worker(config=config, features=features) as worker, set_stage(worker) as stage:
+        client, endpoint = stage.client, stage.raw_client
+        with worker.context.allocate(64) as own, endpoint.attach(own.descriptor) as memory:
+            chain = worker.new_chain()
+            chain.get(memory, 0, 8)
+            async with worker.open_active_messages(1) as active:
+                await stage.raw_server.am_send(1, b"data")
+                with trio.fail_after(5):
+                    message = await active.receive()
+                message.release()
+            client.abort()
+            endpoint.abort()
+            chain.close()
+            await stage.listener.aclose()
+            await stage.raw_listener.aclose()
+            async with ucp.open_worker(config=config, features=features) as closed:
+                address = closed.address
+            stream = trio_ucx.anyio.UCXStream(client)
+            buffer = bytearray(8)
+            atomics = ("add", "and_", "or_", "xor", "fetch_add", "fetch_and", "fetch_or", "fetch_xor", "swap")
+            yield {
+                **{f"RemoteMemory.{name}": partial(getattr(memory, name), 1) for name in atomics},
+                "ActiveMessage.receive": message.receive,
+                "ActiveMessage.receive_into": lambda: message.receive_into(buffer),
+                "ActiveMessages.receive": active.receive,
+                "ActiveMessages.__anext__": lambda: anext(aiter(active)),
+                "Connection.__anext__": lambda: anext(aiter(client)),
+                "Connection.receive": client.receive,
+                "Connection.receive_into": lambda: client.receive_into(buffer),
+                "Connection.receive_some": client.receive_some,
+                "Connection.send": lambda: client.send(b"data"),
+                "Connection.send_all": lambda: client.send_all(b"data"),
+                "Connection.send_eof": client.send_eof,
+                "Connection.wait_buffers_released": client.wait_buffers_released,
+                "Connection.wait_closed": client.wait_closed,
+                "Connection.wait_message": client.wait_message,
+                "Connection.wait_send_all_might_not_block": client.wait_send_all_might_not_block,
+                "Endpoint.am_send": lambda: endpoint.am_send(1, b"data"),
+                "Endpoint.flush": endpoint.flush,
+                "Endpoint.stream_receive": lambda: endpoint.stream_receive(buffer),
+                "Endpoint.stream_receive_some": endpoint.stream_receive_some,
+                "Endpoint.stream_send": lambda: endpoint.stream_send(b"data"),
+                "Endpoint.tag_send": lambda: endpoint.tag_send(b"data", 1),
+                "Endpoint.tag_send_sync": lambda: endpoint.tag_send_sync(b"data", 1),
+                "Listener.accept": stage.listener.accept,
+                "Messages.__anext__": lambda: anext(client.messages()),
+                "RawListener.__anext__": lambda: anext(aiter(stage.raw_listener)),
+                "RawListener.accept_request": stage.raw_listener.accept_request,
+                "RemoteMemory.compare_swap": lambda: memory.compare_swap(1, 2),
+                "RemoteMemory.flush": memory.flush,
+                "RemoteMemory.get": memory.get,
+                "RemoteMemory.get_into": lambda: memory.get_into(buffer),
+                "RemoteMemory.put": lambda: memory.put(b"data"),
+                "RequestChain.run": chain.run,
+                "RequestChain.wait_idle": chain.wait_idle,
+                "UCXStream.__anext__": lambda: anext(aiter(stream)),
+                "UCXStream.receive": stream.receive,
+                "UCXStream.send": lambda: stream.send(b"data"),
+                "UCXStream.send_eof": stream.send_eof,
+                "Worker.flush": closed.flush,
+                "Worker.open_endpoint": lambda: closed.open_endpoint(address),
+                "Worker.open_listener": lambda: closed.open_listener("127.0.0.1", 0),
+                "Worker.tag_receive": lambda: closed.tag_receive(buffer, 1),
+                "Worker.wait_stream_ready": closed.wait_stream_ready,
+            }
+
+
+#: What opens, enters or closes; and what needs an object that is gone with its worker.
+NOT_CALLED_WHEN_CLOSED = {
+    "ConnectionRequest.accept",
+    "Request.__await__",
+    "UCXListener.serve",
+    "Worker.tag_receive_message",
+    *(name for name in find() if "." not in name or name.startswith("Worker.open_") or name.endswith("aclose")),
+    *(name for name in find() if name.endswith(("enter__", "exit__", "__aiter__"))),
+} - {"Worker.open_endpoint", "Worker.open_listener"}
+
+
+CLOSED = trio.ClosedResourceError, anyio.ClosedResourceError, StopAsyncIteration, ValueError
+
+
+async def test_a_cancelled_task_gets_cancelled_rather_than_closed(transports: str) -> None:
+    async with set_closed_stage(transports) as calls:
+        assert set(calls) == find() - NOT_CALLED_WHEN_CLOSED
+        for name, call in calls.items():
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                try:
+                    await call()
+                except Exception as error:
+                    raise AssertionError(name) from error
+            assert scope.cancelled_caught, name
+            # not cancelled, it says that the thing is closed, or returns
+            with trio.fail_after(5):
+                with contextlib.suppress(
+                    trio.ClosedResourceError, anyio.ClosedResourceError, StopAsyncIteration, ValueError
+                ):
+                    await call()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import trio
-from programs import QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
+from programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 import trio_ucx
 from trio_ucx._cli import exchange, info, main, perf
@@ -173,6 +173,50 @@ def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
         assert server.returncode == 130
 
 
+def test_the_key_that_a_server_makes() -> None:
+    """It prints what to type on the other machine; nobody gets in without the key, from this machine either."""
+    with start_cli("perf", "--listen", "0", without=["TRIO_UCX_AUTHKEY"]) as server:
+        [port] = re.findall(r"^listening at 0\.0\.0\.0:(\d+)\n$", read_line(server))
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        typed = r"on the other machine: TRIO_UCX_AUTHKEY=(\w{32}) python -m trio_ucx perf (\S+):(\d+)\n"
+        found = re.fullmatch(typed, line)
+        assert found is not None and found[2] == socket.gethostname() and found[3] == port, line
+        address = f"127.0.0.1:{port}"
+        for key, status in ((found[1], 0), (AUTHKEY, 1)):
+            done = run_cli("perf", address, *QUICK, TRIO_UCX_AUTHKEY=key)
+            assert done.returncode == status and ("authkeys of the two sides differ" in done.stderr) == (status == 1)
+        done = run_cli("perf", address, without=["TRIO_UCX_AUTHKEY"])
+        assert done.returncode == 1 and "no authkey, and its peer wants one" in done.stderr
+    with start_cli("perf", "--listen", "127.0.0.1:0", "--json", without=["TRIO_UCX_AUTHKEY"]) as server:
+        assert len(json.loads(read_line(server))["authkey"]) == 32
+
+
+def test_keys_from_files_and_without(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"sixteen letters!\n")
+    options = ["--authkey-file", str(file)]
+    with start_cli("perf", "--listen", "127.0.0.1:0", "--json", *options) as server:  # rather than the environment's
+        said = json.loads(read_line(server))
+        assert list(said) == ["listening"]
+        assert run_cli("perf", said["listening"], *QUICK, *options).returncode == 0
+        assert run_cli("perf", said["listening"], *QUICK).returncode == 1
+    with start_cli("perf", "--listen", "127.0.0.1:0", "--json", "--allow-anyone") as server:
+        said = json.loads(read_line(server))
+        assert list(said) == ["listening"]
+        assert run_cli("perf", said["listening"], *QUICK, without=["TRIO_UCX_AUTHKEY"]).returncode == 0
+
+
+def test_keys_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"fifteen letters\n")
+    for wrong, words in ((file, "authkey has 15 bytes"), (tmp_path / "none", "No such file")):
+        with pytest.raises(SystemExit):
+            main(["perf", "--listen", "0", "--authkey-file", str(wrong)])
+        said = capsys.readouterr().err
+        assert words in said and str(wrong) in said and "letters" not in said
+
+
 def test_server_survives_a_lost_client() -> None:
     with start_cli("perf", "--listen", "127.0.0.1:0") as server:
         address = listening_address(server)
@@ -261,6 +305,84 @@ def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
         exchange.Round.from_message({**good, **change})
     with pytest.raises(PerfError, match="an invalid round"):
         exchange.Round.from_message({"kind": "stream"})
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "perf": {"perf": 1, "tune": 1, "trio_ucx": "0.1", "ucx": "1.22"},
+    "kind": {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5},
+    "open": {"open": [["RNDV_THRESH", "16k"]]},
+    "port": {"port": 65535},
+    "closed": {"closed": True, "why": ""},
+    "ready": {"ready": True},
+    "received": {"received": True},
+    "verified": {"verified": True},
+    "error": {"error": "no"},
+}
+
+
+def test_control_messages() -> None:
+    """Only what has the shape of a message is one, and no entry is of another type than it should be."""
+    assert set(GOOD) == set(exchange.SHAPES)
+    for entry, good in GOOD.items():
+
+        def read(message: object, entry: str = entry) -> dict[str, Any] | None:
+            return exchange.read_message(bytearray(json.dumps(message).encode()), entry)
+
+        found = read({**good, "more": [[]]})
+        assert found is not None and json.loads(json.dumps(found)) == good
+        for name in good:
+            rest = {each: value for each, value in good.items() if each != name}
+            assert name == "tune" or read(rest) is None
+            for bad in (
+                None,
+                -1,
+                1.5,
+                float("nan"),
+                2**70,
+                0 if name == "port" else [7],
+                {"a": 1},
+                [["x"]],
+                [[[], "y"]],
+            ):
+                assert read({**good, name: bad}) is None, (name, bad)
+            if isinstance(good[name], str):
+                long = read({**good, name: "\x1b]0;title\x07\n\ud800\u202e\u009b" + "x" * 5000})
+                assert long is not None and long[name].isprintable() and len(long[name]) == 1000
+    for data in (b"[" * 16000, b'{"perf":' * 2000, b"", b"\xff", b"1" * 16000, b"{}", b"[]", b'"perf"', b"null"):
+        assert exchange.read_message(bytearray(data), *GOOD) is None
+
+
+def test_no_client_ends_the_server_or_reaches_its_terminal() -> None:
+    """Whatever it says: the server's output stays one printable line for each, and it serves the next client."""
+    escape = "\x1b]0;title\x07\r\x9b2J\u202e"
+
+    async def visit(address: str) -> None:
+        for data in everything:
+            with trio.fail_after(TIMEOUT), contextlib.suppress(trio.BrokenResourceError, trio.EndOfChannel):
+                async with trio_ucx.connect(address, authkey=AUTHKEY.encode()) as connection:
+                    await connection.send(data)
+                    await connection.receive()
+                    await connection.receive()
+
+    hello = {"perf": 1, "tune": 1, "trio_ucx": escape, "ucx": "1"}
+    everything = [
+        b"[" * 100_000,
+        b"[" * 10_000,
+        b'{"perf": ' * 1000,
+        bytes(2**20),
+        *(json.dumps(message).encode() for message in ({**hello, "perf": 7}, {"error": escape}, {"perf": escape})),
+        json.dumps({"error": escape}, ensure_ascii=False).encode(),
+    ]
+    with start_cli("perf", "--listen", "127.0.0.1:0") as server:
+        address = listening_address(server)
+        trio.run(visit, address)
+        done = run_cli("perf", address, *QUICK, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=TIMEOUT)
+    lines = errors.splitlines()
+    assert len(lines) == len(everything) and all(line.startswith("client ") for line in lines), errors
+    assert all(line.isprintable() for line in lines) and "100000 bytes is too long" in lines[0]
 
 
 async def test_other_programs_are_told() -> None:
@@ -369,6 +491,10 @@ def test_no_process_outlives_a_killed_command() -> None:
         (["perf", "--listen", "0", "host:1"], "not allowed with"),
         (["perf", "--listen", "0", "--sizes", "8"], "the client chooses"),
         (["perf", "--transports", " "], "needs the name of a transport"),
+        (["perf", "--allow-anyone"], "is for --listen"),
+        (["perf", "--allow-anyone", "host:1"], "is for --listen"),
+        (["perf", "--authkey-file", "/dev/null"], "with an ADDRESS"),
+        (["perf", "--listen", "0", "--authkey-file", "x", "--allow-anyone"], "not allowed with"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

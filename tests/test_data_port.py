@@ -6,6 +6,9 @@ UCX trusts peers that speak its protocol (docs/guide.md, Trust); these are not t
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import json
 import os
 import random
 import resource
@@ -13,19 +16,30 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
 import trio
 from attacked_server import AttackedServer, open_attacked_server
 from helpers import open_pair, open_peer, until
-from injected_faults import have_no_socket_filters
+from injected_faults import have_an_unknown_address_layout, have_no_socket_filters, miss_where_ucx_listens
 from networks import Host, open_network
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.data_ports import MAX_ADMITTED, MAX_EACH, DataPorts, filter_program
+from trio_ucx.ucp._address_format import parse_worker_address
+from trio_ucx.ucp._engine.data_ports import (
+    MAX_EACH,
+    MAX_NETWORKS,
+    MAX_PEERS,
+    THIS_MACHINE,
+    DataPorts,
+    _Port,
+    filter_program,
+)
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 LISTENS = "0A"
@@ -186,35 +200,139 @@ async def test_only_peers_reach_the_data_ports_from_other_machines() -> None:
             await server.hear()
 
 
-async def test_a_connection_leaves_data_ports_closed() -> None:
+SWEEP = """
+import json, select, socket, sys, time
+
+host, low, high, seconds = sys.argv[1], *map(int, sys.argv[2:5])
+poller, pending, tries, connected = select.epoll(), {}, 0, []
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    for port in range(low, high + 1):
+        one = socket.socket()
+        one.setblocking(False)
+        tries += 1
+        one.connect_ex((host, port))
+        pending[one.fileno()] = one, port
+        poller.register(one, select.EPOLLOUT)
+    wait = time.monotonic() + 0.002
+    while (left := wait - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left):
+            one, port = pending.pop(fd)
+            poller.unregister(fd)
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                one.sendall(bytes.fromhex("78563412bebafeca") + bytes(37))
+                connected.append(port)
+            one.close()
+    for fd in list(pending):
+        pending.pop(fd)[0].close()
+print(json.dumps([tries, sorted(set(connected))]))
+"""
+
+
+async def test_no_stranger_gets_in_between(rounds: Callable[[int, int], int]) -> None:
+    """A stranger tries a server's ports all the time, while each of its connections gets a worker of its own.
+
+    Without the filter that is there before UCX listens, the stranger got in after some 10 seconds.
+    """
+    low, high, seconds = 20_000, 20_019, rounds(3, 60)
+    with open_network() as network:
+        serving, friend, stranger = network.host(), network.host(), network.host()
+        network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
+        network.cable((serving, "two", "10.213.2.1/24"), (stranger, "eth", "10.213.2.2/24"))
+        stranger.ip("route", "add", "10.213.1.0/24", "via", "10.213.2.1")
+        await network.ready()
+        ports = {"UCX_TCP_PORT_RANGE": f"{low}-{high}"}
+        async with (
+            open_peer("host", ["10.213.1.1"], {"isolate": True}, under=serving.under, **ports) as server,
+            open_peer("reconnecting", seconds, under=friend.under) as client,
+        ):
+            [control] = await server.hear()
+            await client.tell(control)
+            swept: list[bytes] = []
+
+            async def sweep(host: str) -> None:
+                command = [*stranger.under, sys.executable, "-c", SWEEP, host, str(low), str(high), str(seconds)]
+                swept.append((await trio.run_process(command, capture_stdout=True)).stdout)
+
+            async with trio.open_nursery() as nursery:
+                for host in ("10.213.1.1", "10.213.2.1"):
+                    nursery.start_soon(sweep, host)
+            [connections] = await client.hear(seconds + 20)
+            await server.tell()
+            await server.hear()
+        assert connections >= seconds
+        for tries, connected in map(json.loads, swept):
+            assert tries > 1000 * seconds and connected == [], (tries, connected)
+
+
+def is_shut(worker: ucp.Worker) -> bool:
+    ports = internals(worker).data_ports
+    return ports.opened is None and ports.obstacle is None
+
+
+async def test_a_connection_leaves_data_ports_shut() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert internals(worker).data_ports.restricted
+        assert is_shut(worker)
         async with open_pair(worker) as (client, server):
             await client.send(b"hello")
             assert await server.receive() == b"hello"
-        assert internals(worker).data_ports.restricted
+            # nor does raw use of a worker that has connections
+            async with await worker.open_listener(None, 0):
+                worker._open_data_ports(ELSEWHERE)
+        assert is_shut(worker)
+
+
+ELSEWHERE = "203.0.113.5"
 
 
 async def test_raw_use_opens_data_ports() -> None:
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
-    async with ucp.open_worker(config={"TLS": "tcp"}) as listening, ucp.open_worker(config={"TLS": "tcp"}) as calling:
-        async with await listening.open_listener("127.0.0.1", 0) as listener:
-            assert not internals(listening).data_ports.restricted
-            assert internals(calling).data_ports.restricted
-            endpoint = await calling.open_endpoint(listener.address)
-            assert not internals(calling).data_ports.restricted
-            endpoint.abort()
-    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert worker.address
-        assert not internals(worker).data_ports.restricted
-    async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as worker:
+    config = {"TLS": "tcp"}
+    async with ucp.open_worker(config=config, features=features) as worker:
         with worker.context.allocate(8) as memory:
-            assert internals(worker).data_ports.restricted
-            assert memory.descriptor
-            assert not internals(worker).data_ports.restricted
+            assert memory.descriptor and worker.address
+        (await worker.open_endpoint(worker.address)).abort()
+        async with await worker.open_listener("127.0.0.1", 0) as listener:
+            (await worker.open_endpoint(listener.address)).abort()
+        assert is_shut(worker)  # all of them are of this machine
+        worker._open_data_ports(ELSEWHERE)
+        assert not is_shut(worker)
+    async with ucp.open_worker(config=config) as worker, await worker.open_listener(None, 0):
+        assert not is_shut(worker)
+        with pytest.raises(PermissionError, match="a raw listener was opened, so every host"):
+            await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        with pytest.raises(PermissionError, match=r"call worker.admit\(\) before"):
+            async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
+                pass
+        with pytest.raises(RuntimeError, match="earlier"):
+            worker.admit("10.0.0.0/8")
+        worker.admit("0.0.0.0/0", "::/0")
+        async with open_pair(worker):
+            pass
 
 
-async def test_a_wrong_argument_leaves_data_ports_closed() -> None:
+async def test_networks_that_the_user_names(caplog: pytest.LogCaptureFixture) -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        for wrong in ("10.0.0.1/8", "a host", ""):
+            with pytest.raises(ValueError, match=r"."):
+                worker.admit(wrong)
+        with pytest.raises(TypeError, match="'10.0.0.0/8'"):
+            worker.admit(10)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="at most 50"):
+            worker.admit(*(f"10.0.{number}.0/24" for number in range(51)))
+        worker.admit("10.0.0.0/8", "fd00::1")
+        assert [record.levelname for record in caplog.records if "10.0.0.0/8, fd00::1" in record.message] == ["WARNING"]
+        worker._open_data_ports(ELSEWHERE)
+        assert is_shut(worker)
+        async with open_pair(worker):
+            beside = worker._open_isolated()
+            assert internals(beside).data_ports.networks == internals(worker).data_ports.networks
+            worker.admit("10.0.0.0/8", "11.0.0.0/8")
+            assert internals(beside).data_ports.networks == internals(worker).data_ports.networks
+            assert len(internals(beside).data_ports.networks) == 3
+
+
+async def test_a_wrong_argument_leaves_data_ports_shut() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         for wrong in (("127.0.0.1", 70000), "no port", 5):
             with pytest.raises((TypeError, ValueError)):
@@ -225,56 +343,109 @@ async def test_a_wrong_argument_leaves_data_ports_closed() -> None:
             await worker.open_listener(5, 0)  # type: ignore[arg-type]
         with pytest.raises(OSError, match=r"."):
             await worker.open_endpoint(("::1", 1))
-        assert internals(worker).data_ports.restricted
+        assert is_shut(worker)
 
 
 async def test_a_worker_without_tcp_has_no_data_port() -> None:
     async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
-        assert not internals(worker).data_ports.restricted
+        assert is_shut(worker)
         assert worker.address
 
 
-async def test_a_worker_where_filters_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    have_no_socket_filters(monkeypatch)
+@pytest.mark.parametrize(
+    ("deny", "why"),
+    [
+        (have_no_socket_filters, "takes no packet filter"),
+        (have_an_unknown_address_layout, "has an unknown layout"),
+        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
+    ],
+)
+async def test_what_cannot_be_shut_gets_no_connections(
+    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    deny(monkeypatch)
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        assert not internals(worker).data_ports.restricted
-        async with open_pair(worker) as (client, server):
-            await client.send(b"hello")
-            assert await server.receive() == b"hello"
+        with pytest.raises(PermissionError, match=why):
+            await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        with pytest.raises(PermissionError, match=why):
+            async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
+                pass
+        async with await worker.open_endpoint(worker.address):  # raw endpoints promise nothing
+            pass
+    for admitted in (["0.0.0.0/0", "::/0"], []):
+        everywhere = {} if admitted else {"NET_DEVICES": "lo"}  # no stranger reaches the loopback device
+        async with ucp.open_worker(config={"TLS": "tcp", **everywhere}) as worker:
+            worker.admit(*admitted)
+            if deny is have_no_socket_filters or (admitted and deny is miss_where_ucx_listens):
+                async with open_pair(worker) as (client, server):
+                    await client.send(b"hello")
+                    assert await server.receive() == b"hello"
 
 
-@contextlib.contextmanager
-def some_ports() -> Iterator[tuple[DataPorts, list[tuple[str, ...]]]]:
-    """Ports that do not exist, and the addresses that the filter admitted at each change."""
-    ports = DataPorts(b"")
-    assert not ports.restricted
-    ports.restricted = True
-    changes: list[tuple[str, ...]] = []
-    ports._restrict = lambda: changes.append(tuple(ports._admitted))  # type: ignore[method-assign]
-    yield ports, changes
+# ---- the filter ----
 
 
-def test_admitted_addresses() -> None:
-    with some_ports() as (ports, changes):
-        ports.admit(["127.0.0.1", "10.0.0.1"], "10.0.0.1", (1, 22))
-        ports.admit(["10.0.0.1"], "10.0.0.1", (1, 22))  # known already
-        ports.admit(["10.0.0.3"], None, (1, 22))  # by a Unix socket
-        ports.admit(["fd00::1"], "127.0.0.1", (1, 22))
-        assert changes == [("10.0.0.1",), ("10.0.0.1", "10.0.0.3"), ("10.0.0.1", "10.0.0.3", "fd00::1")]
-        assert ports.restricted
-        ports.admit(["10.0.0.5"], "10.0.0.9", (1, 22))  # by address translation
-        assert not ports.restricted
+def attached_filter(fd: int) -> bytes:
+    """The program that a socket has (SO_GET_FILTER, whose length counts instructions)."""
+    buffer = ffi.new("char[]", 8 * 4096)
+    length = ctypes.c_uint32(4096)
+    got = ctypes.CDLL(None, use_errno=True).getsockopt(
+        fd, socket.SOL_SOCKET, 26, ctypes.c_void_p(int(ffi.cast("uintptr_t", buffer))), ctypes.byref(length)
+    )
+    assert got == 0, os.strerror(ctypes.get_errno())
+    return bytes(ffi.buffer(buffer, 8 * length.value))
 
 
-def test_number_of_admitted_addresses() -> None:
-    with some_ports() as (ports, changes):
-        ports.admit([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None, (1, 22))
-        assert len(changes[-1]) == MAX_EACH
-        for number in range(MAX_ADMITTED):
-            ports.admit([f"10.2.0.{number}"], None, (1, 22))
-            ports.admit(["10.1.0.0"], None, (1, 22))  # comes again and again
-        assert len(changes[-1]) == MAX_ADMITTED
-        assert "10.1.0.0" in changes[-1] and "10.1.0.1" not in changes[-1]
+async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What C code attaches drops everything: no packet reaches UCX before this module has attached its own."""
+    monkeypatch.setattr(DataPorts, "_attach", lambda ports: None)
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+        ports = internals(worker).data_ports._ports
+        assert {port.address for port in ports} <= listening(os.getpid())
+        assert {port.address for port in ports} == {*parse_worker_address(internals(worker).address.ucx).tcp_addresses}
+        for port in ports:
+            assert attached_filter(port.fd) == struct.pack("=HBBI", 0x06, 0, 0, 0)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(port.address, timeout=0.2)
+
+
+def some_ports() -> tuple[DataPorts, list[list[str]]]:
+    """Ports that do not exist, and the peers that the filter admits after each change."""
+    ports = DataPorts(ffi.new("tu_data_ports_t *"), b"")
+    ports.obstacle = None
+    ports._ports = [_Port(-1, 0, socket.AF_INET, ("", 0))]
+    changes: list[list[str]] = []
+    ports._attach = lambda: changes.append(list(ports._peers))  # type: ignore[method-assign]
+    return ports, changes
+
+
+def test_admitted_peers(caplog: pytest.LogCaptureFixture) -> None:
+    ports, changes = some_ports()
+    ports.admit_peer(["127.0.0.1", "10.0.0.1"], "10.0.0.1")
+    ports.admit_peer(["10.0.0.1"], "10.0.0.1")  # known already
+    ports.admit_peer(["10.0.0.3"], None)  # by a Unix socket
+    ports.admit_peer(["fd00::1"], "127.0.0.1")  # nobody can connect from there: the ports are IPv4's
+    ports.admit_peer(["10.0.0.3"], "fd00::3")
+    assert changes == [["10.0.0.1"], ["10.0.0.1", "10.0.0.3"]]
+    assert not caplog.records
+    ports.admit_peer(["192.168.0.5"], "10.0.0.9")  # by address translation: both, and nobody else
+    assert set(changes[-1]) == {"10.0.0.1", "10.0.0.3", "192.168.0.5", "10.0.0.9"}
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "10.0.0.9" in record.message and "192.168.0.5" in record.message
+    ports.admit([ip_network("10.5.0.0/16")])
+    ports.admit_peer(["10.5.0.1"], "10.5.0.2")
+    assert len(changes) == 4
+
+
+def test_number_of_admitted_peers() -> None:
+    ports, changes = some_ports()
+    ports.admit_peer([f"10.1.0.{number}" for number in range(2 * MAX_EACH)], None)
+    assert len(changes[-1]) == MAX_EACH
+    for number in range(MAX_PEERS):
+        ports.admit_peer([f"10.2.0.{number}"], None)
+        ports.admit_peer(["10.1.0.0"], None)  # comes again and again
+    assert len(changes[-1]) == MAX_PEERS
+    assert "10.1.0.0" in changes[-1] and "10.1.0.1" not in changes[-1]
 
 
 def attach(listener: socket.socket, program: bytes) -> None:
@@ -283,31 +454,66 @@ def attach(listener: socket.socket, program: bytes) -> None:
     listener.setsockopt(socket.SOL_SOCKET, 26, value)
 
 
-def test_the_filter_over_ipv6() -> None:
+@pytest.mark.parametrize(
+    ("host", "strangers", "friends"),
+    [
+        ("127.0.0.1", ["128.0.0.0/1", "127.0.0.2", "127.0.1.0/24", "::/0"], ["127.0.0.0/25", "127.0.0.1", "0.0.0.0/0"]),
+        ("::1", ["::2", "1::1", "::1:1", "::/128", "8000::/1", "0.0.0.0/0"], ["::1", "::/127", "::/64", "::/0"]),
+    ],
+)
+def test_the_filter(host: str, strangers: list[str], friends: list[str]) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        listener = socket.create_server((host, 0), family=family)
     except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
+        pytest.skip(f"not to be had here: {error}")
+
+    def connect(timeout: float) -> socket.socket:
+        return socket.create_connection(listener.getsockname()[:2], timeout=timeout)
+
     with listener:
-        before = socket.create_connection(listener.getsockname()[:2], timeout=5)
-        accepted, _ = listener.accept()
-        with before, accepted:
-            for hosts in (["::2", "1::1", "::1:1"], []):
-                attach(listener, filter_program(socket.AF_INET6, hosts))
-                with pytest.raises(TimeoutError):
-                    socket.create_connection(listener.getsockname()[:2], timeout=0.3)
-            before.sendall(b"goes on")
-            assert accepted.recv(10) == b"goes on"
-        attach(listener, filter_program(socket.AF_INET6, ["::2", "::1"]))
-        with socket.create_connection(listener.getsockname()[:2], timeout=5) as after:
-            accepted, _ = listener.accept()
-            with accepted:  # a socket that was accepted has the filter, too
-                after.sendall(b"x" * 100_000)
-                assert len(accepted.recv(1000, socket.MSG_WAITALL)) == 1000
-    # the largest program that there can be is accepted
-    with socket.create_server(("127.0.0.1", 0)) as plain:
-        hosts = [f"10.{number >> 8}.{number & 255}.1" for number in range(MAX_ADMITTED + 20)]
-        attach(plain, filter_program(socket.AF_INET, hosts))
-        attach(plain, filter_program(socket.AF_INET, hosts))
-        with socket.create_connection(plain.getsockname(), timeout=5):
+        for networks in (strangers, []):
+            attach(listener, filter_program(family, map(ip_network, networks)))
+            with pytest.raises(TimeoutError):
+                connect(0.2)
+        for friend in friends:
+            attach(listener, filter_program(family, map(ip_network, [*strangers, friend])))
+            with connect(5) as after:
+                accepted, _ = listener.accept()
+                with accepted:  # a socket that was accepted has the filter, and keeps it
+                    attach(listener, filter_program(family, ()))
+                    after.sendall(b"x" * 100_000)
+                    assert len(accepted.recv(1000, socket.MSG_WAITALL)) == 1000
+        # the largest program that there can be is accepted
+        prefix = "2001:db8::{:x}" if ":" in host else "10.1.2.{}"
+        peers = [ip_network(prefix.format(number)) for number in range(MAX_PEERS)]
+        named = [ip_network(f"2001:db8:{number:x}::/45", strict=False) for number in range(MAX_NETWORKS)]
+        attach(listener, filter_program(family, [*named, *peers, *THIS_MACHINE]))
+        with connect(5):
             pass
+
+
+# ---- ports that are used up ----
+
+
+async def test_no_port_is_left() -> None:
+    """UCX itself would try for ever. Here it finds the last free port, and then gives up at once."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        free = first.getsockname()[1]
+        for port in (free + 1, free + 2):
+            with contextlib.suppress(OSError):  # somebody else has it
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        config = {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": f"{free}-{free + 2}"}
+        with pytest.raises(OSError, match=f"TCP_PORT_RANGE={free}-{free + 2} .* here 1") as caught:
+            async with ucp.open_worker(config=config):
+                pass
+        assert caught.value.errno == errno.EADDRINUSE
+        first.close()
+        async with ucp.open_worker(config=config) as worker:
+            assert [port.address for port in internals(worker).data_ports._ports] == [("127.0.0.1", free)]
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
+            async with listener:
+                with pytest.raises(ConnectionRefusedError, match="no free port for UCX's TCP transport"):
+                    async with trio_ucx.connect(listener.address):
+                        pass

@@ -180,7 +180,6 @@ async def test_what_a_child_inherits(transports: str) -> None:
                 "open_endpoint": lambda: worker.open_endpoint(worker.address),
                 "open_listener": lambda: worker.open_listener("127.0.0.1", 0),
                 "open_active_messages": lambda: worker.open_active_messages(8),
-                "attributes": worker.attributes,
                 "statistics": worker.statistics,
                 "accept": lambda: listener.accept(),
                 "accept_request": lambda: raw_listener.accept_request(),

@@ -31,7 +31,9 @@ EXCHANGE = {
     *("functools.lru_cache", "hashlib", "hmac", "zlib"),
     *("trio_ucx.ucp._address_format.ParsedAddress", "trio_ucx.ucp._address_format.parse_worker_address"),
     *("trio_ucx.ucp._engine.numbering.MAX_PLAIN", "trio_ucx.ucp._engine.numbering.Numbers"),
+    *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
+    "trio_ucx.ucp._util.printable",
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
@@ -53,7 +55,7 @@ SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream",
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
     ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log", "_features"],
-    ["_status", "_shared_memory", "_address_format", "_network_part", "_address"],
+    ["_status", "_shared_memory", "_address_format", "_network_part", "_option_limits", "_address"],
     ["_memory"],
     ["_attributes", "_opening", "_reach", "_context"],
     ["_engine"],

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -19,12 +20,20 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import free_port, open_peer, pattern, until
+from helpers import Certificates, free_port, open_peer, pattern, until
 from injected_faults import fail_accepts
 from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake import control_stream
+from trio_ucx._handshake import server as server_side
+from trio_ucx._handshake.exchange import Exchange, Refused
+from trio_ucx._handshake.handshake import Handshake
+from trio_ucx._handshake.registry import Registry
+from trio_ucx._handshake.server import RESERVED_DESCRIPTORS
+from trio_ucx._link import Options
+from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.ucp._address import format_address
 
 
@@ -365,27 +374,184 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
             await until(lambda idle=idle: used() <= idle)
 
 
-async def test_listener_goes_on_after_accept_had_no_descriptor(worker: ucp.Worker, transports: str) -> None:
-    """Sockets that say nothing take all that there are."""
-    async with open_peer("echo_with_few_descriptors", 20, transports=transports) as peer:
+async def test_silent_strangers_leave_descriptors(worker: ucp.Worker, transports: str) -> None:
+    """UCX needs some for the first large message of a worker, and for other clients."""
+    async with open_peer("echo_with_few_descriptors", 130, transports=transports) as peer:
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
         limit = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)[0]
-        idle = len(list(descriptors.iterdir()))
-        for _ in range(2):
+
+        def left() -> int:
+            return limit - len(list(descriptors.iterdir()))
+
+        async with trio_ucx.connect(address, worker=worker) as client:
             with contextlib.ExitStack() as stack:
-                for _ in range(40):
+                for _ in range(130):
                     stack.enter_context(socket.create_connection(tuple(address), timeout=5))
-                await until(lambda: len(list(descriptors.iterdir())) >= limit)
-                await trio.sleep(0.3)  # accept() fails, and is tried again
-            await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
-            with trio.fail_after(5):
-                resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit + 40, 20_000))
-                async with trio_ucx.connect(address, worker=worker) as client:
-                    await client.send(b"well?")
-                    assert await client.receive() == b"well?"
-                resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, 20_000))
-            await until(lambda: len(list(descriptors.iterdir())) <= idle + 1)
+                await until(lambda: left() < RESERVED_DESCRIPTORS + 40)
+                for connection in (client, await trio_ucx.open_ucx_stream(*address, worker=worker)):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(connection.send, pattern(2**22))
+                        with trio.fail_after(5):
+                            assert await connection.receive() == pattern(2**22)
+                    assert left() >= RESERVED_DESCRIPTORS
+                connection.abort()
+
+
+@pytest.mark.parametrize("transports", ["tcp,sm,self"], indirect=True)
+async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is refused, though the kernel's queue has to hold most of them."""
+    monkeypatch.setattr(server_side, "MAX_EXCHANGES", 3)
+    monkeypatch.setattr(server_side, "GRACE", 30)
+    key = b"correct horse battery staple"
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(
+            partial(trio_ucx.serve_ucx, answer_once, 0, host="127.0.0.1", worker=worker, authkey=key)  # type: ignore[arg-type]
+        )
+
+        async def client() -> None:
+            async with trio_ucx.connect(listener.address, worker=worker, authkey=key) as connection:
+                await connection.send(b"x")
+                assert await connection.receive() == b"x"
+
+        async with trio.open_nursery() as clients:
+            for _ in range(300):
+                clients.start_soon(client)
+        assert listener.statistics() == trio_ucx.ListenerStatistics(0, 0, 300, 0)
+        nursery.cancel_scope.cancel()
+
+
+@attrs.define(eq=False)
+class Stranger:
+    """Stands for a client whose exchange is not finished."""
+
+    source: str
+    has_sent: bool = True
+    is_idle: bool = True
+    is_let_in: bool = False
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+
+def ended_first(*clients: Stranger) -> list[int]:
+    """In which order these clients lose their places."""
+    acceptor = server_side.Acceptor.__new__(server_side.Acceptor)
+    acceptor._clients = dict.fromkeys(clients)  # type: ignore[arg-type]
+    order = []
+    while True:
+        before = list(acceptor._clients)
+        if not acceptor._end_idle_exchanges():
+            return order
+        [one] = set(before) - set(acceptor._clients)
+        assert isinstance(one, Stranger) and one.scope.cancel_called
+        order.append(clients.index(one))
+
+
+def test_who_loses_a_place() -> None:
+    assert ended_first() == []
+    assert ended_first(Stranger("a"), Stranger("a"), Stranger("a", has_sent=False)) == [2, 0, 1]
+    # The source with the most; then those with equally many.
+    assert ended_first(Stranger("a", has_sent=False), Stranger("b"), Stranger("b")) == [1, 0, 2]
+    # The source with the most is spared for a moment rather than that another one loses.
+    assert ended_first(Stranger("a"), Stranger("b", is_idle=False), Stranger("b", is_idle=False)) == []
+    # Who was let in never loses, and does not count.
+    inside = [Stranger("b", is_let_in=True) for _ in range(3)]
+    assert ended_first(*inside, Stranger("b"), Stranger("a"), Stranger("a")) == [4, 3, 5]
+
+
+async def test_sources(tmp_path: Path) -> None:
+    """Whom strangers belong to."""
+
+    async def source(family: int, own: Any, peer: Any) -> object:
+        with trio.socket.socket(family) as listener, trio.socket.socket(family) as client:
+            await listener.bind(own)
+            listener.listen()
+            if peer is not None:
+                await client.bind(peer)
+            await client.connect(listener.getsockname())
+            accepted, _ = await listener.accept()
+            with accepted:
+                return control_stream.source_of(accepted)
+
+    v4 = await source(socket.AF_INET, ("127.0.0.1", 0), ("127.0.0.9", 0))
+    assert v4 == await source(socket.AF_INET, ("127.0.0.1", 0), ("127.0.0.9", 0))
+    assert v4 != await source(socket.AF_INET, ("127.0.0.1", 0), ("127.0.0.8", 0))
+    v6 = await source(socket.AF_INET6, ("::1", 0), None)
+    assert v6 == bytes(8)  # the network
+    assert await source(socket.AF_UNIX, str(tmp_path / "s"), None) == os.getuid()
+
+    class Named:
+        family = socket.AF_INET6
+
+        def getpeername(self) -> tuple[str, int, int, int]:
+            return "::ffff:127.0.0.9", 1, 0, 0
+
+    assert control_stream.source_of(Named()) == v4  # type: ignore[arg-type]
+
+
+async def test_errors_name_the_address(worker: ucp.Worker, certificates: Certificates) -> None:
+    """Whatever a listener does that is none of ours, or that closes."""
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    address = listener.socket.getsockname()
+    preamble = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32)
+    reset = struct.pack("ii", 1, 0)
+    async with listener:
+        for options in ({}, {"authkey": b"x" * 32}, {"ssl_context": certificates.client}):
+            for answer in (b"", preamble, b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+                for linger in (None, reset):
+
+                    async def answer_and_leave(answer: bytes = answer, linger: bytes | None = linger) -> None:
+                        async with await listener.accept() as stream:
+                            with contextlib.suppress(trio.BrokenResourceError):
+                                await stream.send_all(answer)
+                            if linger is not None:
+                                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(answer_and_leave)
+                        with trio.fail_after(3), pytest.raises(OSError, match=f"127.0.0.1:{address[1]}") as e:
+                            await trio_ucx.open_ucx_stream(*address, worker=worker, **options)
+                        assert e.value.errno is not None
+
+
+async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worker) -> None:
+    """It arrives although what the client sends does not."""
+    handshake = Handshake(Registry.of(worker), Options(), "it")
+    client = Exchange(is_client=True, software="", authkey=None)
+    server = Exchange(is_client=False, software="", authkey=None)
+    server.receive_data(client.data_to_send())
+    assert server.next_event() is None
+    server.refuse("the listener closed")
+
+    class Closed:
+        async def send_all(self, data: bytes) -> None:
+            raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+        async def receive_some(self) -> bytes:
+            return server.data_to_send()
+
+    assert await handshake.next_event(Closed(), client) == Refused("the listener closed")  # type: ignore[arg-type]
+    handshake.close()
+
+
+async def test_full_queue_of_a_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
+    """Connecting waits, as with TCP. (The kernel says EAGAIN, which Trio takes for EINPROGRESS.)"""
+    path = f"{tmp_path}/socket"
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket(socket.AF_UNIX))
+        full.bind(path)
+        full.listen(0)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
+        with pytest.raises(TimeoutError, match=path):
+            await trio_ucx.connect(f"unix:{path}", worker=worker, connect_timeout=0.1).__aenter__()
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker, backlog=1)
+    async with listener:
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):  # before the listener can accept any: the queue is longer than the backlog
+                one = stack.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(path)
+            async with trio_ucx.connect(f"unix:{path}", worker=worker):
+                pass
 
 
 async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,7 +163,11 @@ async def test_both_have_a_pid_namespace_of_their_own() -> None:
 
 
 async def test_users_differ(tmp_path: Path) -> None:
-    under = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    capabilities = [
+        "--inh-caps=+net_admin",
+        "--ambient-caps=+net_admin",
+    ]  # some kernels demand them for SO_ATTACH_FILTER
+    under = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *capabilities]
     need(*under, sys.executable, "-c", "import trio_ucx", why="tests as another user, who can read this Python,")
     await each_differs(under, "users")
     path = tmp_path / "socket"

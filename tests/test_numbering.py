@@ -24,7 +24,6 @@ from samples import ALL, some_facts
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.client import Connector
 from trio_ucx._handshake.exchange import Exchange, Taken
 from trio_ucx._handshake.facts import SharedMemory
@@ -386,12 +385,13 @@ class Node:
         self.address = ALL[:1] + uid.to_bytes(8, "little") + ALL[9:]
         self.network_address = some_facts().network_address
         self.network_address = self.address[:9] + self.network_address[9:]
+        sinks: dict[int, Any] = {}
         self.engine = SimpleNamespace(
             numbering=self.made.numbering,
             address=SimpleNamespace(uid=uid),
-            tag_dispatch=SimpleNamespace(sinks={}, reserve_memory=lambda: None),
+            tag_dispatch=SimpleNamespace(sinks=sinks, remove=lambda id: sinks.pop(id), reserve_memory=lambda: None),
             made=self.made,
-            data_ports=SimpleNamespace(admit=lambda *_: None),
+            data_ports=SimpleNamespace(admit_peer=lambda *_: None),
             call_soon=lambda function: function(),
             may_be_writing=lambda process: None,
         )
@@ -455,7 +455,7 @@ class Meeting:
         self.hellos: dict[bool, deque[int]] = {True: deque(), False: deque()}
         for is_client, end in self.ends.items():
             end.__dict__["hellos"] = self.hellos[not is_client]
-        self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO, True))
+        self.exchanges[True].open(self.ends[True].make_facts(SharedMemory.AUTO))
         #: Bytes in flight, by their receiver.
         self.under_way: dict[bool, deque[bytes]] = {True: deque(), False: deque()}
         self.given_up: set[bool] = set()
@@ -650,7 +650,6 @@ def not_hidden(what: str, error: BaseException) -> None:
 def fakes(request: pytest.FixtureRequest) -> Any:
     """The library's decisions, without endpoints and sockets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_side, "leads_to_this_machine", lambda socket: socket is None or _real_leads(socket))
         patch.setattr(
             handshake_side,
             "connect_paired",
@@ -664,11 +663,7 @@ def fakes(request: pytest.FixtureRequest) -> Any:
         yield
 
 
-_real_leads, _real_paired, _real_greet = (
-    server_side.leads_to_this_machine,
-    handshake_side.connect_paired,
-    Handshake.greet,
-)
+_real_paired, _real_greet = handshake_side.connect_paired, Handshake.greet
 
 
 def play(world: World, steps: list[tuple[str, int, bool]]) -> None:

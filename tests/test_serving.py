@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -33,8 +34,8 @@ async def serving(handler: Handler, worker: ucp.Worker) -> AsyncIterator[trio_uc
         nursery.cancel_scope.cancel()
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.name == "trio_ucx" and each.levelname == "INFO"]
+def lines(caplog: pytest.LogCaptureFixture, level: str = "WARNING") -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "trio_ucx" and each.levelname == level]
 
 
 # ---- what a handler may do while its client goes away; each waits for ever otherwise ----
@@ -89,7 +90,7 @@ HANDLERS = [receives, sends, sends_large, writes, asks_its_endpoint, in_tasks, i
 async def test_lost_client_does_not_end_the_server(
     transports: str, worker: ucp.Worker, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
-    caplog.set_level(logging.INFO, "trio_ucx")
+    caplog.set_level(logging.DEBUG, "trio_ucx")
     begun = 0
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -114,14 +115,19 @@ async def test_lost_client_does_not_end_the_server(
                 client.abort()
             await until(lambda before=before: len(lines(caplog)) > before)
             assert len(lines(caplog)) == before + 1, (one, lines(caplog)[before:])
-            assert lines(caplog)[-1].startswith("<trio_ucx.Connection to "), lines(caplog)[-1]
+            line = lines(caplog)[-1]
+            assert (
+                line.startswith("<trio_ucx.Connection to ") and f"{handler.__qualname__} ended at {__file__}:" in line
+            )
+            if one is not in_tasks and one is not in_a_group:
+                assert line.endswith(f", in {one.__name__}"), line
         async with trio_ucx.connect(listener.address, worker=worker) as client:
             await client.send(b"99", 1)
             assert await client.receive(1) == b"served"
 
 
 async def test_client_that_closes_while_it_is_sent_to(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "trio_ucx")
+    caplog.set_level(logging.DEBUG, "trio_ucx")
     ended = 0
 
     async def handler(connection: trio_ucx.Connection) -> None:
@@ -136,7 +142,34 @@ async def test_client_that_closes_while_it_is_sent_to(worker: ucp.Worker, caplog
             async with trio_ucx.connect(listener.address, worker=worker) as client:
                 await client.receive()
             await until(lambda count=count: ended == count)
-    assert len([line for line in lines(caplog) if "closed the connection" in line]) == 2, lines(caplog)
+    assert len([line for line in lines(caplog, "DEBUG") if "closed the connection" in line]) == 2
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("end", ["aborted", "closed"])
+async def test_a_handler_asks_about_a_client_that_has_gone(worker: ucp.Worker, end: str) -> None:
+    """What was known last: no error that would be taken for the loss of the client."""
+    told: list[Any] = []
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        endpoint = connection.endpoint
+        await connection.receive()
+        await connection.wait_closed()
+        await trio.sleep(0.01)
+        told.append((endpoint.transports, endpoint.name, repr(endpoint), endpoint.statistics(), endpoint.alive))
+        told.append((endpoint.local_address, endpoint.remote_address, repr(connection), connection.statistics()))
+
+    async with serving(handler, worker) as listener:
+        client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+        transports = client.endpoint.transports
+        await client.send(b"hello")
+        if end == "closed":
+            await client.aclose()
+        else:
+            client.abort()
+        await until(lambda: len(told) == 2)
+        assert transports and {lane.name for lane in told[0][0]} == {lane.name for lane in transports}
+        assert client.endpoint.transports == transports and client.endpoint.name
 
 
 # ---- what ends it ----
@@ -210,7 +243,7 @@ async def test_other_errors_end_the_server(worker: ucp.Worker, handler: Handler,
 async def test_only_the_own_loss_is_removed_from_an_exception_group(
     worker: ucp.Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "trio_ucx")
+    caplog.set_level(logging.DEBUG, "trio_ucx")
     raised: list[BaseException] = []
 
     async def handler(connection: trio_ucx.Connection) -> None:

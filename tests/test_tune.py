@@ -113,7 +113,7 @@ def test_larger_segments_come_with_room_for_them() -> None:
         assert 0 < sent <= received
 
 
-@pytest.mark.parametrize("asked", [[["TLS", "tcp"]], [["RNDV_THRESH", "7"]], [["RNDV_THRESH"]], "x", 3, [[[], "y"]]])
+@pytest.mark.parametrize("asked", [[["TLS", "tcp"]], [["RNDV_THRESH", "7"]], [["RNDV_THRESH", "16k"], ["\x1b[2J", ""]]])
 async def test_nothing_else_can_be_asked_for(asked: Any) -> None:
     with trio.fail_after(LIMIT):
         async with open_session() as client:
@@ -359,7 +359,12 @@ async def test_a_server_that_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             asked = argparse.Namespace(
-                address=("127.0.0.1", listener.address[1]), transports=None, seconds=None, options=None, json=False
+                address=("127.0.0.1", listener.address[1]),
+                authkey=None,
+                transports=None,
+                seconds=None,
+                options=None,
+                json=False,
             )
             with pytest.raises(PerfError, match=r"is trio_ucx 0\.0\.9, whose perf does not know this --tune: install"):
                 await tune.run_tune(asked)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from trio_ucx._native import ffi
+from trio_ucx.ucp import _log
+
 #: Prints the environment's state, has UCX say something, and provokes an error.
 PROGRAM = """
 import ctypes, json, logging, os, sys
@@ -179,6 +182,25 @@ for record in records:
     assert ours == [f"{level} file.c:7 {text} /some/file.c 7 f" for level, text in zip(levels, texts, strict=True)], (
         result.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "level"),
+    [
+        (b"/b/src/uct/tcp/tcp_ep.c", b"tcp_ep 0x55d (state=CLOSED): recv(-1) failed: Input/output error", "DEBUG"),
+        (b"/b/src/uct/tcp/tcp_ep.c", b"tcp_ep 0x55d (state=CONNECTED): recv(12) failed: Input/output error", "ERROR"),
+        (b"/b/src/uct/tcp/tcp_iface.c", b"tcp_ep 0x55d (state=CLOSED): recv(-1) failed: Input/output error", "ERROR"),
+        (b"/b/src/uct/tcp/tcp_ep.c", b"a peer: tcp_ep 0x55d (state=CLOSED): recv(-1) failed: x", "ERROR"),
+    ],
+)
+def test_harmless_lines_are_for_debugging(
+    file: bytes, text: bytes, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = [ffi.new("char[]", each) for each in (file, b"function", text)]
+    line = ffi.new("tu_log_line_t *", {"level": 1, "number": 7, "file": kept[0], "function": kept[1], "text": kept[2]})
+    caplog.set_level("DEBUG", logger="trio_ucx.ucx")
+    _log._log(line)
+    assert [record.levelname for record in caplog.records] == [level]
 
 
 def test_lines_without_a_reader_and_from_a_forked_child_go_to_stderr() -> None:

@@ -14,6 +14,8 @@ from .ucp._util import check_integer, check_timeout
 
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0
+#: Bytes of an authkey, at least: a client may try some 300,000 keys a second.
+MIN_AUTHKEY = 16
 
 
 def check_options(close_timeout: float, window: int, max_message_size: int) -> Options:
@@ -30,22 +32,34 @@ def check_exchange_options(
     authkey: bytes | None,
     ssl_context: ssl.SSLContext | None,
     server_hostname: str | None = None,
+    *,
+    allow_anyone: bool = False,
 ) -> ExchangeOptions:
     wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
     if not isinstance(shared_memory, (str, bool)) or shared_memory not in wishes:
         raise ValueError(f"shared_memory must be 'auto', True or False, not {shared_memory!r}")
-    if authkey is not None:
-        if not isinstance(authkey, (bytes, bytearray)):
-            raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
-        if not authkey:
-            raise ValueError("authkey must not be empty: it is the secret that both sides know")
-        authkey = bytes(authkey)
+    authkey = check_authkey(authkey)
     if ssl_context is not None and not isinstance(ssl_context, ssl.SSLContext):
         raise TypeError(f"ssl_context must be an ssl.SSLContext, not {type(ssl_context).__name__}")
     if server_hostname is not None and not isinstance(server_hostname, str):
         raise TypeError(f"server_hostname must be a str, not {type(server_hostname).__name__}")
+    if not isinstance(allow_anyone, bool):
+        raise TypeError(f"allow_anyone must be a bool, not {type(allow_anyone).__name__}")
     interval = check_timeout(keepalive_interval, "keepalive_interval")
-    return ExchangeOptions(wishes[shared_memory], interval, authkey, ssl_context, server_hostname)
+    return ExchangeOptions(wishes[shared_memory], interval, authkey, ssl_context, server_hostname, allow_anyone)
+
+
+def check_authkey(authkey: bytes | None) -> bytes | None:
+    if authkey is None:
+        return None
+    if not isinstance(authkey, (bytes, bytearray)):
+        raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
+    if len(authkey) < MIN_AUTHKEY:
+        raise ValueError(
+            f"authkey has {len(authkey)} bytes, and shorter ones than {MIN_AUTHKEY} can be guessed: make one with "
+            "secrets.token_bytes(32), for instance, and give it to both sides"
+        )
+    return bytes(authkey)
 
 
 def check_worker(worker: Worker | None) -> Worker | None:

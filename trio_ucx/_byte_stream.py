@@ -7,7 +7,7 @@ are read, and then move without a copy on the way. An empty message ends the str
 What arrives is a prefix of what was written, whatever is cancelled. Pieces are sent in order. When a write is
 cancelled, the pieces that were not sent are withdrawn, the last first; those that were sent stay. A graceful close
 gives up pieces that the receiver has yet to ask for only if nothing follows them (:class:`Tail`). The receiver, in
-turn, delivers nothing behind a piece that was lost (``TagQueue.sequential``).
+turn, delivers nothing behind a piece that was lost (``_tag_queue``).
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     @classmethod
     def _wrap(cls, link: Link) -> Connection:
         endpoint = Endpoint._create(link.worker, link.core)
+        endpoint._remember()
         connection = cls._create(link, endpoint)
         name = repr(connection)
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
@@ -135,8 +136,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         link = self._link
-        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        link.check()
         sent = link.sending.send_short(tag, data)
         if sent is True:
             await link.engine.waiting.schedule_point()
@@ -179,8 +180,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         link = self._link
-        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        link.check()
         receiving = link.receiving
         data = receiving.take_small(tag, receiving.max_message_size)
         if data is not None:
@@ -214,8 +215,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         tag = check_tag(tag)
         link = self._link
-        link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        link.check()
         if type(buffer) is bytearray and len(buffer) <= SHORT:
             return await self._receive_copied(buffer, tag)
         receiving = link.receiving
@@ -267,8 +268,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong tag.
         """
         tag = check_tag(tag)
-        self._link.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._link.check()
         return cast(int, await completed(self._link.receiving.receive(tag, Want.LENGTH), self._link.engine))
 
     def messages(self, tag: int = 0) -> Messages:
@@ -338,8 +339,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError: not a contiguous bytes-like object.
         """
         with self._sending.hold():
-            self._check_stream()
             await trio.lowlevel.checkpoint_if_cancelled()
+            self._check_stream()
             link = self._link
             sending = link.sending
             sending.check()
@@ -371,8 +372,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises: as :meth:`send_all`.
         """
         with self._sending.hold():
-            self._check_stream()
             await trio.lowlevel.checkpoint()
+            self._check_stream()
             await self._link.sending.wait_room(wire.STREAM)
             self._check_stream()
             self._link.sending.check()
@@ -388,8 +389,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send`.
         """
         with self._sending.hold():
-            self._link.check()
             await trio.lowlevel.checkpoint_if_cancelled()
+            self._link.check()
             if self._eof_sent:
                 await trio.lowlevel.checkpoint()
                 return
@@ -419,8 +420,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if max_bytes is not None:
             max_bytes = check_integer(max_bytes, "max_bytes", 1, 1 << 62)
         with self._receiving.hold():
-            self._link.check()
             await trio.lowlevel.checkpoint_if_cancelled()
+            self._link.check()
             engine, receiving = self._link.engine, self._link.receiving
             buffered = receiving.stream
             if buffered.readable:

@@ -47,10 +47,12 @@ def cost(length: int, threshold: int) -> int:
 
 
 class Waiting(Protocol):
-    """A send that waits for credit."""
+    """A send that waits for credit. Compared by identity."""
 
     queue: int
     size: int
+
+    def __hash__(self) -> int: ...
 
 
 _Send = TypeVar("_Send", bound=Waiting)
@@ -65,14 +67,17 @@ class SendCredit(Generic[_Send]):
         self.credit = window
         #: The number of messages that were charged.
         self.sent = 0
-        self.waiting: collections.deque[_Send] = collections.deque()
-        #: How many of them are for each tag queue.
+        self.waiting: collections.OrderedDict[_Send, None] = collections.OrderedDict()
+        #: How many of them are for each tag queue; and which. (Withdrawn ones stay there until they are first.)
         self._waiting_for: collections.Counter[int] = collections.Counter()
+        self._lines: dict[int, collections.deque[_Send]] = {}
         #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
         self._arrived_there = 0
         self._last: dict[int, int] = {}
         self._remembered = _REMEMBERED_QUEUES
         self._admitted: set[int] = set()
+        #: Those of them for which sends wait.
+        self._overtaking: set[int] = set()
         #: For :meth:`take_back`: what the message charged last has replaced in ``_last``, and the number of the last
         #: message that used an admission.
         self._previous = 0
@@ -113,6 +118,7 @@ class SendCredit(Generic[_Send]):
         self.sent += 1
         if queue in self._admitted:
             self._admitted.remove(queue)
+            self._overtaking.discard(queue)
             self._last_admitted = self.sent
         self._previous = self._last.get(queue, 0)
         self._last[queue] = self.sent
@@ -128,6 +134,8 @@ class SendCredit(Generic[_Send]):
         if self._last_admitted == self.sent:
             self._last_admitted = 0
             self._admitted.add(queue)
+            if queue in self._waiting_for:
+                self._overtaking.add(queue)
         self.sent -= 1
         if self._previous:
             self._last[queue] = self._previous
@@ -140,14 +148,20 @@ class SendCredit(Generic[_Send]):
 
     def wait(self, send: _Send) -> None:
         """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
-        self.waiting.append(send)
+        self.waiting[send] = None
         self._waiting_for[send.queue] += 1
+        self._lines.setdefault(send.queue, collections.deque()).append(send)
 
     def withdraw(self, send: _Send) -> None:
-        self.waiting.remove(send)
+        del self.waiting[send]
         self._waiting_for[send.queue] -= 1
         if not self._waiting_for[send.queue]:
-            del self._waiting_for[send.queue]
+            del self._waiting_for[send.queue], self._lines[send.queue]
+            self._overtaking.discard(send.queue)
+            return
+        line = self._lines[send.queue]
+        while line[0] not in self.waiting:
+            line.popleft()
 
     def grant(self, amount: int, received: int) -> None:
         """GRANT arrived.
@@ -170,6 +184,8 @@ class SendCredit(Generic[_Send]):
         self._arrived(received)
         if self._last.get(queue, 0) <= received:
             self._admitted.add(queue)
+            if queue in self._waiting_for:
+                self._overtaking.add(queue)
             if len(self._admitted) > MAX_ADMISSIONS:
                 raise ProtocolError("the peer waits at too many tag queues")
 
@@ -180,14 +196,16 @@ class SendCredit(Generic[_Send]):
 
     def next_ready(self) -> _Send | None:
         """Removes the send that must go next from those that wait, if it may go now; it is charged."""
-        send: _Send | None = None
-        if self.waiting and self._admitted:
-            send = next((waiting for waiting in self.waiting if waiting.queue in self._admitted), None)
-        if send is None and self.waiting and cost(self.waiting[0].size, self.threshold) <= self.credit:
-            send = self.waiting[0]
-        if send is not None:
-            self.withdraw(send)
-            self._charge(send.queue, send.size)
+        if self._overtaking:
+            send = self._lines[next(iter(self._overtaking))][0]
+        elif self.waiting:
+            send = next(iter(self.waiting))
+            if cost(send.size, self.threshold) > self.credit:
+                return None
+        else:
+            return None
+        self.withdraw(send)
+        self._charge(send.queue, send.size)
         return send
 
     def has_room(self, queue: int) -> bool:

@@ -59,7 +59,8 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
     async def accept(self) -> Connection:
         """Waits for a connection that is open: the exchange is done, and messages get through in both directions.
 
-        Handshakes go on whether or not anybody accepts. Clients that are turned away are never returned.
+        Handshakes go on whether or not anybody accepts, until ``backlog`` connections wait. Clients that are turned
+        away are never returned.
 
         Cancellation: no connection is lost.
 

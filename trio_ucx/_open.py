@@ -32,6 +32,8 @@ Address = SocketAddress
 
 #: Seconds: the default of ``trio.open_tcp_stream``.
 HAPPY_EYEBALLS_DELAY = 0.25
+#: Seconds between two attempts to connect to a Unix socket whose queue is full.
+UNIX_RETRY = 0.02
 
 
 @attrs.frozen
@@ -84,7 +86,7 @@ class _Destination:
         """
         try:
             if isinstance(self.address, str):
-                return await trio.open_unix_socket(self.address)
+                return await _open_unix_socket(self.address)
             host, port = self.address
             local = None
             if self.local_address is not None:
@@ -98,6 +100,19 @@ class _Destination:
                 error.strerror = f"connecting to {self.label}: {error.strerror}"
                 raise
             raise _with_errno(error) from error.__cause__
+
+
+async def _open_unix_socket(path: str) -> trio.SocketStream:
+    """Connects to a Unix socket; as long as the kernel's queue of the listener is full, tries again and again."""
+    while True:
+        stream = await trio.open_unix_socket(path)
+        try:
+            stream.socket.getpeername()
+        except OSError:  # connect() said EAGAIN, which Trio takes for EINPROGRESS
+            stream.socket.close()
+            await trio.sleep(UNIX_RETRY)
+        else:
+            return stream
 
 
 def _with_errno(error: OSError) -> OSError:
@@ -192,7 +207,9 @@ def connect(
             host that vanished is noticed after about twice as long, rounded up to whole seconds, and after 4 seconds at
             least; a process that is stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is
             noticed at once.)
-        authkey: a secret that both sides must have: each proves to the other that it knows it.
+        authkey: a secret that both sides must have, of 16 bytes or more (``secrets.token_bytes(32)``): each proves to
+            the other that it knows it. A client is as open to a listener as that is to the client, so this also keeps
+            it from listeners that it should not trust.
         ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
             sends them as they are.
         server_hostname: the name that the listener's certificate must have; by default the host of ``address``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import ssl
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
+from ._close_handshake import Peer
 from ._connection import Connection
 from ._handshake.server import Acceptor
 from ._listener import Listener
@@ -25,9 +27,10 @@ from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 
-#: Connections that may wait to be accepted at one listener, by default.
+#: Clients that may wait to be accepted at one listener, by default.
 DEFAULT_BACKLOG = 1024
-#: What the kernel may hold before we accept it. (It has a limit of its own, net.core.somaxconn.)
+#: What the kernel may hold before we accept it, whatever ``backlog`` is: when that is used up, clients wait there.
+#: (The kernel has a limit of its own, net.core.somaxconn.)
 MAX_KERNEL_BACKLOG = 0xFFFF
 
 
@@ -47,23 +50,32 @@ async def open_ucx_listeners(
     authkey: bytes | None = None,
     ssl_context: ssl.SSLContext | None = None,
     isolate: bool = False,
+    allow_anyone: bool = False,
 ) -> list[Listener]:
     """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
+
+    A client that is let in can take over the process, because UCX trusts its peers. So without ``authkey=``, and
+    without an ``ssl_context=`` that requires certificates, a TCP listener is in *protected mode*: it lets in only
+    clients of its own machine, and tells the others why.
 
     Args:
         port: 0 chooses a free one.
         host: a name or address of this machine; None means every interface, IPv4 and IPv6. ``"unix:/path"``, with
             port 0, is a Unix socket; its file's permissions decide who can connect.
         worker: the worker of the connections; by default the run's shared worker.
-        backlog: connections that may wait to be accepted; further clients are turned away. None means 1024.
+        backlog: clients that may wait to be accepted, those included that are let in and connecting; further clients
+            wait in the kernel's queue, until there is room or their ``connect_timeout`` is over. None means 1024.
         connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
-        authkey: a secret that clients must have as well.
+        authkey: a secret that clients must have as well, of 16 bytes or more: ``secrets.token_bytes(32)``.
         ssl_context: runs the exchanges over TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
+            Without it, TLS does not keep anybody out: protected mode stays, and the listener logs a warning.
         isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
             writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
             descriptors, and 10 ms to open, during which the program is blocked.
+        allow_anyone: no protected mode: everybody who can reach the port is let in, unless ``authkey`` or
+            ``ssl_context`` keeps them out.
 
     Cancellation: no listener is left behind.
 
@@ -80,7 +92,9 @@ async def open_ucx_listeners(
     check_worker(worker)
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
-    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context)
+    exchange_options = check_exchange_options(
+        shared_memory, keepalive_interval, authkey, ssl_context, allow_anyone=allow_anyone
+    )
     options = check_options(close_timeout, window, max_message_size)
     if not isinstance(isolate, bool):
         raise TypeError(f"isolate must be a bool, not {type(isolate).__name__}")
@@ -88,7 +102,7 @@ async def open_ucx_listeners(
         raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
     if path is not None:
-        sockets = [open_unix_listener(path, min(backlog, MAX_KERNEL_BACKLOG))]
+        sockets = [open_unix_listener(path, MAX_KERNEL_BACKLOG)]
     else:
         sockets = [(control, _nothing) for control in await open_tcp_listeners(port, host)]
     listeners: list[Listener] = []
@@ -97,12 +111,18 @@ async def open_ucx_listeners(
         for control, on_close in sockets:
             acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close, isolate=isolate)
             listeners.append(Listener._create(acceptor))
+        if ssl_context is not None and path is None and not exchange_options.keeps_strangers_out and not allow_anyone:
+            logger.warning(
+                "the listener at %s lets in only clients of its own machine (protected mode): its ssl_context requires "
+                "no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or allow_anyone=True",
+                " and ".join(format_address(listener.address) for listener in listeners),
+            )
     except BaseException:
         for listener in listeners:
             listener._acceptor.close()
         for control, on_close in sockets:
-            control.socket.close()
             on_close()
+            control.socket.close()
         raise
     return listeners
 
@@ -164,6 +184,31 @@ def split_loss(connection: Connection, error: BaseException) -> tuple[BaseExcept
     return first, rest
 
 
+def _log_loss(handler: object, connection: Connection, loss: BaseException, raised: BaseException) -> None:
+    """Logs that a handler has ended because its client has gone.
+
+    Args:
+        raised: what the handler raised: ``loss``, or a group with it.
+    """
+    level = logging.DEBUG if connection._link.handshake.peer is Peer.CLOSING else logging.WARNING
+    stood = _innermost_frame(loss) or _innermost_frame(raised) or "after it had returned"
+    name = getattr(handler, "__qualname__", None) or repr(handler)
+    logger.log(level, "%r: %s. The handler %s ended %s", connection, loss, name, stood)
+
+
+#: Packages whose frames say nothing about where a handler stood.
+_LIBRARIES = frozenset({"trio_ucx", "trio", "outcome", "contextlib"})
+
+
+def _innermost_frame(error: BaseException) -> str | None:
+    """Where the user's code stood."""
+    stood = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            stood = f"at {frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return stood
+
+
 @enable_ki_protection
 async def serve_ucx(
     handler: Callable[[Connection], Awaitable[object]],
@@ -179,10 +224,12 @@ async def serve_ucx(
 
     When a handler returns, its connection is closed gracefully; when it raises, by force.
 
-    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client was lost: the error is logged
-    (logger ``trio_ucx``, level INFO), removed from exception groups, and the server goes on. Every other exception ends
-    the server, as in Trio: an error of another connection that the handler uses, ``trio.ClosedResourceError``,
-    ``trio.EndOfChannel``, or an exception that was raised from the error of a lost client.
+    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client has gone: that is logged with
+    the handler's name and where it stood (logger ``trio_ucx``: DEBUG if the client closed in order, WARNING if it
+    aborted, died or vanished), the error is removed from exception groups, and the server goes on. Every other
+    exception ends the server, as in Trio: an error of another connection that the handler uses,
+    ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception that was raised from the error of a lost
+    client.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
@@ -207,7 +254,7 @@ async def serve_ucx(
         except BaseException as error:
             loss, rest = split_loss(connection, error)
             if loss is not None:
-                logger.info("%r: %s", connection, loss)
+                _log_loss(handler, connection, loss, error)
             connection.abort()
             if loss is None:
                 raise
@@ -216,7 +263,7 @@ async def serve_ucx(
             try:
                 await connection.aclose()
             except trio.BrokenResourceError as error:
-                logger.info("%r: %s", connection, error)
+                _log_loss(handler, connection, error, error)
         if rest is not None:
             raise rest  # outside the except block, or the removed errors would be its context
 

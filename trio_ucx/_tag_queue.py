@@ -9,8 +9,8 @@ receive. If that receive is cancelled meanwhile, the transfer goes on, and the r
 its task. When the transfer ends, the message is saved out of the buffer, which then is its owner's again, and the next
 receive of the queue gets the message, whichever that is.
 
-When the peer is lost, messages that had not arrived whole are missing among those that had. The tag queue of the byte
-stream is *sequential*: it delivers nothing behind a message that is missing.
+When the peer is lost, messages that had not arrived whole may be missing among those that had. A tag queue ends at the
+first that is missing: it delivers nothing behind it, and every later receive gets the error.
 
 The queue decides; it never touches memory. A :class:`Receive` owns a buffer of the user's, and copies to it and from
 it. A :class:`Mover` begins transfers. :class:`Packed` messages give out their bytes.
@@ -161,14 +161,15 @@ class TagQueue:
         "number",
         "packed",
         "receives",
-        "sequential",
+        "stream",
     )
 
-    def __init__(self, number: int, mover: Mover, *, sequential: bool = False) -> None:
+    def __init__(self, number: int, mover: Mover, *, stream: bool = False) -> None:
         self.number = number
         self.mover = mover
-        self.sequential = sequential
-        #: Why nothing is delivered any more: in a sequential queue a message is missing.
+        #: Whether its messages are pieces of the byte stream, none of which may be dropped.
+        self.stream = stream
+        #: Why nothing is delivered any more: a message is missing.
         self.failure: Exception | None = None
         #: The first packed messages, which come before all others; while there are any, no receive waits.
         self.packed: Packed | None = None
@@ -447,12 +448,12 @@ class TagQueue:
 
     def _no_memory(self, message: Message, receive: Receive, cause: MemoryError) -> bool:
         """Not enough memory for the first message: drops it, unless it is a piece of the byte stream."""
-        fate = "it can be read again" if self.sequential else "it was dropped"
-        if receive.want is not Want.INTO and not self.sequential:
+        fate = "it can be read again" if self.stream else "it was dropped"
+        if receive.want is not Want.INTO and not self.stream:
             fate += "; receive_into takes a buffer of yours"
         error = MemoryError(f"there is no memory for a message of {message.length} bytes: {fate}")
         error.__cause__ = cause
-        if not self.sequential:
+        if not self.stream:
             self._drop_first(message)
         self._remove(receive)
         receive.fail(error)
@@ -533,13 +534,14 @@ class TagQueue:
         self.advance()
 
     def _missing(self, message: Message, error: Exception | None) -> None:
-        """A message will not arrive: in a sequential queue, nothing behind it counts."""
-        if not self.sequential:
+        """A message will not arrive: nothing behind it counts. (A message whose sender gave it up is not missed.)"""
+        if error is None and not self.stream:
             return
         self.failure = self.failure or error
         while self.messages[-1] is not message:
             rest = self.messages.pop()
-            assert rest.receive is None, "the byte stream is not received into users' buffers"
+            if rest.state is not State.MOVING:
+                self._part(rest)
             self._drop(rest)
 
     def give_up_moving(self, error: Exception) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 
 import trio
 
@@ -36,17 +38,18 @@ def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Ca
     """Listens at a path. Replaces a stale socket there, as a server that died leaves it behind.
 
     Returns:
-        The listener, and a function that removes the path if it still belongs to the listener.
+        The listener, and a function that removes the path if it still belongs to the listener. Call it before the
+        listener is closed: until then nobody else takes the path, and its inode number is not used again.
 
     Raises:
-        OSError: another process listens there; something other than a socket is there; the path is too long, or may not
+        OSError: another process has the path; something other than a socket is there; the path is too long, or may not
             be written.
     """
     bare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if os.path.lexists(path):
-            _remove_if_stale(path)
         try:
+            with suppress(FileNotFoundError):
+                _remove_if_stale(path)
             bare.bind(path)
         except OSError as error:
             raise OSError(error.errno or errno.EINVAL, f"listening at unix:{path}: {error.strerror or error}") from None
@@ -68,15 +71,40 @@ def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Ca
 
 
 def _remove_if_stale(path: str) -> None:
+    """Removes a socket that no process has bound. Under a lock: two servers could find the same one, and the second
+    would remove what the first has bound meanwhile.
+    """
     if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise OSError(errno.EEXIST, f"listening at unix:{path}: something other than a socket is there")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
+        raise OSError(errno.EEXIST, "something other than a socket is there")
+    taken = OSError(errno.EADDRINUSE, "another process has bound it already")
+    lock = f"{path}.lock"
+    with open(os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.stat(lock), os.fstat(file.fileno())):
+                raise taken  # whoever had the lock has removed this file meanwhile, and somebody else made another one
+        except (BlockingIOError, FileNotFoundError):
+            raise taken from None
+        try:
+            if _is_bound(path):
+                raise taken
+            os.unlink(path)
+        finally:
+            os.unlink(lock)
+
+
+def _is_bound(path: str) -> bool:
+    """Whether a process has bound the socket at a path, listening yet or not.
+
+    A socket of another kind cannot be connected to it, so this does not disturb that process. The kernel looks for the
+    process first: without one it refuses the connection.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except BlockingIOError:
-            pass
-    raise OSError(errno.EADDRINUSE, f"listening at unix:{path}: another process listens there already")
+            return False
+        except OSError as error:
+            if error.errno != errno.EPROTOTYPE:
+                raise
+    return True

@@ -378,7 +378,7 @@ class Session:
         exchange = Exchange(is_client=True, software=SOFTWARE, authkey=None)
         honest = chance.random() < 0.5
         tampers_at = 99 if honest or chance.random() < 0.5 else chance.randrange(3)
-        facts = handshake.make_facts(SharedMemory.AUTO, True)
+        facts = handshake.make_facts(SharedMemory.AUTO)
         exchange.open(facts if honest or chance.random() < 0.5 else self._lie(facts))
         await self._say(exchange.data_to_send(), at_start=True, tampers=tampers_at == 0)
         for turn in range(1, 6):

@@ -35,7 +35,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ from .. import Connection, Listener, connect, open_ucx_listeners
 from .._native import ucx
 from .._version import __version__
 from ..ucp import UCXError, Worker, open_worker
+from ..ucp._util import check_integer, printable
 from .errors import CandidateError, PerfError, describe, is_expected
 from .options import Choice, config_of
 from .sizes import MAX_SIZE
@@ -53,6 +54,8 @@ from .sizes import MAX_SIZE
 PROTOCOL = 1
 #: The version of the part for ``--tune``, which servers of protocol 1 need not know.
 TUNING = 1
+#: The longest control message.
+MAX_CONTROL = 2**14
 CONTROL_TAG = 0
 PAYLOAD_TAG = 1
 
@@ -159,48 +162,100 @@ def hello() -> dict[str, Any]:
     return {"perf": PROTOCOL, "tune": TUNING, "trio_ucx": __version__, "ucx": ucx.release}
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return printable(value)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError
+    return value
+
+
+def _port(value: Any) -> int:
+    return check_integer(value, "the port", 1, 65535)
+
+
+def _true(value: Any) -> bool:
+    if value is not True:
+        raise ValueError
+    return value
+
+
+def _choices(value: Any) -> list[Choice]:
+    return [(_text(name), _text(choice)) for name, choice in value]
+
+
+#: What a control message consists of, by the entry that says which one it is.
+SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "perf": {"perf": _number, "tune": _number, "trio_ucx": _text, "ucx": _text},
+    "kind": {"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number},
+    "ready": {"ready": _true},
+    "received": {"received": _true},
+    "verified": {"verified": _true},
+    "open": {"open": _choices},
+    "port": {"port": _port},
+    "closed": {"closed": _true, "why": _text},
+    "error": {"error": _text},
+}
+
+
+def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
+    """Decodes a control message, whose texts are printable then; None if it is none of the ``wanted``."""
+    try:
+        message = {"tune": 0, **json.loads(data)}
+        [shape, *_] = [SHAPES[entry] for entry in wanted if entry in message]
+        return {name: read(message[name]) for name, read in shape.items()}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
 async def tell(connection: Connection, message: dict[str, Any]) -> None:
     await connection.send(json.dumps(message).encode(), CONTROL_TAG)
 
 
 async def hear(connection: Connection, *wanted: str) -> dict[str, Any]:
     """Receives the next control message, which must have one of the ``wanted`` entries."""
-    data = await connection.receive(CONTROL_TAG)
-    try:
-        message = json.loads(data)
-    except ValueError:
-        message = None
-    if isinstance(message, dict) and "error" in message:
-        raise PerfError(f"the other side says: {message['error']}")
-    if not isinstance(message, dict) or not any(entry in message for entry in wanted):
+    buffer = bytearray(MAX_CONTROL)
+    data = buffer[: await connection.receive_into(buffer, CONTROL_TAG)]
+    message = read_message(data, "error", *wanted)
+    if message is None:
         said = " or ".join(map(repr, wanted))
-        raise PerfError(f"the other side says {data[:100]!r} instead of {said}: is it trio_ucx's perf?")
+        raise PerfError(f"the other side says {bytes(data[:100])!r} instead of {said}: is it trio_ucx's perf?")
+    if "error" in message:
+        raise PerfError(f"the other side says: {message['error']}")
     return message
 
 
 def check_hello(message: dict[str, Any]) -> None:
     if message["perf"] != PROTOCOL:
-        raise PerfError(f"the other side is trio_ucx {message.get('trio_ucx')}, whose perf speaks another protocol")
+        raise PerfError(f"the other side is trio_ucx {message['trio_ucx']}, whose perf speaks another protocol")
 
 
-async def serve(connection: Connection, turn: trio.Lock) -> None:
-    """The server's end of a connection, until the client closes it."""
+async def serve(connection: Connection, turn: trio.Lock, **credentials: Any) -> None:
+    """The server's end of a connection, until the client closes it.
+
+    Args:
+        credentials: ``authkey`` and ``allow_anyone``, for the connections of candidates.
+    """
     async with _reporting_errors(connection):
         with trio.fail_after(PATIENCE):
             check_hello(await hear(connection, "perf"))
         async with turn:
             await tell(connection, hello())
-            await _serve_orders(connection, Payloads(), "kind", "open")
+            await _serve_orders(connection, Payloads(), "kind", "open", **credentials)
 
 
-async def _serve_orders(connection: Connection, payloads: Payloads, *known: str) -> None:
+async def _serve_orders(connection: Connection, payloads: Payloads, *known: str, **credentials: Any) -> None:
     while True:
         with trio.fail_after(PATIENCE):
             order = await hear(connection, *known)
             if "open" not in order:
                 await _serve_round(connection, payloads, Round.from_message(order))
         if "open" in order:
-            await _serve_candidate(connection, payloads, order["open"])
+            await _serve_candidate(connection, payloads, order["open"], credentials)
 
 
 @asynccontextmanager
@@ -213,17 +268,19 @@ async def _reporting_errors(connection: Connection) -> AsyncIterator[None]:
     except trio.TooSlowError:
         raise PerfError(f"the client has sent nothing for {PATIENCE} seconds") from None
     except PerfError as error:
-        await tell(connection, {"error": str(error)})
+        await tell(connection, {"error": printable(str(error))})
         raise
 
 
-async def _serve_candidate(connection: Connection, payloads: Payloads, asked: Any) -> None:
+async def _serve_candidate(
+    connection: Connection, payloads: Payloads, asked: Sequence[Choice], credentials: dict[str, Any]
+) -> None:
     """Opens a worker with these options, serves one connection to it, and tells the client how that ended."""
     why = ""
     host = connection.local_address[0] if connection.local_address is not None else None
     try:
         async with candidate_worker(connection.worker, asked) as worker:
-            [listener] = await open_ucx_listeners(0, host=host, worker=worker, backlog=1)
+            [listener] = await open_ucx_listeners(0, host=host, worker=worker, backlog=1, **credentials)
             async with listener:
                 await tell(connection, {"port": listener.address[1]})
                 candidate = await _accept_candidate(connection, listener)
@@ -234,7 +291,7 @@ async def _serve_candidate(connection: Connection, payloads: Payloads, asked: An
         if not is_expected(error):
             raise
         why = describe(error)
-    await tell(connection, {"closed": True, "why": why})
+    await tell(connection, {"closed": True, "why": printable(why)})
 
 
 async def _accept_candidate(connection: Connection, listener: Listener) -> Connection:
@@ -255,16 +312,13 @@ async def _accept_candidate(connection: Connection, listener: Listener) -> Conne
 
 
 @asynccontextmanager
-async def candidate_worker(worker: Worker, asked: Any) -> AsyncIterator[Worker]:
+async def candidate_worker(worker: Worker, asked: Sequence[Choice]) -> AsyncIterator[Worker]:
     """Opens a worker with the requested options, and with the transports and the address family of ``worker``.
 
     Raises:
         CandidateError: the options are not in our table, or UCX does not accept them.
     """
-    try:
-        config = config_of([(name, value) for name, value in asked])
-    except (TypeError, ValueError):
-        config = None
+    config = config_of(asked)
     if config is None:
         raise CandidateError(f"{asked} is not among the options and values that trio_ucx {__version__} tries")
     kept = {name: value for name, value in worker.context.config.items() if name in CANDIDATES_TOO}
@@ -325,13 +379,19 @@ class Client:
     """The client's end of a connection. Call :meth:`introduce` first, then run any number of rounds.
 
     Args:
+        authkey: the server's.
         payloads, rounds: those of another connection to the same server; by default its own.
     """
 
     def __init__(
-        self, connection: Connection, payloads: Payloads | None = None, rounds: Iterator[Round] | None = None
+        self,
+        connection: Connection,
+        authkey: bytes | None = None,
+        payloads: Payloads | None = None,
+        rounds: Iterator[Round] | None = None,
     ) -> None:
         self.connection = connection
+        self._authkey = authkey
         self._payloads = payloads or Payloads()
         self._rounds = rounds or _blank_rounds()
 
@@ -398,8 +458,9 @@ class Client:
             if "closed" in answer:
                 raise CandidateError(f"the other side: {answer['why']}")
             try:
-                async with connect((connection.remote_address[0], answer["port"]), worker=worker) as other:
-                    yield Client(other, self._payloads, self._rounds)
+                address = connection.remote_address[0], answer["port"]
+                async with connect(address, worker=worker, authkey=self._authkey) as other:
+                    yield Client(other, None, self._payloads, self._rounds)
             except Exception as error:
                 if not is_expected(error):
                     raise

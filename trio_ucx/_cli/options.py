@@ -3,9 +3,8 @@
 A client names an option and a value, and the server looks them up here. So nothing from the wire reaches UCX's
 configuration, and clients can choose these few settings only.
 
-The table leaves out MM_SEG_SIZE and MM_FIFO_SIZE. If two processes differ in the first, they silently corrupt each
-other's messages over shared memory (9,000 bytes between 8,256 and 32k, UCX 1.22); if they differ in the second, they
-hang. From 64k on MM_SEG_SIZE does not fit into UCX's 16-bit lengths, and up to 32k nothing became faster.
+The table leaves out MM_SEG_SIZE and MM_FIFO_SIZE: two processes that differ in them cannot use shared memory together,
+and with segments of up to 32k nothing became faster.
 """
 
 from __future__ import annotations

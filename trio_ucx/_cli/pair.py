@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,15 +21,20 @@ from .errors import PerfError
 SERVER_START = 30
 SERVER_END = 5
 
+#: Environment variable: the authkey of ``perf``. (Everybody can see the arguments of a process.)
+AUTHKEY_VARIABLE = "TRIO_UCX_AUTHKEY"
 #: The command that both processes run.
 PERF = [sys.executable, "-m", "trio_ucx", "perf"]
 
 
 async def run_pair(arguments: argparse.Namespace) -> int:
     """Starts a server and a client, and ends both in any case."""
-    async with open_server(arguments.transports) as address, trio.open_nursery() as nursery:
+    authkey = secrets.token_hex(16)
+    async with open_server(arguments.transports, authkey) as address, trio.open_nursery() as nursery:
         command = [*PERF, *transport_options(arguments.transports), address, *client_options(arguments)]
-        client: trio.Process = await nursery.start(partial(trio.run_process, command, stdout=sys.stdout, check=False))
+        client: trio.Process = await nursery.start(
+            partial(trio.run_process, command, env=with_authkey(authkey), stdout=sys.stdout, check=False)
+        )
         status = await client.wait()
     if status < 0:
         raise PerfError(f"the client process {ending(client)}")
@@ -35,12 +42,19 @@ async def run_pair(arguments: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def open_server(transports: str | None) -> AsyncIterator[str]:
+async def open_server(transports: str | None, authkey: str) -> AsyncIterator[str]:
     """Starts a server process, which ends with the block; yields its address. A server that ends early is an error."""
     listen = [*PERF, *transport_options(transports), "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
     async with trio.open_nursery() as nursery:
         server: trio.Process = await nursery.start(
-            partial(trio.run_process, listen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
+            partial(
+                trio.run_process,
+                listen,
+                env=with_authkey(authkey),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                check=False,
+            )
         )
         assert server.stdin is not None
         address = await announced(server)
@@ -52,6 +66,10 @@ async def open_server(transports: str | None) -> AsyncIterator[str]:
         with trio.move_on_after(SERVER_END):
             await server.wait()
         nursery.cancel_scope.cancel()
+
+
+def with_authkey(authkey: str) -> dict[str, str]:
+    return {**os.environ, AUTHKEY_VARIABLE: authkey}
 
 
 def transport_options(transports: str | None) -> list[str]:

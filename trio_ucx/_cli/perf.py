@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import secrets
+import shlex
+import socket
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
 from .. import Connection, connect, serve_ucx
+from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
 from . import tune
 from .errors import EXPECTED, describe
 from .exchange import Client, Kind, serve
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
-from .pair import run_pair
+from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
 from .sizes import format_size, parse_sizes
 from .trials import ROUNDS
 
@@ -62,7 +68,9 @@ def add_command(commands: Any) -> None:
         help="measure latency, bandwidth and message rate between two processes",
         description="Measures latency, bandwidth and message rate, and verifies all data. Without ADDRESS and --listen "
         "between two new processes of this machine.",
-        epilog="Two machines: `perf --listen 13337` on one, `perf HOST:13337` on the other, which prints the results.",
+        epilog="Two machines: `perf --listen 13337` on one prints what to type on the other, which prints the results. "
+        "Both need the same key: a new one that it prints, or the one in --authkey-file or the environment variable "
+        f"{AUTHKEY_VARIABLE}.",
     )
     role = parser.add_mutually_exclusive_group()
     role.add_argument("address", nargs="?", type=parse_address, metavar="ADDRESS", help="host:port of a listening perf")
@@ -71,6 +79,15 @@ def add_command(commands: Any) -> None:
         type=parse_listen,
         metavar="[HOST:]PORT",
         help="serve one client after another until Ctrl-C; port 0 chooses a free one",
+    )
+    door = parser.add_mutually_exclusive_group()
+    door.add_argument(
+        "--authkey-file", type=Path, metavar="FILE", help="the key that both sides need, 16 bytes or more"
+    )
+    door.add_argument(
+        "--allow-anyone",
+        action="store_true",
+        help="with --listen: let in everybody who can reach the port, without a key; they can take over the process",
     )
     parser.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES", help=f"message sizes in bytes (default {DEFAULT_SIZES})"
@@ -117,6 +134,14 @@ def add_command(commands: Any) -> None:
             parser.error("--tune has its own sizes, and measures by time: use --seconds, not --sizes and --iterations")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
+        if arguments.allow_anyone and arguments.listen is None:
+            parser.error("--allow-anyone is for --listen")
+        if arguments.authkey_file and arguments.listen is None and arguments.address is None:
+            parser.error("--authkey-file is for --listen, or with an ADDRESS")
+        try:
+            arguments.authkey = None if arguments.allow_anyone else given_authkey(arguments.authkey_file)
+        except (OSError, ValueError) as error:
+            parser.error(f"the key in {arguments.authkey_file or AUTHKEY_VARIABLE}: {error}")
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
@@ -126,29 +151,58 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run, prog=parser.prog)
 
 
+def given_authkey(file: Path | None) -> bytes | None:
+    """The key in the file, without the end of its line, or in the environment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the key is too short.
+    """
+    if file is not None:
+        return check_authkey(file.read_bytes().rstrip(b"\r\n"))
+    text = os.environ.get(AUTHKEY_VARIABLE)
+    return None if text is None else check_authkey(os.fsencode(text))
+
+
 # ---- the server ----
 
 
 async def run_server(arguments: argparse.Namespace) -> int:
     host, port = arguments.listen
     turn = trio.Lock()
+    new_key = None if arguments.authkey or arguments.allow_anyone else secrets.token_hex(16)
+    authkey = new_key.encode() if new_key is not None else arguments.authkey
+    credentials = {"authkey": authkey, "allow_anyone": arguments.allow_anyone}
 
     async def handle(connection: Connection) -> None:
         try:
-            await serve(connection, turn)
+            await serve(connection, turn, **credentials)
         except* EXPECTED as problem:
             if not arguments.until_stdin_closes:  # else the client runs on this machine, and prints it
                 print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
 
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker))
+        listeners = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
         address = format_address(listeners[0].address)
-        print(json.dumps({"listening": address}) if arguments.json else f"listening at {address}", flush=True)
+        if arguments.json:
+            print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
+        else:
+            print(f"listening at {address}\n{other_side(arguments, listeners[0].address, new_key)}", flush=True)
         if arguments.until_stdin_closes:
             async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
                 await stdin.receive_some(1)
             nursery.cancel_scope.cancel()
     return 0
+
+
+def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
+    """What to type on the other machine."""
+    host = socket.gethostname() if address[0] in ("0.0.0.0", "::") else address[0]
+    options = transport_options(arguments.transports)
+    command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address((host, address[1]))])
+    if new_key is not None:
+        return f"on the other machine: {AUTHKEY_VARIABLE}={new_key} {command}"
+    return f"on the other machine{', with the same key' if arguments.authkey else ''}: {command}"
 
 
 # ---- the client ----
@@ -171,9 +225,9 @@ async def run_client(arguments: argparse.Namespace) -> int:
     sizes = arguments.sizes or parse_sizes(DEFAULT_SIZES)
     async with (
         chosen_worker(arguments.transports) as worker,
-        connect(arguments.address, worker=worker) as connection,
+        connect(arguments.address, worker=worker, authkey=arguments.authkey) as connection,
     ):
-        client = Client(connection)
+        client = Client(connection, arguments.authkey)
         server = await client.introduce()
         await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         header = {

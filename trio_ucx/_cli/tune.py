@@ -47,11 +47,11 @@ async def run_tune(arguments: argparse.Namespace) -> int:
         )
     async with (
         chosen_worker(arguments.transports) as worker,
-        connect(arguments.address, worker=worker) as connection,
+        connect(arguments.address, worker=worker, authkey=arguments.authkey) as connection,
     ):
-        client = Client(connection)
+        client = Client(connection, arguments.authkey)
         server = await client.introduce()
-        if server.get("tune") != TUNING:
+        if server["tune"] != TUNING:
             raise PerfError(
                 f"the other side is trio_ucx {server['trio_ucx']}, whose perf does not know this --tune: install the "
                 "same trio_ucx on both sides"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import ssl
 from collections.abc import Awaitable, Callable
 
@@ -13,9 +14,9 @@ from .._wire import ProtocolError
 from ..ucp import UCXError
 from ..ucp._engine.numbering import Numbers
 from ..ucp._engine.operations import under_way
-from .control_stream import ControlStream, leads_to_this_machine, set_keepalive
+from .control_stream import ControlStream, set_keepalive
 from .exchange import Aborted, Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
-from .handshake import ExchangeOptions, Greeted, Handshake, send_refusal
+from .handshake import ExchangeOptions, Greeted, Handshake
 from .registry import SOFTWARE, Registry
 
 
@@ -70,50 +71,62 @@ class Connector:
         return link
 
     async def _connect(self) -> Link:
-        handshake = self._handshake
+        handshake, options = self._handshake, self.exchange_options
         stream = ControlStream(await self._open_socket())
+        exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)
+        reason = ""
         try:
-            set_keepalive(stream.socket, self.exchange_options.keepalive_interval)
+            set_keepalive(stream.socket, options.keepalive_interval)
             handshake.set_addresses(stream)
-            await self._exchange(stream)
-        except BaseException:
-            stream.close()
-            raise
+            await self._exchange(stream, exchange)
+            handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(exchange, event))
+        except ProtocolError as error:
+            reason = str(error)
+            hint = "; is it a trio_ucx listener?" if isinstance(error, NotTrioUCX) else ""
+            raise ConnectionRefusedError(
+                errno.ECONNREFUSED, f"cannot connect to {self.label}: {error}{hint}"
+            ) from error
+        except UCXError as error:
+            reason = str(error)
+            raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise self._named(error) from None
+        finally:
+            if handshake.control is None:
+                if reason:
+                    exchange.refuse(reason)
+                stream.close(exchange.data_to_send() if reason else b"")
         self._wait_for_messages()
         link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
         return link
+
+    def _named(self, error: OSError) -> OSError:
+        """An error with the listener's address in its message, and what it may come from."""
+        if self.label in str(error):
+            return error
+        if error.errno == errno.ENOTCONN:  # from getpeername
+            error = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        if isinstance(error, ssl.SSLError):
+            hint = "does it have an ssl_context, and does each trust the other?"
+        else:
+            hint = "the listener may have closed, or is not a trio_ucx listener: see its log, or try again"
+        error.strerror = f"connecting to {self.label}: {error.strerror or error}: {hint}"
+        return error
 
     def _wait_for_messages(self) -> None:
         route = self._handshake.route
         self.stage = f"messages did not get through over UCX ({route}); does a firewall block them?"
 
-    async def _exchange(self, stream: ControlStream) -> None:
+    async def _exchange(self, stream: ControlStream, exchange: Exchange) -> None:
         options, handshake = self.exchange_options, self._handshake
-        self.stage = "it did not answer; is it a trio_ucx listener?"
-        exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)
-        try:
-            if options.ssl_context is not None:
-                self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
-                await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
-            handshake.move_to_running_worker()
-            exchange.open(handshake.make_facts(options.shared_memory, leads_to_this_machine(stream.socket)))
-            await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))
-        except ssl.SSLError as error:
-            error.add_note(
-                f"in the TLS handshake with {self.label}: does it have an ssl_context, and does each trust the other?"
-            )
-            raise
-        except ProtocolError as error:
-            reason = f"{error}; is it a trio_ucx listener?" if isinstance(error, NotTrioUCX) else str(error)
-            await send_refusal(stream, exchange, error)
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"cannot connect to {self.label}: {reason}") from error
-        except UCXError as error:
-            await send_refusal(stream, exchange, error)
-            raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
-        except OSError as error:  # UCX cannot reach the server; or the socket broke, and the refusal gets nowhere
-            await send_refusal(stream, exchange, error)
-            raise
-        handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(exchange, event))
+        if options.ssl_context is not None:
+            self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
+            await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
+        self.stage = "it did not answer; is it a trio_ucx listener, and has its backlog room?"
+        handshake.move_to_running_worker()
+        exchange.open(handshake.make_facts(options.shared_memory))
+        await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))
 
     def _answer(self, exchange: Exchange, event: Event | Greeted) -> None:
         """Answers the server.

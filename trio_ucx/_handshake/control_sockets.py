@@ -19,10 +19,9 @@ from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles
 from ..ucp._util import ignoring_late_run
-from .control_stream import TLS
+from .control_stream import CHUNK, TLS
 from .exchange import Event, Exchange
 
-_CHUNK = 4096
 _EVENTS = 64
 
 
@@ -67,7 +66,7 @@ class ControlSocket:
     def readable(self) -> None:
         assert self._socket is not None
         try:
-            data = self._socket.recv(_CHUNK)
+            data = self._socket.recv(CHUNK)
         except BlockingIOError:
             return
         except OSError as error:
@@ -128,6 +127,8 @@ class ControlSocket:
 
     def close(self) -> None:
         bare, self._socket = self._socket, None
+        self._tls = None  # buffers go at once, whoever still has this object
+        self.exchange.drop_data()
         if bare is not None:
             self._sockets.remove(bare.fileno())
             bare.close()

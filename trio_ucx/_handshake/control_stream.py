@@ -7,29 +7,40 @@ and its TLS state move to ``control_sockets``, which watches all control sockets
 from __future__ import annotations
 
 import errno
+import ipaddress
+import select
 import socket
 import ssl
+import struct
+from contextlib import suppress
 
 import trio
 
 from .._wire import MAGIC, ProtocolError
 from ..ucp._address import family_of
+from ..ucp._util import printable
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
 
-#: Seconds to wait until the control socket takes the reason why there will be no connection.
-REFUSAL_TIMEOUT = 1.0
 #: Unanswered probes after which the peer's host has vanished: where the interval has the seconds for so many, and at
 #: least. Of one or two packets each may be lost on a network that works.
 PROBES, LEAST_PROBES = 10, 3
-_CHUNK = 65536
+#: Bytes that are read at once. OpenSSL needs a millisecond for so many KeyUpdates.
+CHUNK = 2048
+#: Bytes of TLS records that are taken from a peer, from the handshake to the end of the connection. An honest one sends
+#: certificates (at most 100 KB), its worker addresses (``exchange.MAX_FRAME``), and little else.
+MAX_TLS_BYTES = 2**19
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
 
 
 class TLS:
-    """One side of a TLS connection, without I/O: received bytes go in, bytes to send come out."""
+    """One side of a TLS connection, without I/O: received bytes go in, bytes to send come out.
+
+    All that it keeps is bounded, because the bytes that it takes are: OpenSSL answers what it gets, and would keep what
+    it does not process.
+    """
 
     def __init__(self, context: ssl.SSLContext, *, is_client: bool, server_hostname: str | None) -> None:
         self.incoming = ssl.MemoryBIO()
@@ -37,6 +48,18 @@ class TLS:
         self.object = context.wrap_bio(
             self.incoming, self.outgoing, server_side=not is_client, server_hostname=server_hostname
         )
+        self._received = 0
+
+    def receive(self, data: bytes) -> None:
+        """Takes bytes from the peer.
+
+        Raises:
+            ssl.SSLError: it sent more than anybody needs.
+        """
+        self._received += len(data)
+        if self._received > MAX_TLS_BYTES:
+            raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"it sent more than {MAX_TLS_BYTES} bytes of TLS records")
+        self.incoming.write(data)
 
     def encrypt(self, data: bytes) -> bytes:
         if data:
@@ -47,17 +70,18 @@ class TLS:
         """What the peer sent; b"" while a record is incomplete.
 
         Raises:
-            ssl.SSLError: the data were changed on the way, or the peer has ended the TLS connection.
+            ssl.SSLError: the data were changed on the way, the peer has ended the TLS connection, or it sent more than
+                anybody needs.
         """
-        self.incoming.write(data)
+        self.receive(data)
         plain = bytearray()
         while True:
             try:
-                chunk = self.object.read(_CHUNK)
+                chunk = self.object.read(CHUNK)
             except ssl.SSLWantReadError:
                 return bytes(plain)
-            if not chunk:
-                return bytes(plain)
+            if not chunk:  # close_notify: OpenSSL reads nothing after it
+                raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "the peer has ended the TLS connection")
             plain += chunk
 
 
@@ -68,8 +92,17 @@ class ControlStream:
         self._stream = stream
         self.socket = stream.socket
         self.tls: TLS | None = None
-        #: Whether the peer has sent anything; with TLS, whether it has completed the TLS handshake.
+        #: Whether the peer has sent anything.
         self.peer_has_sent = False
+        #: Whether a send is under way, or was cut off, so that nothing that follows could be understood.
+        self.is_sending = False
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the peer has sent something that we have not read yet, or has closed its end."""
+        poll = select.poll()
+        poll.register(self.socket.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     async def start_tls(self, context: ssl.SSLContext, *, is_client: bool, server_hostname: str | None) -> None:
         """Does the TLS handshake.
@@ -87,8 +120,7 @@ class ControlStream:
             if not _TLS_RECORD.startswith(first[:2]):
                 raise ProtocolError(f"the client does not speak TLS: its first bytes were {first[:24]!r}")
         self.tls = tls = TLS(context, is_client=is_client, server_hostname=server_hostname)
-        if first:
-            tls.incoming.write(first)
+        tls.receive(first)
         while True:
             try:
                 tls.object.do_handshake()
@@ -99,14 +131,9 @@ class ControlStream:
                     raise ssl.SSLEOFError(
                         ssl.SSL_ERROR_EOF, "the peer closed the connection during the TLS handshake"
                     ) from None
-                tls.incoming.write(data)
-            except ssl.SSLError:
-                with trio.move_on_after(REFUSAL_TIMEOUT):
-                    await self._send_raw(tls.outgoing.read())  # the alert that says why
-                raise
+                tls.receive(data)
             else:
                 await self._send_raw(tls.outgoing.read())
-                self.peer_has_sent = True
                 return
 
     async def send_all(self, data: bytes) -> None:
@@ -119,9 +146,7 @@ class ControlStream:
             ssl.SSLError, OSError: the connection broke.
         """
         if self.tls is None:
-            data = await self._receive_raw()
-            self.peer_has_sent = self.peer_has_sent or bool(data)
-            return data
+            return await self._receive_raw()
         plain = self.tls.decrypt(b"")  # what arrived together with the end of the TLS handshake
         while not plain:
             data = await self._receive_raw()
@@ -134,16 +159,20 @@ class ControlStream:
     async def _send_raw(self, data: bytes) -> None:
         if not data:
             return
+        self.is_sending = True
         try:
             await self._stream.send_all(data)
         except trio.BrokenResourceError as error:
             raise _as_os_error(error) from None
+        self.is_sending = False
 
     async def _receive_raw(self) -> bytes:
         try:
-            return bytes(await self._stream.receive_some(_CHUNK))
+            data = bytes(await self._stream.receive_some(CHUNK))
         except trio.BrokenResourceError as error:
             raise _as_os_error(error) from None
+        self.peer_has_sent = self.peer_has_sent or bool(data)
+        return data
 
     def detach(self) -> socket.socket:
         """Returns the bare, non-blocking socket, which belongs to the caller from now on."""
@@ -152,13 +181,30 @@ class ControlStream:
         bare.setblocking(False)
         return bare
 
-    def close(self) -> None:
-        """Closes the socket, unless it was detached."""
-        self.socket.close()
+    def close(self, last: bytes = b"") -> None:
+        """Closes the socket, unless it was detached.
+
+        Args:
+            last: sent before, as far as the socket takes it at once. (So is a TLS alert that says why TLS failed.) Not
+                if an earlier send was cut off.
+        """
+        tls, self.tls = self.tls, None  # buffers go at once, whoever still has this object
+        if self.socket.fileno() < 0:
+            return
+        if tls is not None:
+            try:
+                last = tls.encrypt(last)
+            except ssl.SSLError:  # the TLS handshake did not end
+                last = tls.outgoing.read()
+        with self.detach() as bare, suppress(OSError):
+            if last and not self.is_sending:
+                bare.send(last)
 
 
 def _as_os_error(error: trio.BrokenResourceError) -> OSError:
-    return error.__cause__ if isinstance(error.__cause__, OSError) else ConnectionError(str(error))
+    if isinstance(error.__cause__, OSError):
+        return error.__cause__
+    return ConnectionResetError(errno.ECONNRESET, str(error))
 
 
 def local_address(control: trio.socket.SocketType) -> Address:
@@ -167,8 +213,9 @@ def local_address(control: trio.socket.SocketType) -> Address:
 
 
 def remote_address(control: trio.socket.SocketType) -> Address:
-    """The address of the peer's end of a control socket."""
-    return _address(control.getpeername())
+    """The address of the peer's end of a control socket. A peer chooses the path that its Unix socket is bound to."""
+    name = control.getpeername()
+    return _address(printable(name) if isinstance(name, str) else name)
 
 
 def _address(name: object) -> Address:
@@ -183,6 +230,17 @@ def ip_of(address: Address) -> str | None:
         return None
     host = address[0].partition("%")[0]
     return host.removeprefix("::ffff:") if "." in host else host
+
+
+def source_of(control: trio.socket.SocketType) -> bytes | int:
+    """Whom the peer's end of a socket belongs to: its IPv4 address, its IPv6 network (/64), or its user."""
+    if control.family == socket.AF_UNIX:
+        _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return int(uid)
+    ip = ipaddress.ip_address(control.getpeername()[0].partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        return ip.packed[:8] if ip.ipv4_mapped is None else ip.ipv4_mapped.packed
+    return ip.packed
 
 
 def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
@@ -218,15 +276,20 @@ def has_route(ip: str) -> bool:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """Whether the peer's end of a socket is on this machine, in the same network namespace."""
+    """Whether the peer's end of a socket is on this machine, in the same network namespace.
+
+    That an address can be bound does not say so: broadcast addresses can, and with ``ip_nonlocal_bind`` all others.
+    """
     if control.family == socket.AF_UNIX:
         return True
-    peer, own = control.getpeername()[0], control.getsockname()[0]
-    if peer == own:
+    peer, own = control.getpeername(), control.getsockname()
+    if peer[0] == own[0]:
         return True
     with socket.socket(control.family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((peer, 0))  # only addresses of this machine can be bound
+            if control.family == socket.AF_INET:
+                probe.bind((peer[0], 0))
+            probe.connect(peer)  # sends nothing; fails if we have bound an address of others
         except OSError:
             return False
-    return True
+        return bool(probe.getsockname()[0] == peer[0])  # by IPv6, the way to an own address begins at that address

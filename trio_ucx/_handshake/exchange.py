@@ -24,7 +24,8 @@ HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of th
 Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is changed on the way
 invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server
 proves first that it knows the key. So a client sends no facts to a server that does not know the key, nor does the
-server to such a client. REFUSE carries no code, because it may have to say that the keys differ.
+server to such a client. REFUSE carries no code, because it may have to say that the keys differ. A server in protected
+mode refuses a client of another machine right after its preamble.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import attrs
 
 from .._wire import MAGIC, MAX_NUMBER, VERSION, ProtocolError
 from ..ucp._engine.numbering import MAX_PLAIN, Numbers
+from ..ucp._util import printable
 from .facts import Facts
 
 #: Magic, version, flags, nonce. It is the same in every version, like REFUSE, so that a peer of another version can be
@@ -55,7 +57,7 @@ _NO_NUMBER = 0xFFFFFFFF
 _CODE = hashlib.sha256().digest_size
 
 #: The longest frame. (Worker addresses take some kilobytes on machines with many RDMA ports.)
-MAX_FRAME = 1 << 17
+MAX_FRAME = 1 << 16
 #: The greatest count of sent messages that ABORT may contain.
 MAX_SENT = 2**62
 #: Declined numbers after which the two sides give up.
@@ -94,7 +96,8 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
     (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
     (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
-    (True, State.OPENED): frozenset({Kind.ABORT}),
+    # The connection opens first for the client; the listener may still close, or its time be over.
+    (True, State.OPENED): frozenset({Kind.REFUSE, Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
     (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE, Kind.ABORT}),
     (False, State.GREETING): frozenset({Kind.REFUSE, Kind.TAKE, Kind.ABORT}),
@@ -191,6 +194,18 @@ class Refusal(ProtocolError):
     """The peer must be refused, and told the reason (:meth:`Exchange.refuse`)."""
 
 
+class ProtectedMode(Refusal):
+    """The client is on another machine, and this listener lets in such clients only with credentials."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "protected mode: this listener is open to clients of its own machine only, because it asks for no "
+            "credentials. Give both sides the same authkey=, or the listener an ssl_context= with "
+            "verify_mode=ssl.CERT_REQUIRED and each client a certificate; allow_anyone=True at the listener lets in "
+            "everybody who can reach it"
+        )
+
+
 class Exchange:
     """One side of the exchange.
 
@@ -198,11 +213,15 @@ class Exchange:
         is_client: which side.
         software: the releases of trio_ucx and UCX, for error messages.
         authkey: the secret that both sides must know, or None.
+
+    Attributes:
+        protected: for the server: refuses the client right after its preamble.
     """
 
     def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:
         self.is_client = is_client
         self.state = State.PREAMBLE
+        self.protected = False
         self._software = software
         # Hashed, because to HMAC keys are equal that differ only in zero bytes at their end.
         self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
@@ -290,7 +309,7 @@ class Exchange:
             return
         if not self.is_client and self.state is State.PREAMBLE:
             self._send_preamble()
-        self._send(Kind.REFUSE, reason.encode()[:1000])
+        self._send(Kind.REFUSE, reason.encode(errors="replace")[:1000])
         self.state = State.ENDED
 
     def greeted(self) -> None:
@@ -313,6 +332,10 @@ class Exchange:
     def receive_data(self, data: bytes) -> None:
         """Adds bytes from the peer; :meth:`next_event` decodes them."""
         self._buffer += data
+
+    def drop_data(self) -> None:
+        """Drops what was received and not decoded."""
+        self._buffer.clear()
 
     def next_event(self) -> Event | None:
         """Returns the peer's next event, or None when more bytes are needed. Answer each before asking for the next.
@@ -352,6 +375,8 @@ class Exchange:
         if not self.is_client:
             self._send_preamble()
         self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
+        if self.protected:
+            raise ProtectedMode
         if version != VERSION:
             raise Refusal(self._wrong_version(version))
         if flags & ~WITH_AUTHKEY:
@@ -370,7 +395,7 @@ class Exchange:
             length, kind = _HEAD.unpack_from(self._buffer)
             end = _HEAD.size - 1 + length
             if kind == Kind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
-                return _text(bytes(self._buffer[_HEAD.size : end]))
+                return _reason(bytes(self._buffer[_HEAD.size : end]))
         peer = "listener" if self.is_client else "client"
         return (
             f"the {peer} speaks wire version {version}, and this {self._side} speaks {VERSION} ({self._software}): "
@@ -423,7 +448,7 @@ class Exchange:
         match kind:
             case Kind.REFUSE:
                 self.state = State.ENDED
-                return Refused(_text(body))
+                return Refused(_reason(body))
             case Kind.ABORT:
                 self.state = State.ENDED
                 return Aborted(_number(body, _SENT, MAX_SENT))
@@ -463,10 +488,8 @@ class Exchange:
             raise Refusal(str(error)) from error
 
 
-def _text(body: bytes) -> str:
-    """Decodes a reason from the peer: only printable characters, and at most 1000."""
-    text = body[:1000].decode(errors="replace")
-    return "".join(char if char.isprintable() else "?" for char in text)
+def _reason(body: bytes) -> str:
+    return printable(body[:1000].decode(errors="replace"))
 
 
 def _pack(numbers: Numbers) -> bytes:

@@ -12,7 +12,9 @@ import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._address_format import ParsedAddress, parse_worker_address
+from ..ucp._option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._process import MAX_PID, Host, Process
+from ..ucp._util import printable
 
 #: The longest worker address.
 MAX_ADDRESS = 48_000
@@ -41,6 +43,7 @@ FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("length of the address", "I", (0, MAX_ADDRESS)),
     ("length of the network address", "I", (0, MAX_ADDRESS)),
     ("length of the software", "H", (0, 2**16 - 1)),
+    *((f"UCX's option {option}", "I", _ANY32) for option in AGREED),
 )
 _FACTS = struct.Struct("<" + "".join(format for _, format, _ in FIELDS))
 _CHECKSUM = struct.Struct("<I")
@@ -76,6 +79,7 @@ class Facts:
         features: what its worker's context was opened with (``UCP_FEATURE_*``).
         software: its releases of trio_ucx and UCX, for error messages.
         ucx: its release of UCX, the first two numbers.
+        sizes: its values of UCX's options that both sides must have in common.
     """
 
     connection_id: int
@@ -90,6 +94,7 @@ class Facts:
     features: int
     software: str
     ucx: tuple[int, int] = (0, 0)
+    sizes: Sizes = DEFAULT_SIZES
 
     def encode(self) -> bytes:
         host, software = self.host, self.software.encode()
@@ -110,6 +115,7 @@ class Facts:
                 len(self.address),
                 len(self.network_address),
                 len(software),
+                *self.sizes,
             )
             + self.address
             + self.network_address
@@ -150,6 +156,7 @@ class Facts:
             address_length,
             network_length,
             software_length,
+            *sizes,
         ) = _checked(_FACTS.unpack_from(body))
         if len(body) != _FACTS.size + address_length + network_length + software_length:
             raise ProtocolError("the peer's facts have another length than they say")
@@ -172,8 +179,9 @@ class Facts:
             address=address,
             network_address=network_address,
             features=features,
-            software="".join(char if char.isprintable() else "?" for char in software[:200]),
+            software=printable(software, 200),
             ucx=(major, minor),
+            sizes=tuple(sizes),
         )
 
 
@@ -268,7 +276,12 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     if not ours.shared_memory & theirs.shared_memory:
         kinds = " and ".join(sorted(ours.shared_memory | theirs.shared_memory))
         return f"the two sides have different kinds of shared memory ({kinds}: see the option TLS, or UCX_TLS)"
-    return None
+    found = (_differences(ours, theirs, kind) for kind in sorted(ours.shared_memory & theirs.shared_memory))
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _differences(ours: Reach, theirs: Reach, kind: str) -> str | None:
+    return differences(ours.facts.sizes, theirs.facts.sizes, kind)
 
 
 def _releases_differ(ours: Reach, theirs: Reach) -> bool:
@@ -315,4 +328,6 @@ def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
             f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "
             "option TLS (UCX_TLS), as in 'tcp,sm,self'"
         )
+    if ours.tcp_addresses and theirs.tcp_addresses and (difference := _differences(ours, theirs, "tcp")) is not None:
+        raise ProtocolError(f"{difference}: one would overrun the other's memory, so give both the same value")
     return False

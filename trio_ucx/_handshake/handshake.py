@@ -34,7 +34,15 @@ from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from ..ucp._util import ignoring_late_run
 from .control_sockets import ControlSocket
-from .control_stream import REFUSAL_TIMEOUT, Address, ControlStream, has_route, ip_of, local_address, remote_address
+from .control_stream import (
+    Address,
+    ControlStream,
+    has_route,
+    ip_of,
+    leads_to_this_machine,
+    local_address,
+    remote_address,
+)
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
@@ -50,13 +58,30 @@ class ExchangeOptions:
     Attributes:
         server_hostname: the name that the server's certificate must have.
         keepalive_interval: see :func:`control_stream.set_keepalive`.
+        allow_anyone: a listener's: no protected mode.
     """
 
     shared_memory: SharedMemory
     keepalive_interval: float
-    authkey: bytes | None
+    authkey: bytes | None = attrs.field(repr=False)
     ssl_context: ssl.SSLContext | None
     server_hostname: str | None = None
+    allow_anyone: bool = False
+
+    @property
+    def keeps_strangers_out(self) -> bool:
+        """Whether a listener with these options asks its clients for credentials."""
+        context = self.ssl_context
+        return self.authkey is not None or (context is not None and context.verify_mode == ssl.CERT_REQUIRED)
+
+    def lets_in(self, client: ControlStream) -> bool:
+        """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
+        if self.allow_anyone or self.authkey is not None or leads_to_this_machine(client.socket):
+            return True
+        if not self.keeps_strangers_out or client.tls is None:
+            return False
+        # A context with post_handshake_auth requires a certificate, but not in the handshake.
+        return client.tls.object.getpeercert(binary_form=True) is not None
 
 
 @attrs.frozen
@@ -73,21 +98,6 @@ def _greeting(frame: bytes) -> int | None:
     except ProtocolError:
         return None
     return hello.number if isinstance(hello, wire.Hello) else None
-
-
-async def send_refusal(stream: ControlStream, exchange: Exchange, error: Exception) -> None:
-    """Tells the peer why there will be no connection, if the control socket still takes it."""
-    exchange.refuse((isinstance(error, OSError) and error.strerror) or str(error))
-    await send_rest(stream, exchange)
-
-
-async def send_rest(stream: ControlStream, exchange: Exchange) -> None:
-    """Sends what the exchange still has to send before the control socket is closed."""
-    with trio.move_on_after(REFUSAL_TIMEOUT):
-        try:
-            await stream.send_all(exchange.data_to_send())
-        except (OSError, ssl.SSLError):
-            pass
 
 
 class Handshake:
@@ -126,6 +136,8 @@ class Handshake:
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
+        #: The address that its control socket comes from, if that is another machine's.
+        self._other_host: str | None = None
 
     def _register(self, registry: Registry) -> None:
         self.registry = registry
@@ -152,17 +164,28 @@ class Handshake:
             OSError, UCXError: the peer refused or left; UCX cannot reach it.
         """
         while self.number is None:
+            event = await self.next_event(stream, exchange)
+            answer(event)
+            if isinstance(event, Greeted) and self.number is None:
+                await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
+
+    async def next_event(self, stream: ControlStream, exchange: Exchange) -> Event | Greeted:
+        """Sends what the exchange has to send, and waits for its next event.
+
+        Raises:
+            ProtocolError: the peer must be refused.
+            OSError: the peer left, or the handshake has failed.
+        """
+        while True:
             self.check()
             event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
-                answer(event)
-                if isinstance(event, Greeted) and self.number is None:
-                    await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
-                continue
-            await stream.send_all(exchange.data_to_send())
+                return event
+            with suppress(ConnectionError):  # the peer may have said why before it left: the next read tells
+                await stream.send_all(exchange.data_to_send())
             data = await self._receive(stream)
             if data == b"":
-                raise ConnectionResetError(errno.ECONNRESET, f"{self.label} ended the connection during the exchange")
+                raise ConnectionResetError(errno.ECONNRESET, "it ended the connection during the exchange")
             exchange.receive_data(data or b"")
 
     async def _receive(self, stream: ControlStream) -> bytes | None:
@@ -217,6 +240,7 @@ class Handshake:
     def set_addresses(self, stream: ControlStream) -> None:
         """Records the addresses of the control socket."""
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
+        self._other_host = None if leads_to_this_machine(stream.socket) else ip_of(self.remote)
 
     def move_to_worker_with_numbers(self, facts: Facts) -> None:
         """Moves to a worker that still has endpoint numbers for this peer. For the server, before it sends its facts.
@@ -239,12 +263,12 @@ class Handshake:
 
     def _move(self, registry: Registry) -> None:
         if registry is not self.registry:
-            del self.registry.engine.tag_dispatch.sinks[self.id]
+            self.registry.engine.tag_dispatch.remove(self.id)
             self._register(registry)
 
-    def make_facts(self, shared_memory: SharedMemory, sees_local: bool) -> Facts:
+    def make_facts(self, shared_memory: SharedMemory) -> Facts:
         """Returns the facts that this side sends."""
-        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, sees_local)
+        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
         return self._own_facts
 
     def peer_facts_arrived(self, facts: Facts) -> None:
@@ -259,7 +283,7 @@ class Handshake:
         self._peer = Reach.of(facts)
         self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
         hosts = [host for host, _ in self._peer.tcp_addresses]
-        self.registry.engine.data_ports.admit(hosts, ip_of(self.remote), facts.ucx)
+        self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
 
     @property
     def peer(self) -> Reach:
@@ -598,7 +622,7 @@ class Handshake:
     def _release(self, reason: str) -> None:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
-            del engine.tag_dispatch.sinks[self.id]
+            engine.tag_dispatch.remove(self.id)
         engine.call_soon(self._drop_awaited)  # not now: this may be the delivery of a message, while endpoints are made
         contained(self._return_number)
         if self.control is not None:

@@ -37,11 +37,18 @@ class Registry:
                 f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
                 f"here it is {least}: the receiver must get their control frames without asking for them"
             )
+        if least is not None and worker.context.rendezvous_threshold is None and least <= wire.MAX_BATCH:
+            raise ValueError(
+                f"Connections need a worker with one RNDV_THRESH (UCX_RNDV_THRESH) for all fabrics, or several of more "
+                f"than {wire.MAX_BATCH}; here the least is {least}: the peer must know which short messages stay "
+                "with their sender"
+            )
         if not worker.context.requests_other_ends:
             raise ValueError(
                 "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
                 "here: otherwise a peer that lies about its worker's address could end the process"
             )
+        worker._engine.data_ports.keep_shut()
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine
@@ -89,6 +96,7 @@ class Registry:
             features=engine.context.features,
             software=SOFTWARE,
             ucx=(ucx.version[0], ucx.version[1]),
+            sizes=engine.context.agreed_sizes,
         )
 
 

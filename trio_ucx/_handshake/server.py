@@ -1,4 +1,13 @@
-"""The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not."""
+"""The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not.
+
+Who gets in, and who waits. A client is *let in* when its OPEN has arrived, so that it has proved who it is where there
+is an authkey. ``backlog`` counts the clients that were let in and whose connection was not accepted yet. When it is
+used up, those whose OPEN arrives wait, and nobody loses a place. Clients that were not let in yet are strangers and
+do not count. They can be as many as MAX_EXCHANGES, and as file descriptors allow. Beyond that, further clients wait in
+the kernel's queue, until an exchange ends, or a stranger is idle: it was accepted more than GRACE seconds ago, and has
+sent nothing that we have not read. Then idle strangers of the source with the most strangers lose their places: first
+those that have never sent anything, the oldest first.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,9 @@ import errno
 import logging
 import ssl
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 
 import trio
 
@@ -20,30 +30,48 @@ from ..ucp._contained import contained, report
 from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
-from .control_stream import ControlStream, leads_to_this_machine, local_address, remote_address, set_keepalive
-from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, Refused, Taken
-from .handshake import ExchangeOptions, Greeted, Handshake, send_refusal, send_rest
+from .control_stream import (
+    ControlStream,
+    local_address,
+    remote_address,
+    set_keepalive,
+    source_of,
+)
+from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, State, Taken
+from .handshake import ExchangeOptions, Greeted, Handshake
 from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
 
-#: Unfinished exchanges that one listener allows. When another client comes, the oldest exchange in which the client has
-#: sent nothing ends, or else the oldest of all.
-MAX_EXCHANGES = 256
+#: Unfinished exchanges at one listener.
+MAX_EXCHANGES = 1024
+#: Seconds after which an idle stranger may lose its place. Honest clients send as soon as they are connected, and when
+#: they get an answer. Strangers keep them out only if more than MAX_EXCHANGES come in so many seconds, again and again.
+GRACE = 0.5
+#: Seconds between two looks for room.
+ROOM_PAUSE = 0.02
 #: Descriptors that a connection needs, with one TCP lane for each of several network devices.
 DESCRIPTORS_EACH = 7
-#: Descriptors that are left to the program.
+#: Descriptors that clients leave to the program.
 SPARE_DESCRIPTORS = 16
+#: Descriptors that strangers leave besides, because UCX must never run out of them: its TCP transport stops listening
+#: when an accept() fails, and its workers never send large messages again if it has none at the first one.
+RESERVED_DESCRIPTORS = 64
 #: Seconds to wait when accept() fails because a resource is used up, as trio.serve_listeners does.
 ACCEPT_PAUSE = 0.1
 #: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
+#: The kind of clients that protected mode refuses.
+PROTECTED = "it is on another machine"
 _CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
 
 class RejectionLog:
-    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come."""
+    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
+
+    The first one that protected mode refuses is a warning.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -54,10 +82,11 @@ class RejectionLog:
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
+        level = logging.WARNING if kind == PROTECTED and kind not in self._last else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
-        logger.info("turned away %s: %s: %s%s", client, kind, reason, others)
+        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others)
 
 
 def other_protocol(first_bytes: bytes) -> str:
@@ -74,15 +103,25 @@ def other_protocol(first_bytes: bytes) -> str:
 class Client:
     """A client whose handshake is not finished."""
 
-    def __init__(self, stream: ControlStream, label: str) -> None:
+    def __init__(self, stream: ControlStream) -> None:
         self.stream = stream
-        self.label = label
+        self.label = _label(stream.socket)
+        self.source = source_of(stream.socket)
+        self.since = trio.current_time()
         self.scope = trio.CancelScope()
+        self.is_let_in = False
+        #: Whether it is one of those that ``backlog`` allows.
+        self.has_place = False
 
     @property
     def has_sent(self) -> bool:
         """Whether it has sent anything."""
         return self.stream.peer_has_sent
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has had its time, and we wait for it."""
+        return trio.current_time() - self.since >= GRACE and (self.stream.is_sending or not self.stream.has_unread)
 
 
 class Acceptor:
@@ -91,8 +130,8 @@ class Acceptor:
     Args:
         listener: accepts the control sockets.
         timeout: seconds that a client has for the handshake.
-        backlog: connections that may wait to be accepted.
-        on_close: called when the acceptor is closed.
+        backlog: clients that were let in and whose connection was not accepted.
+        on_close: called when the acceptor is closed, before its socket is.
         isolate: whether each connection has a worker of its own.
     """
 
@@ -124,6 +163,10 @@ class Acceptor:
         self._on_close = on_close
         self._clients: dict[Client, None] = {}
         self._ready: deque[Link] = deque()
+        #: Clients that have a place in the backlog.
+        self._opening = 0
+        #: Where clients wait for a place.
+        self._places = trio.lowlevel.ParkingLot()
         self._acceptors = Waiters()
         self._rejections = RejectionLog()
         self._id = self.engine.next_id()
@@ -148,6 +191,7 @@ class Acceptor:
         """Accepts control sockets."""
         while not self.closed:
             try:
+                await self._make_room()
                 stream = await self._listener.accept()
             except trio.ClosedResourceError:
                 return
@@ -166,22 +210,41 @@ class Acceptor:
                 report("an internal error of trio_ucx: a client was turned away", error)
                 contained(stream.socket.close)
 
+    async def _make_room(self) -> None:
+        """Waits until there is a client in the kernel's queue, and room for it."""
+        await trio.lowlevel.wait_readable(self._listener.socket)
+        while not self.closed and not self._has_room() and not self._end_idle_exchanges():
+            await trio.sleep(ROOM_PAUSE)
+
+    def _has_room(self) -> bool:
+        """Whether one more client can be accepted. There is always room for one, which is told what is wrong."""
+        count = RESERVED_DESCRIPTORS + self._descriptors_for(self._opening + 1)
+        return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
+
+    def _end_idle_exchanges(self) -> bool:
+        """Ends exchanges of idle strangers at the source with the most strangers; a few, as this takes a while."""
+        strangers = [client for client in self._clients if not client.is_let_in]
+        counts = Counter(client.source for client in strangers)
+        most = max(counts.values(), default=0)
+        worst = sorted(
+            (client for client in strangers if counts[client.source] == most), key=lambda client: client.has_sent
+        )
+        idle = list(islice((client for client in worst if client.is_idle), 1 + len(self._clients) // 32))
+        for client in idle:
+            del self._clients[client]
+            client.scope.cancel()
+        return bool(idle)
+
     def _begin(self, stream: trio.SocketStream) -> None:
         try:
-            label = _label(stream.socket)
+            client = Client(ControlStream(stream))
             set_keepalive(stream.socket, self._exchange_options.keepalive_interval)
         except OSError:
             stream.socket.close()  # the client has gone already
             return
-        client = Client(ControlStream(stream), label)
-        if len(self._clients) >= MAX_EXCHANGES:
-            # An exchange takes milliseconds, so the oldest one is probably not an honest client's.
-            oldest = next((each for each in self._clients if not each.has_sent), next(iter(self._clients)))
-            del self._clients[oldest]
-            oldest.scope.cancel()
         self._clients[client] = None
         try:
-            trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {label}")
+            trio.lowlevel.spawn_system_task(self._serve, client, name=f"trio_ucx exchange with {client.label}")
         except BaseException:
             self._clients.pop(client, None)
             raise
@@ -198,23 +261,28 @@ class Acceptor:
 
     async def _shake_hands(self, client: Client) -> None:
         handshake = Handshake(self.registry, self.options, client.label)
+        exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
+        told = ""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
-                await self._exchange(client, handshake)
+                await self._exchange(client, handshake, exchange)
                 link = await handshake.opened.wait()
             if timeout.cancelled_caught:
                 kind = "too slow" if client.has_sent else "it sent nothing"
                 reason = f"no connection within {self._timeout:.3g} seconds"
-                if client.has_sent:
+                if client.is_let_in and not client.has_place:
+                    kind = "too many clients are waiting to be accepted"
+                elif client.has_sent:
                     reason += f" ({handshake.route})"
             elif client.scope.cancelled_caught and not self.closed:
-                kind, reason = "too many at once", f"more than {MAX_EXCHANGES} exchanges"
+                kind, reason = "too many at once", "it was idle, and others wanted its place; try again"
         except NotTrioUCX as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
-            kind, reason = "refused", str(error)
+            kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
+            exchange.refuse(reason)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -222,21 +290,27 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
+            told = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
             kind, reason = "an internal error", repr(error)
         finally:
             self._clients.pop(client, None)
-            client.stream.close()
             if link is not None and not link.closed and not self.closed:
                 if not contained(self._connected, link):
                     contained(link.abort)
             else:
                 self.refused += 1
-                contained(handshake.close, f"{kind}: {reason}" if link is None else "")
+                told = told or f"{kind}: {reason}"
+                contained(handshake.close, told if link is None else "")
+                if exchange.state is not State.PREAMBLE:  # it speaks our protocol
+                    contained(exchange.refuse, told)
+                contained(client.stream.close, exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason)
+            if client.has_place:
+                self._give_up_place()
 
-    async def _exchange(self, client: Client, handshake: Handshake) -> None:
+    async def _exchange(self, client: Client, handshake: Handshake, exchange: Exchange) -> None:
         """Runs the exchange, and hands the control socket over.
 
         Raises:
@@ -245,20 +319,37 @@ class Acceptor:
         """
         stream, options = client.stream, self._exchange_options
         handshake.set_addresses(stream)
-        exchange = Exchange(is_client=False, software=SOFTWARE, authkey=options.authkey)
-        try:
-            if options.ssl_context is not None:
-                await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
-            await handshake.run_exchange(
-                stream, exchange, lambda event: self._answer(client, handshake, exchange, event)
-            )
-        except ssl.SSLError:
-            await send_rest(stream, exchange)
-            raise
-        except (ProtocolError, OSError, UCXError) as error:
-            await send_refusal(stream, exchange, error)
-            raise
+        if options.ssl_context is not None:
+            await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
+        exchange.protected = not options.lets_in(stream)
+        first = await handshake.next_event(stream, exchange)
+        if isinstance(first, Opened):
+            client.is_let_in = True
+            await stream.send_all(exchange.data_to_send())  # the client may be told what is wrong while it waits
+            await self._wait_for_place(client)
+        self._answer(client, handshake, exchange, first)
+        await handshake.run_exchange(stream, exchange, lambda event: self._answer(client, handshake, exchange, event))
         handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(handshake, exchange, event))
+
+    async def _wait_for_place(self, client: Client) -> None:
+        """Waits until the backlog has room for a client that was let in, and there are descriptors for it.
+
+        If there are too few although no other connection is being opened, :meth:`_check_room` refuses the client.
+        """
+        while self._opening + len(self._ready) >= self._backlog or (
+            self._opening and not descriptors.are_left(self._descriptors_for(self._opening + 1))
+        ):
+            await self._places.park()
+        client.has_place = True
+        self._opening += 1
+
+    def _give_up_place(self) -> None:
+        self._opening -= 1
+        self._place_may_be_free()
+
+    def _place_may_be_free(self) -> None:
+        if self._opening + len(self._ready) < self._backlog:
+            self._places.unpark()
 
     def _answer(self, client: Client, handshake: Handshake, exchange: Exchange, event: Event | Greeted) -> None:
         """Answers the client.
@@ -269,11 +360,9 @@ class Acceptor:
         """
         match event:
             case Opened(facts=facts):
-                self._check_room(self.worker.context.descriptors_per_worker if self._isolate else 0)
+                self._check_room()
                 handshake.isolate() if self._isolate else handshake.move_to_worker_with_numbers(facts)
-                own_facts = handshake.make_facts(
-                    self._exchange_options.shared_memory, leads_to_this_machine(client.stream.socket)
-                )
+                own_facts = handshake.make_facts(self._exchange_options.shared_memory)
                 handshake.peer_facts_arrived(facts)
                 number = None if handshake.chooses_number is False else handshake.choose_number(None)
                 exchange.welcome(own_facts, number, handshake.numbers_to_send())
@@ -317,8 +406,13 @@ class Acceptor:
         handshake.numbers.heard(event.numbers)
         handshake.replace_endpoint(lambda: self._use_number(handshake, exchange, event.number))
 
+    def _descriptors_for(self, clients: int) -> int:
+        """How many descriptors must be left for clients whose connections are being opened."""
+        each = DESCRIPTORS_EACH + (self.worker.context.descriptors_per_worker if self._isolate else 0)
+        return SPARE_DESCRIPTORS + each * clients
+
     def _check_room(self, more: int = 0) -> None:
-        """Refuses a client if too many wait to be accepted, or if there are too few descriptors for it.
+        """Refuses a client if there are too few descriptors for it.
 
         UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
 
@@ -328,12 +422,8 @@ class Acceptor:
         Raises:
             ProtocolError: with the reason for the client.
         """
-        if len(self._ready) >= self._backlog:
-            raise ProtocolError("too many clients are waiting to be accepted; try again later")
         try:
-            descriptors.require(
-                SPARE_DESCRIPTORS + DESCRIPTORS_EACH * len(self._clients) + more, "serving the next clients"
-            )
+            descriptors.require(self._descriptors_for(self._opening) + more, "serving the next clients")
         except OSError as error:
             logger.warning("clients are turned away: %s", error.strerror)
             raise ProtocolError("the listener's process is running out of file descriptors; try again later") from None
@@ -350,10 +440,11 @@ class Acceptor:
 
     async def accept(self) -> Link:
         """Waits for a connection."""
-        self.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self.check()
         while self._ready:
             link = self._ready.popleft()
+            self._place_may_be_free()
             if not link.closed:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 break
@@ -369,8 +460,8 @@ class Acceptor:
         self.closed = True
         self.engine.children.pop(self._id, None)
         self.engine.on_broken.pop(self._id, None)
-        self._listener.socket.close()
         self._on_close()
+        self._listener.socket.close()
         for client in list(self._clients):
             client.scope.cancel()
         while self._ready:

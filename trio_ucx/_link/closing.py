@@ -219,16 +219,17 @@ class Closing:
         return True
 
     def control_said(self, event: object) -> None:
-        """An event from the control socket; after the exchange that can only be ABORT.
+        """An event from the control socket; after the exchange that can only be ABORT, or for a client REFUSE.
 
         Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
         """
         self._aborted = True
         sent: int = getattr(event, "sent", 0)
+        refusal: str = getattr(event, "reason", "")
         if self._receiving.credit.received < sent:
             self.engine.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
         else:
-            self.cut_off("aborted the connection")
+            self.cut_off(f"refused the connection: {refusal}" if refusal else "aborted the connection")
 
     async def _cut_off_later(self, sent: int) -> None:
         deadline = trio.current_time() + ABORT_GRACE

@@ -139,5 +139,5 @@ class Link:
         """The endpoint has been closed: the engine forgets the connection."""
         engine = self.engine
         engine.children.pop(self.my_id, None)
-        engine.tag_dispatch.sinks.pop(self.my_id, None)
+        engine.tag_dispatch.remove(self.my_id)
         engine.tag_dispatch.forget_rendezvous(self.receiving.credit.threshold)

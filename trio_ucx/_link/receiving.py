@@ -60,12 +60,16 @@ class Receiving:
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
         self.queues: dict[int, TagQueue] = {}
+        #: Those in which receives may wait.
+        self._awaited: set[TagQueue] = set()
         self.stream = StreamBuffer()
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
         self.detached_receives: set[Receive] = set()
         #: Whether the peer was cut off, because it did not keep to the protocol.
         self.refused = False
+        #: Whether somebody was told that the connection broke: what arrives after that comes too late.
+        self._over = False
         self._sending = sending
         self._on_frame = on_frame
         self._acknowledge = acknowledge
@@ -73,17 +77,20 @@ class Receiving:
     def queue(self, number: int) -> TagQueue:
         queue = self.queues.get(number)
         if queue is None:
-            queue = self.queues[number] = TagQueue(number, self, sequential=number == wire.STREAM)
+            queue = self.queues[number] = TagQueue(number, self, stream=number == wire.STREAM)
         return queue
 
-    def _forget_idle(self, queue: TagQueue) -> None:
+    def forget_idle(self, queue: TagQueue) -> None:
         if len(self.queues) > IDLE_QUEUES and queue.idle:
             self.queues.pop(queue.number, None)
+            self._awaited.discard(queue)
 
     # ---- messages arrive ----
 
     def packed_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
         """Small messages of one length arrived, one after the other in ``data``."""
+        if self._over:
+            return
         try:
             if count == 0:
                 raise wire.ProtocolError(f"a message of {length} bytes that did not arrive in one piece")
@@ -111,6 +118,8 @@ class Receiving:
             self._grant(amount)
         if queue.receives and self.credit.stalled:
             self._admit_next(queue)
+        if consumed and len(self.queues) > IDLE_QUEUES:
+            self.forget_idle(queue)
 
     def _arrived_one_by_one(self, number: int, count: int, length: int, data: bytes) -> None:
         """Takes the messages that the peer had credit for, whatever comes after them.
@@ -124,6 +133,9 @@ class Receiving:
 
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
+        if self._over:
+            self.transport.discard(handle)
+            return
         try:
             self.check_announcement(number, length)
             self.credit.arrived(number, length)
@@ -137,6 +149,7 @@ class Receiving:
         queue.arrived(handle, length, whole=length < threshold if threshold else None)
         if self.credit.stalled:
             self._admit_next(queue)
+        self.forget_idle(queue)
 
     def check_announcement(self, number: int, length: int) -> None:
         """Refuses a message that nobody may send.
@@ -190,6 +203,8 @@ class Receiving:
         data = packed.pop()
         if not packed.left:
             queue.next_packed()
+            if queue.packed is None and len(self.queues) > IDLE_QUEUES:
+                self.forget_idle(queue)
         amount = self.credit.consumed(packed.length)
         if amount:
             self._grant(amount)
@@ -224,8 +239,9 @@ class Receiving:
         if receive.outcome is None:
             self._end_unserved(queue)
             if receive.outcome is None:
+                self._awaited.add(queue)
                 self.found_empty(number)
-        self._forget_idle(queue)
+        self.forget_idle(queue)
         return receive
 
     def receive_nowait(self, number: int) -> bytes:
@@ -245,10 +261,9 @@ class Receiving:
                 return data
         if queue is None or queue.ready_now() is None:
             if queue is None or not queue.messages:
-                error = self.end_error()
+                error = (queue and queue.failure) or self.end_error()
                 if error is not None:
-                    if isinstance(error, trio.BrokenResourceError):
-                        self.handshake.error_reported = True
+                    self._reported(error)
                     raise error
                 self.found_empty(number)
             raise trio.WouldBlock
@@ -296,7 +311,8 @@ class Receiving:
         granted = self.credit.peer_stalled()
         if granted:
             self._grant(granted)
-        for queue in list(self.queues.values()):
+        self._awaited = {queue for queue in self._awaited if queue.receives}
+        for queue in list(self._awaited):
             self._admit_next(queue)
 
     # ---- what the tag queues ask ----
@@ -341,7 +357,7 @@ class Receiving:
         if not self.handshake.closed:
             self._end_unserved(queue)
             self._admit_next(queue)
-            self._forget_idle(queue)
+            self.forget_idle(queue)
             if self.handshake.owes_acknowledgement:
                 self._acknowledge()
 
@@ -375,8 +391,13 @@ class Receiving:
 
     def _end_unserved(self, queue: TagQueue) -> None:
         error = queue.failure or self.end_error()
-        if error is not None and queue.fail_unserved(error) and isinstance(error, trio.BrokenResourceError):
-            self.handshake.error_reported = True
+        if error is not None and queue.fail_unserved(error):
+            self._reported(error)
+
+    def _reported(self, error: Exception) -> None:
+        """A receive has ended with this error."""
+        if isinstance(error, trio.BrokenResourceError):
+            self.handshake.error_reported = self._over = True
 
     def transferring(self) -> bool:
         """Whether messages are being written to memory."""
@@ -386,13 +407,14 @@ class Receiving:
         """The messages on their way will not arrive whole."""
         for queue in list(self.queues.values()):
             queue.give_up_moving(problem)
+            self._end_unserved(queue)
 
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
         for queue in list(self.queues.values()):
             queue.drop_held(problem)
             self._end_unserved(queue)
-            self._forget_idle(queue)
+            self.forget_idle(queue)
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
@@ -411,6 +433,7 @@ class Receiving:
         for queue in list(self.queues.values()):
             queue.close(error)
         self.queues.clear()
+        self._awaited.clear()
 
 
 class PendingReceive(Pending):
@@ -473,6 +496,7 @@ class PendingReceive(Pending):
 
     def cancel(self) -> bool:
         self.queue.cancel(self)
+        self._receiving.forget_idle(self.queue)
         return True
 
     def internal_error(self, error: BaseException) -> None:

@@ -67,6 +67,18 @@ typedef struct tu_buffers {
     const tu_strided_t *strided;
 } tu_buffers_t;
 
+#define TU_DATA_PORTS 64       /* more than any machine has network devices */
+
+/* Where UCX listens for the TCP transport of one worker. */
+typedef struct tu_data_ports {
+    unsigned lowest, highest;  /* in: the range of ports that it may take; 0: any */
+    bool replaced;             /* whether each socket got its filter before it listened */
+    int error;                 /* errno of a filter that the kernel refused; 0: it refused none */
+    bool used_up;              /* whether no port was free */
+    int count;
+    int fds[TU_DATA_PORTS];
+} tu_data_ports_t;
+
 typedef struct tu_received {
     uint64_t length;
     uint64_t tag;
@@ -156,7 +168,6 @@ int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
 bool tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 int tu_probe_sysv(size_t one, size_t other);
-#define TU_DESCRIPTORS 4096
 int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);
 void tu_test_refuse_memory(int64_t allowed);
@@ -188,7 +199,8 @@ char *tu_context_info_text(tu_context_t *context);
 void tu_text_free(char *text);
 
 /* worker.c */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out);
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_data_ports_t *ports,
+                     tu_worker_t **out);
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);

@@ -92,6 +92,11 @@ static inline uint64_t tu_now(void)
     return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
+/* ---- the ports of UCX's TCP transport (data_ports.c) ---- */
+
+void tu_data_ports_begin(tu_data_ports_t *ports);
+void tu_data_ports_end(void);
+
 /* ---- allocating (library.c) ----
  *
  * Everything but the log, the context and the sockets' addresses is allocated by these functions, so that tests can

@@ -58,7 +58,7 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
 }
 
 /* Creates UCX's worker, and asks what the rest needs to know of it. */
-static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id)
+static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id, tu_data_ports_t *ports)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -78,7 +78,9 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
     if (ucp_context_query(worker->context->context, &attr) == UCS_OK) {
         worker->memory_types = attr.memory_types;
     }
+    tu_data_ports_begin(ports);
     status = ucp_worker_create(worker->context->context, &params, &worker->worker);
+    tu_data_ports_end();
     if (status != UCS_OK) {
         worker->worker = NULL;
         return status;
@@ -91,7 +93,8 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
 }
 
 /* A client id of 0 means none. */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_worker_t **out)
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_data_ports_t *ports,
+                     tu_worker_t **out)
 {
     tu_worker_t *worker = worker_allocate(context);
     ucs_status_t status;
@@ -99,7 +102,7 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    status = worker_create_ucx(worker, name, client_id);
+    status = worker_create_ucx(worker, name, client_id, ports);
     if (status == UCS_OK) {
         status = tu_chains_open(worker);
     }

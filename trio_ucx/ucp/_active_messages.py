@@ -131,8 +131,8 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: it, or its worker, was closed, perhaps meanwhile.
             trio.BrokenResourceError: the worker broke.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         if not self._waiters:
             try:
                 message = self.receive_nowait()

@@ -13,20 +13,22 @@ import trio
 
 from .._native import ffi, lib
 from ._features import Feature
+from ._option_limits import DEFAULT_SIZES, Sizes
 from ._process import NOBODY, Process, check_process, this_host
 from ._status import read_sized
 from ._util import check_integer
 
-#: After UCX's bytes: the process (host, PID namespace, pid, start time), its network namespace, flags, and the features
-#: of the worker's context.
-_FACTS = struct.Struct("<16sQIQQBI")
-#: Version 5 had no features.
-_FACTS_5 = struct.Struct("<16sQIQQB")
+#: After UCX's bytes: the process (host, PID namespace, pid, start time), its network namespace, flags, the features of
+#: the worker's context, and its sizes of segments and queues. By version; earlier ones had less.
+_LAYOUTS = {
+    version: struct.Struct(fields)
+    for version, fields in ((5, "<16sQIQQB"), (6, "<16sQIQQBI"), (7, f"<16sQIQQBI{len(DEFAULT_SIZES)}I"))
+}
 #: The end, in every version: magic, the version of the facts, and a checksum of everything before. UCX would crash on
 #: damaged bytes, so the checksum is compared first.
 _END = struct.Struct("<4sBI")
 #: Earlier versions had other magic bytes.
-_MAGIC, _VERSION = b"TUWA", 6
+_MAGIC, _VERSION = b"TUWA", 7
 _CHECKSUM = struct.Struct("<I")
 _SHARED_MEMORY = 1
 
@@ -55,6 +57,8 @@ class WorkerAddress:
     shared_memory: bool
     #: What the worker's context was opened with; ``Feature.ALL`` if not known.
     features: Feature
+    #: Of its segments and queues, which must be the same here; () if not known.
+    sizes: Sizes
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -67,22 +71,23 @@ class WorkerAddress:
                 f"these {len(data)} bytes are no worker address, or damaged on the way; for the address of a UCP "
                 "program without trio_ucx use WorkerAddress.from_ucx"
             )
-        if version not in (5, _VERSION):
+        layout = _LAYOUTS.get(version)
+        if layout is None:
             raise ValueError(
-                f"a worker address of version {version}: this trio_ucx speaks versions 5 and {_VERSION}; use one "
+                f"a worker address of version {version}: this trio_ucx speaks versions 5 to {_VERSION}; use one "
                 "release of trio_ucx on both sides"
             )
-        layout = _FACTS_5 if version == 5 else _FACTS
         blob, facts = body[: -layout.size], body[-layout.size :]
         if not blob:
             raise ValueError("this worker address is too short for its fields")
-        host, namespace, pid, start, network_namespace, flags, *features = layout.unpack(facts)
+        host, namespace, pid, start, network_namespace, flags, *more = layout.unpack(facts)
         self.__attrs_init__(
             blob,
             check_process(host, namespace, pid, start),
             network_namespace,
             bool(flags & _SHARED_MEMORY),
-            Feature(*features) if features else Feature.ALL,
+            Feature(more[0]) if more else Feature.ALL,
+            tuple(more[1:]),
         )
 
     @classmethod
@@ -129,10 +134,16 @@ class WorkerAddress:
 
     @classmethod
     def _create(
-        cls, ucx: bytes, process: Process, network_namespace: int, shared_memory: bool, features: Feature
+        cls,
+        ucx: bytes,
+        process: Process,
+        network_namespace: int,
+        shared_memory: bool,
+        features: Feature,
+        sizes: Sizes = (),
     ) -> WorkerAddress:
         address = cls.__new__(cls)
-        address.__attrs_init__(ucx, process, network_namespace, shared_memory, features)
+        address.__attrs_init__(ucx, process, network_namespace, shared_memory, features, sizes)
         return address
 
     @property
@@ -147,25 +158,29 @@ class WorkerAddress:
 
     def __bytes__(self) -> bytes:
         flags = _SHARED_MEMORY if self.shared_memory else 0
-        facts = _FACTS.pack(*attrs.astuple(self.process), self.network_namespace, flags, self.features)
-        body = self.ucx + facts + _END.pack(_MAGIC, _VERSION, 0)[: -_CHECKSUM.size]
+        version = _VERSION if self.sizes else _VERSION - 1
+        known = (*attrs.astuple(self.process), self.network_namespace, flags, self.features, *self.sizes)
+        facts = _LAYOUTS[version].pack(*known)
+        body = self.ucx + facts + _END.pack(_MAGIC, version, 0)[: -_CHECKSUM.size]
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
 
 
-def worker_address(worker: Any, features: Feature, *, shared_memory: bool, network_only: bool = False) -> WorkerAddress:
+def worker_address(
+    worker: Any, features: Feature, sizes: Sizes, *, shared_memory: bool, network_only: bool = False
+) -> WorkerAddress:
     """The address of a local worker, by its native handle.
 
     Args:
-        features: those of its context.
+        features, sizes: those of its context.
         shared_memory: whether it can be reached over shared memory with error handling.
         network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
     """
     blob = read_sized(lambda *out: lib.tu_worker_address(worker, network_only, *out), "asking for the worker's address")
     host = this_host()
-    return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory, features)
+    return WorkerAddress._create(blob, host.process, host.network_namespace, shared_memory, features, sizes)
 
 
 def in_another_network_namespace(address: WorkerAddress) -> bool:

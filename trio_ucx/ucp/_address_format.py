@@ -41,6 +41,8 @@ from collections.abc import Callable
 
 import attrs
 
+from ._util import printable
+
 #: To be appended to an address before UCX gets it. UCX ignores what follows the last device. But UCX until 1.21 reads 8
 #: bytes of a namespace where 1.22 writes 4, and every UCX copies as many bytes after a posix segment as its own
 #: UCX_POSIX_DIR has.
@@ -357,10 +359,10 @@ def _parse_name(reader: _Reader) -> str:
     length = reader.integer(1, "the length of the worker's name")
     if length > _MAX_NAME:
         raise reader.error(f"the worker's name has {length} bytes, more than {_MAX_NAME}")
-    text = reader.take(length, "the worker's name")
-    if any(byte < 0x20 or byte == 0x7F for byte in text):
-        raise reader.error("the worker's name has control characters")
-    return text.decode(errors="replace")
+    name = reader.take(length, "the worker's name").decode(errors="replace")
+    if name != printable(name):  # UCX writes it to its log
+        raise reader.error("the worker's name has unprintable characters")
+    return name
 
 
 def _parse_release(reader: _Reader) -> int:

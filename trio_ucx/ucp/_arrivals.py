@@ -155,12 +155,12 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the sender was lost before all had arrived; the worker broke.
             trio.ClosedResourceError: the worker was closed meanwhile.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         if self._operation is None and self.length > self._max_size:
             raise UCXError(
                 Status.MESSAGE_TRUNCATED,
                 f"receiving a message of {self.length} bytes, more than the max_message_size of {self._max_size}",
             )
-        await trio.lowlevel.checkpoint_if_cancelled()
         if not self.rendezvous:
             data = bytes(self.data)
             self._end()

@@ -12,13 +12,14 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING, with_uid
+from ._address_format import PADDING, parse_worker_address, with_uid
 from ._engine.engine import Engine
 from ._engine.numbering import NotRequested
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._network_part import without_shared_memory
 from ._opening import EndpointOptions, ErrorMode, wrong_family
+from ._option_limits import differences
 from ._reach import accept_hint, hint
 from ._status import Status, os_error_from_status
 
@@ -210,16 +211,31 @@ def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOption
     Raises:
         OSError: no part of it can be used.
     """
-    obstacle = _obstacle_to_shared_memory(engine, address, options)
-    if obstacle is None:
-        return address.ucx
     try:
+        obstacle = _obstacle_to_shared_memory(engine, address, options) or _difference(engine, address)
+        if obstacle is None:
+            return address.ucx
         rest = without_shared_memory(address.ucx)
     except ValueError:
         return address.ucx  # of a layout that we do not know: UCX decides
     if rest is None:
         raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: it has shared memory only, and {obstacle}")
+    if "tcp" in parse_worker_address(rest).transports and (difference := _differs(engine, address, "tcp")):
+        raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: {difference}: give both the same value")
     return rest
+
+
+def _difference(engine: Engine, address: WorkerAddress) -> str | None:
+    """Why the two sides cannot use shared memory: the sizes of a kind differ, or they have no kind in common."""
+    if address.sizes in ((), engine.address.sizes):
+        return None
+    ours, theirs = (parse_worker_address(each.ucx).shared_memory for each in (engine.address, address))
+    found = [_differs(engine, address, kind) for kind in sorted(ours & theirs)]
+    return next(filter(None, found), None) if found else "the two sides have no kind of shared memory in common"
+
+
+def _differs(engine: Engine, address: WorkerAddress, kind: str) -> str | None:
+    return differences(engine.address.sizes, address.sizes, kind)
 
 
 def _obstacle_to_shared_memory(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> str | None:

@@ -17,6 +17,7 @@ from .._native import ffi, lib, ucx
 from . import _descriptors as descriptors
 from . import _forks as forks
 from . import _log as ucx_log
+from . import _option_limits as option_limits
 from . import _shared_memory as shared_memory
 from ._address import WorkerAddress
 from ._attributes import ContextAttributes, check_name, native_name, query_context
@@ -25,6 +26,7 @@ from ._forks import Birth
 from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
+from ._option_limits import WELL_CONFIGURABLE as WELL_CONFIGURABLE
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
@@ -38,9 +40,6 @@ _MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
 RENDEZVOUS_THRESHOLD = 64 * 1024
 
-#: Older ones (1.13 was tried) take the options of the TCP transport from the environment only, accept options that they
-#: do not know, and fail with large messages over shared memory ("Invalid am_short_iov length").
-WELL_CONFIGURABLE = (1, 17)
 #: The first UCX that has no keys for memory reached over TCP.
 TCP_WITHOUT_KEYS = (1, 19)
 
@@ -98,8 +97,9 @@ class WorkerOfContext(Protocol):
     def usable(self) -> bool:
         """Whether it is open, in this thread and process."""
 
-    def publish_address(self, why: str) -> WorkerAddress:
-        """Returns its address, which others will get; opens its ports to them."""
+    @property
+    def address(self) -> WorkerAddress:
+        """Where peers can reach it."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -112,12 +112,15 @@ class Context(metaclass=OpenedNotConstructed):
         family: the address family of its TCP interfaces, ``AF_INET`` or ``AF_INET6`` (``TCP_AF_PRIO``). UCX uses one
             per context.
         rendezvous_threshold: bytes from which on messages go by rendezvous, or None when UCX decides by itself.
+        agreed_sizes: of segments and queues, which must be the same in a peer (the options in
+            :data:`._option_limits.AGREED`).
     """
 
     config: Mapping[str, str]
     features: Feature
     family: socket.AddressFamily
     rendezvous_threshold: int | None
+    agreed_sizes: option_limits.Sizes
     _handle: Any
     #: How many file descriptors one of its workers needs.
     descriptors_per_worker: int
@@ -144,12 +147,16 @@ class Context(metaclass=OpenedNotConstructed):
         features = Feature(features) | Feature.WAKEUP
         native = native_name(check_name(name))
         chosen = _check_config(config)
+        option_limits.check(chosen)
         keepalive = _keepalive_options(keepalive_interval, chosen)
         defaults = {
             name: value
             for name, value in default_options(features).items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
+        received = _memory_units(option_limits.in_force("TCP_RX_SEG_SIZE", chosen) or "64k")
+        if "TCP_TX_SEG_SIZE" in defaults and received is not None and received < 64 << 10:
+            defaults["TCP_TX_SEG_SIZE"] = str(received)  # UCX refuses to send longer segments than it receives
         options = {**defaults, **keepalive, **chosen}
         options.update(shared_memory.restrict({**_environment(), **options}))
         ucx_log.open()
@@ -165,6 +172,7 @@ class Context(metaclass=OpenedNotConstructed):
             features=features,
             family=_family(options),
             rendezvous_threshold=_rendezvous_threshold(options),
+            agreed_sizes=option_limits.agreed_sizes(options),
             handle=handle,
             descriptors_per_worker=descriptors.for_worker(_take_text(lib.tu_context_info_text(handle))),
         )
@@ -259,6 +267,12 @@ class Context(metaclass=OpenedNotConstructed):
         parts = (_effective("RNDV_THRESH", self.config) or "auto").split(",")
         numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
         return min((number for number in numbers if number is not None), default=None)
+
+    @property
+    def tcp_port_range(self) -> tuple[int, int]:
+        """The lowest and the highest port at which its workers may listen (TCP_PORT_RANGE); (0, 0) if at any."""
+        lowest, _, highest = (_effective("TCP_PORT_RANGE", self.config) or "0").partition("-")
+        return (int(lowest), int(highest or lowest)) if lowest.isdecimal() and (highest or "0").isdecimal() else (0, 0)
 
     @property
     def requests_other_ends(self) -> bool:
@@ -394,7 +408,8 @@ def open_context(
             UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
-        ValueError: an option that UCX does not know, or a value it cannot take; the message names it.
+        ValueError: an option that UCX does not know, a value it cannot take, or one (also in the environment) with
+            which it would crash, hang or lose messages; the message names it.
         TypeError: a wrong argument.
         UCXError: UCX cannot start, for instance because no transport is left.
         OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
@@ -447,6 +462,8 @@ def _check_config(config: Config | None) -> dict[str, str]:
             raise TypeError(f"the name of a UCX option must be a str, not {type(name).__name__}")
         if name.startswith("UCX_"):
             raise ValueError(f"write UCX options without their prefix: {name[4:]!r} instead of {name!r}")
+        if set("*?[\\") & set(name):  # UCX takes it for a pattern, and nobody here would know what it has set
+            raise ValueError(f"write each UCX option by its own name: {name!r} is a pattern")
         if isinstance(value, bool):
             value = "y" if value else "n"
         if not isinstance(value, (str, int)):
@@ -492,9 +509,16 @@ def _known_options() -> list[str]:
 
 def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
     transports = _effective("TLS", options) or "all"
-    error = UCXError(status, f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)")
+    doing = f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)"
+    error = UCXError(status, with_chosen_options(doing, options))
     error.add_note("`python -m trio_ucx info` lists the transports of this machine")
     return error
+
+
+def with_chosen_options(doing: str, options: Mapping[str, str]) -> str:
+    """What failed, with the options that may be why. UCX says only in its log which one it refuses."""
+    chosen = option_limits.chosen(options, {**default_options(Feature(0)), "POSIX_SHM_MIN_SIZE": "inf"})
+    return f"{doing}, with the options {chosen} (UCX's log says what it refuses)" if chosen else doing
 
 
 def _environment() -> dict[str, str]:
@@ -512,19 +536,13 @@ def _family(options: Mapping[str, str]) -> socket.AddressFamily:
     return socket.AF_INET6 if first == "inet6" else socket.AF_INET
 
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
-
-
 def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
     return _memory_units(_effective("RNDV_THRESH", options) or "auto")  # None: auto, inf, or different by fabric
 
 
 def _memory_units(text: str) -> int | None:
-    text = text.strip().lower()
-    digits = text.rstrip("kmgb")
-    if not digits.isdecimal():
-        return None
-    return int(digits) * _UNITS.get(text[len(digits) :], 1)
+    size = option_limits.number(text)
+    return None if size is None or size == math.inf else int(size)
 
 
 def _take_text(text: Any) -> str:

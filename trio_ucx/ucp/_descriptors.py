@@ -28,13 +28,17 @@ ENDPOINT = 8
 CONNECTION = ENDPOINT + 3
 
 
+def are_left(count: int) -> bool:
+    """Whether so many descriptors can be opened."""
+    return lib.tu_descriptors_left(count) >= count
+
+
 def require(count: int, doing: str) -> None:
     """Refuses an action that needs more descriptors than are left.
 
     Raises:
         OSError: EMFILE (or ENFILE); the message says how many are needed.
     """
-    count = min(count, lib.TU_DESCRIPTORS)
     left = lib.tu_descriptors_left(count)
     if left < count:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

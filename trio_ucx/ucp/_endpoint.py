@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -85,7 +86,6 @@ def read_sockaddr(call: Any) -> tuple[str, int] | None:
 
 
 def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
-    core.check()
     text = ffi.new("char[4096]")
     status = lib.tu_endpoint_transports(core.handle, text, 4096)
     if status == Status.NOT_IMPLEMENTED:
@@ -101,7 +101,6 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
 
 
 def query_name(core: EndpointCore) -> str:
-    core.check()
     out = ffi.new("char[]", 64)
     status = lib.tu_endpoint_name(core.handle, out, 64)
     if status != Status.OK:
@@ -139,6 +138,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     #: Whether a task is in :meth:`aclose`, waiting for the flush.
     _flushing: bool = False
     _name: str | None = None
+    #: As last known.
+    _transports: tuple[Transport, ...] = ()
     _reader: StreamReader = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -171,22 +172,37 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def transports(self) -> tuple[Transport, ...]:
         """The transports of its lanes (``ucp_ep_query``; UCX 1.14). Complete once the first message went through.
 
+        After the end, as last known: a Connection's endpoint has those with which it was opened; of one that failed
+        before it was asked, none are known.
+
         Raises:
             UCXError: trio_ucx was built against UCX 1.13.
-            trio.ClosedResourceError, trio.BrokenResourceError: it is closed, or broken.
         """
-        return query_transports(self._core)
+        if self._has_not_ended:
+            self._transports = query_transports(self._core)
+        return self._transports
 
     @property
     def name(self) -> str:
         """The name that it was given, or by which UCX calls it in its logs (``ucp_ep_query``).
 
-        Raises:
-            trio.ClosedResourceError, trio.BrokenResourceError: it was given none, and is closed or broken.
+        After the end, as last known; if UCX was not asked before, whom it led to.
+
+        Raises: nothing.
         """
-        if self._name is None:
+        if self._name is None and self._has_not_ended:
             self._name = query_name(self._core)
-        return self._name
+        return self._core.label if self._name is None else self._name
+
+    @property
+    def _has_not_ended(self) -> bool:
+        return self._core.problem() is None and self._core.engine.usable
+
+    def _remember(self) -> None:
+        """Asks UCX what can be asked after the end, too."""
+        if self._has_not_ended:
+            with suppress(Exception):  # UCX before 1.14 does not say
+                self._transports = query_transports(self._core)
 
     @enable_ki_protection
     def evaluate(self, nbytes: int) -> float:
@@ -250,8 +266,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.TAG``.
         """
         tag = check_tag(tag)
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_send(self._core, data, tag), self._core.engine)
 
     @enable_ki_protection
@@ -265,8 +281,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises: as :meth:`tag_send`.
         """
         tag = check_tag(tag)
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_send(self._core, data, tag, sync=True), self._core.engine)
 
     @enable_ki_protection
@@ -302,8 +318,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             TypeError, ValueError: not a contiguous buffer; the header is too long; the id is out of range.
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.AM``.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_am_send(self._core, id, data, header, reply, protocol), self._core.engine)
 
     @enable_ki_protection
@@ -323,8 +339,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             TypeError, ValueError: not a contiguous buffer.
             RuntimeError: our context, or the peer's if its features are known, was opened without ``Feature.STREAM``.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await completed(post_stream_send(self._core, data), self._core.engine)
 
     @enable_ki_protection
@@ -386,8 +402,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
-        self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
         await flush(self._core)
 
     @enable_ki_protection
@@ -397,6 +413,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises: nothing.
         """
         self._core.engine.check_thread()
+        self._remember()
         self._closing = True
         if self._core.engine.usable:
             self._core.close()
@@ -427,6 +444,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         elif self._closing or self._core.handle is None or not self._core.engine.usable:
             await self._closed_already()
         else:
+            self._remember()
             self._closing = True
             await self._flush_and_close()
 

@@ -106,8 +106,8 @@ class ListenerCore:
             raise trio.ClosedResourceError("this listener was closed")
 
     async def next_request(self) -> int:
-        self.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self.check()
         if self.waiting:
             request = self.waiting.popleft()
             self.unanswered.add(request)
@@ -245,11 +245,11 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             raise TypeError(f"worker must be a Worker, not {type(worker).__name__}")
         if target.context is not self._worker.context:
             raise ValueError("a connection can only be accepted on a worker of the listener's context")
-        target._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        target._engine.check()
         descriptors.require(descriptors.ENDPOINT, f"accepting {format_address(self.client_address)}")
         request = self._take()
-        target._engine.data_ports.open("a raw listener's client was accepted")
+        target._engine.data_ports.open_for_raw_use("a raw client was accepted", self.client_address[0])
         self._core.unanswered.discard(request)
         answered = ffi.new("bool *")
         try:

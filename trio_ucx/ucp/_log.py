@@ -6,11 +6,13 @@ import atexit
 import errno
 import logging
 import os
+import re
 import threading
 from contextlib import suppress
 from typing import Any
 
 from .._native import ffi, lib
+from ._util import printable
 
 logger = logging.getLogger("trio_ucx.ucx")
 
@@ -18,6 +20,12 @@ logger = logging.getLogger("trio_ucx.ucx")
 #: trace, and lines that UCX prints at any level.
 _LEVELS = [logging.ERROR, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO]
 _PRINT = 13
+#: Lines of ordinary use that UCX calls errors: the end of the file name, and what the text begins with. Level DEBUG.
+HARMLESS = (
+    # UCX has closed the socket of a connection that its peer closed, and then handles an event that it was told of
+    # before. It reports the endpoint's failure by other means.
+    (b"/tcp_ep.c", re.compile(rb"tcp_ep \S+ \(state=\w+\): (recv|send|sendv)\(-1\) failed: ")),
+)
 #: Seconds that closing the last context waits for the thread to log the remaining lines.
 _PATIENCE = 1.0
 
@@ -100,15 +108,16 @@ def _log_lines(reader: int) -> None:
 
 
 def _log(line: Any) -> None:
+    level = logging.DEBUG if _is_harmless(line) else _level(line.level)
     if not logger.hasHandlers():
-        lib.tu_log_print(line)
+        if level > logging.DEBUG:
+            lib.tu_log_print(line)
         return
-    level = _level(line.level)
     if logger.isEnabledFor(level):
         file, function, text = (
             ffi.string(each).decode(errors="replace") for each in (line.file, line.function, line.text)
         )
-        message = f"{os.path.basename(file)}:{line.number} {text}"
+        message = f"{os.path.basename(file)}:{line.number} {printable(text, len(text))}"  # it may quote a peer
         logger.handle(logger.makeRecord(logger.name, level, file, line.number, message, (), None, function))
 
 
@@ -116,3 +125,8 @@ def _level(level: int) -> int:
     if level == _PRINT:
         return logging.INFO
     return _LEVELS[level] if level < len(_LEVELS) else logging.DEBUG
+
+
+def _is_harmless(line: Any) -> bool:
+    file, text = ffi.string(line.file), ffi.string(line.text)
+    return any(file.endswith(ending) and start.match(text) for ending, start in HARMLESS)

@@ -156,7 +156,7 @@ class _Probe:
     def close(self) -> None:
         self._target.children.pop(id(self), None)
         if self._tag:
-            self._target.tag_dispatch.sinks.pop(self._tag, None)
+            self._target.tag_dispatch.remove(self._tag)
         close_now(self._engine)
 
 

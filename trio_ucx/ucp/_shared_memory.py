@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .._native import lib, ucx
+from . import _option_limits as option_limits
 from ._status import Status, UCXError
 
 logger = logging.getLogger("trio_ucx")
 
-#: Sizes of a worker's segments: its queue, and buffers for 512 messages.
-_QUEUE, _BUFFERS = 64 << 10, 4608 << 10
 #: With less free space in /dev/shm UCX leaves posix out (POSIX_SHM_MIN_SIZE).
 _POSIX_MINIMUM = 16 << 20
 #: UCX's names for several transports, and which of these transports copy from or map a peer's memory.
@@ -72,7 +71,7 @@ def check(options: Mapping[str, str]) -> None:
     """
     if options.get("POSIX_SHM_MIN_SIZE") == "inf" or not _allows(_wanted(options), "posix"):
         return
-    problem = _posix_problem(options, _QUEUE + _BUFFERS)
+    problem = _posix_problem(options, sum(_needed("POSIX", options)))
     if problem is not None:
         raise problem
 
@@ -100,7 +99,7 @@ def _problems(options: Mapping[str, str]) -> dict[str, OSError]:
     """The kinds of shared memory that the options allow and that are not available, with the reasons."""
     wanted = _wanted(options)
     problems: dict[str, OSError] = {}
-    if _allows(wanted, "sysv") and (problem := _sysv_problem()):
+    if _allows(wanted, "sysv") and (problem := _sysv_problem(options)):
         problems["sysv"] = problem
     if _allows(wanted, "posix") and (problem := _posix_problem(options)):
         problems["posix"] = problem
@@ -133,15 +132,24 @@ def _without_sysv(wanted: list[str], posix: bool) -> str:
     return ",".join(dict.fromkeys(left))
 
 
-def _sysv_problem() -> OSError | None:
+def _needed(kind: str, options: Mapping[str, str]) -> tuple[int, int]:
+    """Upper bounds of a worker's memory: its queue, and buffers for messages. By default 64 KiB and 4.5 MiB."""
+    elements, element, segment = (option_limits.size(f"{kind}_{name}", options) for name in option_limits.QUEUE)
+    begin = option_limits.number(option_limits.in_force(f"{kind}_RX_BUFS_GROW", options) or "512") or 512
+    buffers = begin if elements < begin else 2 * elements + begin  # they grow, by a factor of up to 2
+    return 2 * elements * element, int(min(buffers, 2**31)) * (segment + 960)
+
+
+def _sysv_problem(options: Mapping[str, str]) -> OSError | None:
     """Why a worker cannot have System V shared memory; None if it can."""
-    number = lib.tu_probe_sysv(_QUEUE, _BUFFERS)
+    queue, buffers = _needed("SYSV", options)
+    number = lib.tu_probe_sysv(queue, buffers)
     if number == 0:
         return None
     limits = ", ".join(f"kernel.{name}={_limit(name)}" for name in ("shmmax", "shmall", "shmmni"))
     return OSError(
         number,
-        f"no System V segments of {_QUEUE} and {_BUFFERS} bytes ({os.strerror(number)}): raise the limits ({limits}), "
+        f"no System V segments of {queue} and {buffers} bytes ({os.strerror(number)}): raise the limits ({limits}), "
         "or remove segments that nobody uses (ipcs -m)",
     )
 

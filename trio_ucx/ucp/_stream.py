@@ -109,9 +109,9 @@ class StreamReader:
     async def receive_into(self, buffer: Buffer, exact: bool) -> int:
         pins = Pinned(buffer, writable=True)
         try:
-            stream_buffer = self._open_buffer()
             with self._guard.hold():
                 await trio.lowlevel.checkpoint_if_cancelled()
+                stream_buffer = self._open_buffer()
                 received = stream_buffer.take_into(pins, 0)
                 try:
                     while received < (pins.size if exact else min(pins.size, 1)):
@@ -126,9 +126,9 @@ class StreamReader:
         return received
 
     async def receive_some(self) -> StreamData:
-        stream_buffer = self._open_buffer()
         with self._guard.hold():
             await trio.lowlevel.checkpoint_if_cancelled()
+            stream_buffer = self._open_buffer()
             while not stream_buffer.size:
                 await self._wait(stream_buffer)
             data: StreamData = StreamData._create(self._core.engine, stream_buffer.take())

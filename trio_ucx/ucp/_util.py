@@ -1,4 +1,4 @@
-"""Checks of arguments, context managers that Ctrl-C leaves intact, and warnings."""
+"""Checks of arguments, text of peers, context managers that Ctrl-C leaves intact, and warnings."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ def check_timeout(value: object, name: str) -> float:
     if not value >= 0:
         raise ValueError(f"{name} must be 0 or more seconds, not {value}")
     return float(value)
+
+
+def printable(text: str, most: int = 1000) -> str:
+    """Returns text that a peer has sent as it may appear in a log, an error or a terminal.
+
+    Only printable characters, ``?`` for each other one, and at most ``most``.
+    """
+    return "".join(char if char.isprintable() else "?" for char in text[:most])
 
 
 class ClosedOnExit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from ipaddress import ip_network
 from typing import Any, cast
 
 import attrs
@@ -15,11 +16,12 @@ from .._native import lib
 from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, WorkerAddress, resolve, split_address
-from ._attributes import WorkerAttributes, check_client_id, check_name, query_worker
+from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
+from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.operations import endpoints_of
@@ -118,6 +120,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _open_beside(self, kind: dict[int, Worker]) -> Worker:
         worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
         worker._queue.counters = self._engine.counters
+        worker._engine.data_ports.admit(self._engine.data_ports.networks)
         id = self._engine.next_id()
         kind[id] = worker
         self._engine.children[id] = partial(close_now, worker._engine)
@@ -146,19 +149,45 @@ class Worker(metaclass=OpenedNotConstructed):
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``).
 
-        Once a program has asked for it, every host may connect to the worker's TCP ports: see the guide, Ports.
+        Over TCP, peers on other hosts reach the worker only when :meth:`admit` lets them.
         """
-        return self._engine.publish_address("the program asked for the worker's address")
+        return self._engine.address
+
+    def admit(self, *networks: str) -> None:
+        """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
+
+        UCX listens at these ports and trusts everything that comes: a host that reaches them can take over this
+        process. On a worker with Connections (and on the workers opened beside it, such as those of ``isolate=True``)
+        only this machine and the peers of Connections reach them, besides the networks named here. A worker that has
+        raw endpoints alone is open to every host from its first raw endpoint or listener on, unless ``admit`` was
+        called before that; before its first one, ``admit`` lets peers on other hosts reach its :attr:`address`.
+
+        Where the kernel cannot keep strangers away from the ports, Connections need a worker with ``admit("0.0.0.0/0",
+        "::/0")``, which admits everybody. What is admitted is logged (logger ``trio_ucx``, WARNING).
+
+        Args:
+            networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8"), at most 50 in all.
+
+        Raises:
+            TypeError, ValueError: not such text; too many networks.
+            RuntimeError: every host can already reach the ports; another thread.
+            OSError: the kernel refuses the packet filter.
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
+        """
+        for network in networks:
+            if not isinstance(network, str):
+                raise TypeError(f"a network must be a str, such as '10.0.0.0/8', not {type(network).__name__}")
+        parsed = [ip_network(network) for network in networks]
+        self._engine.check()
+        for worker in (self, *self._successors.values(), *self._isolated.values()):
+            worker._engine.data_ports.admit(parsed)
 
     def attributes(self) -> WorkerAttributes:
         """Returns what UCX says about it (``ucp_worker_query``).
 
-        Raises:
-            trio.ClosedResourceError, trio.BrokenResourceError: it was closed, or broke.
+        Raises: nothing, also after the close.
         """
-        self._engine.check()
-        found = query_worker(self._engine.handle, self._engine.client_id)
-        return attrs.evolve(found, max_am_header=self._engine.max_am_header)
+        return self._engine.attributes
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:
@@ -194,7 +223,9 @@ class Worker(metaclass=OpenedNotConstructed):
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
                 see :meth:`WorkerAddress.from_ucx`. It never does if the address names another network
-                namespace of this machine, where UCX could not wake the peer.
+                namespace of this machine, where UCX could not wake the peer, or other sizes of its queues (UCX's
+                options SEG_SIZE, FIFO_SIZE and FIFO_ELEM_SIZE of the kind of shared memory). By a socket address
+                nothing is known of such sizes: both sides need the same, and the same TCP_RX_SEG_SIZE.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
@@ -203,24 +234,28 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
-                memory would, and it is in another network namespace (EHOSTUNREACH); its process has ended (noticed at
-                once over shared memory only); ``local_address`` is not ours, or of another family than ``address``; too
-                few file descriptors are left (EMFILE).
+                memory would, and it is in another network namespace or has queues of other sizes (EHOSTUNREACH); the
+                peer has another TCP_RX_SEG_SIZE; its process has ended (noticed at once over shared memory only);
+                ``local_address`` is not ours, or of another family than ``address``; too few file descriptors are left
+                (EMFILE).
             TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.ClosedResourceError: the worker was closed.
             trio.BrokenResourceError: the worker broke; or the endpoint would use shared memory, and the worker's queue
                 there has stopped (``statistics().stopped_queues``): open another worker.
         """
-        self._engine.check()
         options = EndpointOptions(
             opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
         )
         if isinstance(address, WorkerAddress):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self._engine.check()
             await trio.lowlevel.checkpoint()
-            self._open_data_ports()
+            self._engine.check()
+            for host in tcp_hosts(address.ucx):
+                self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
             if self._engine.queue_stopped and uses_queue(core):
                 core.close()
@@ -228,13 +263,15 @@ class Worker(metaclass=OpenedNotConstructed):
                 raise broken(f"connecting to {core.label}: {error}", error)
         else:
             host, port = split_address(address)
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self._engine.check()
             await trio.lowlevel.checkpoint()
             resolved = await resolve(host, port, family=self._context.family)
             self._engine.check()
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
                 raise opening.wrong_family(resolved[0], self._context.family)
-            self._open_data_ports()
+            self._open_data_ports(usable[0].ip)
             core = connect_socket(self._engine, usable[0], options)
         return Endpoint._create(self, core, name=name)
 
@@ -253,25 +290,25 @@ class Worker(metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong argument.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
-        self._engine.check()
         port = check_port(port)
-        await trio.lowlevel.checkpoint()
         if host is None:
             host = "::" if self._context.family.name == "AF_INET6" else "0.0.0.0"
         elif not isinstance(host, str):
             raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._engine.check()
+        await trio.lowlevel.checkpoint()
         resolved = await resolve(host, port, family=self._context.family)
         self._engine.check()
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
             raise opening.wrong_family(resolved[0], self._context.family)
-        self._engine.data_ports.open("a raw listener was opened")
+        self._engine.data_ports.open_for_raw_use("a raw listener was opened", usable[0].ip)
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
 
-    def _open_data_ports(self) -> None:
-        """Lets any peer of a raw endpoint connect back. Not before everything is checked: they stay open."""
-        self._engine.check()
-        self._engine.data_ports.open("a raw endpoint was opened")
+    def _open_data_ports(self, host: str) -> None:
+        """Lets the peer of a raw endpoint connect back. Not before everything is checked: the ports stay open."""
+        self._engine.data_ports.open_for_raw_use(f"a raw endpoint to {host} was opened", host)
 
     # ---- tag messages ----
 
@@ -299,8 +336,8 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the sender was lost in the middle of the message; the worker broke.
         """
         tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
-        self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._engine.check()
         return await self._received(post_receive(self._engine, buffer, tag, mask))
 
     async def _received(self, posted: Any) -> tuple[int, int]:
@@ -359,8 +396,8 @@ class Worker(metaclass=OpenedNotConstructed):
             raise ValueError("probe with remove=True for a message to receive; each can be received once")
         if message._engine is not self._engine:
             raise ValueError("this message is at another worker")
-        self._engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._engine.check()
         pins = pin(self._engine, buffer, writable=True)
         if pins.size < message.length:
             size = pins.size
@@ -446,11 +483,11 @@ class Worker(metaclass=OpenedNotConstructed):
             RuntimeError: the context was opened without ``Feature.STREAM``.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke, perhaps meanwhile.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         ready = self.stream_ready()
         if ready:
-            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.cancel_shielded_checkpoint()
             return ready
-        await trio.lowlevel.checkpoint_if_cancelled()
         while not ready:
             await self._engine.stream_watchers.wait(self._engine.waiting)
             ready = self._with_stream_data()
@@ -488,8 +525,8 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: the worker, or an endpoint, was closed meanwhile.
         """
         engine = self._engine
-        engine.check()
         await trio.lowlevel.checkpoint_if_cancelled()
+        engine.check()
         flushes = [post_flush(core) for core in list(endpoints_of(engine)) if core.handle is not None]
         flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
         for operation in flushes:

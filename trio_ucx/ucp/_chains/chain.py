@@ -434,7 +434,11 @@ class RequestChain(ChainBuilder):
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
         """
-        self._check()
+        try:
+            self._check()
+        except Exception:
+            await trio.lowlevel.checkpoint_if_cancelled()  # being cancelled comes first
+            raise
         outcomes = self._native.new_outcomes(self._requests, self._targets.values())
         self._native.restart(lib.TU_CHAIN_WAITING)
         try:
@@ -498,8 +502,8 @@ class RequestChain(ChainBuilder):
             trio.BrokenResourceError: the worker broke; or a connection broke without an answer, and UCX keeps the
                 requests: make another chain, this one cannot run again.
         """
-        self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
         while self._busy:
             signal = Signal()
             self._idle_waiters.append(signal)

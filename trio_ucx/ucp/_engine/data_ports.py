@@ -1,14 +1,19 @@
 """Data ports: the sockets on which UCX's TCP transport listens, and who may connect to them.
 
 UCX trusts everything that arrives there. A stranger who speaks its protocol can write anywhere in our memory
-(``UCT_TCP_EP_PUT_REQ_AM_ID``). So a filter on each socket (``SO_ATTACH_FILTER``) makes the kernel drop strangers'
-requests to connect. At first it admits processes of this machine only. The exchange of each Connection admits the
-addresses of its peer's TCP transport. When a program gives the worker's address away by other means, or uses raw
-endpoints, its peers may connect from anywhere: then the filter is removed.
+(``UCT_TCP_EP_PUT_REQ_AM_ID``), and others can end the process. So each of these sockets has a packet filter
+(``SO_ATTACH_FILTER``), in the kernel, before it listens: ``_native/data_ports.c`` attaches one that drops everything.
+Here it is replaced by one that lets pass the packets of this machine, of the networks that the user names
+(``Worker.admit``), and of the peers of Connections, each admitted by its exchange. A connection that the kernel makes
+for such a socket keeps the filter that was attached then.
+
+A worker without Connections is as open as UCX is: its first raw endpoint or listener removes the filter. A worker with
+Connections keeps it; and if it cannot be had, such a worker gets no Connections.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -16,6 +21,8 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Any
 
 import attrs
 
@@ -25,22 +32,22 @@ from .._address_format import parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 
+Network = IPv4Network | IPv6Network
+
 #: Greatest number of peers' addresses in the filter. A further one replaces the one that connected least recently; that
-#: peer's connections stay, because the filter only concerns new ones. (The kernel takes 4096 instructions, and 20 KiB
-#: of options for a socket.)
-MAX_ADMITTED = 200
+#: peer's connections stay. (The kernel takes 4096 instructions, and 20 KiB of options for a socket.)
+MAX_PEERS = 200
 #: Greatest number of addresses that one peer can have admitted.
 MAX_EACH = 16
+#: Greatest number of networks that the user can name.
+MAX_NETWORKS = 50
 
-#: The first UCX that connects from the address of the device that it chose (TCP_EP_BIND_SRC_ADDR).
-BINDS_TO_ITS_ADDRESS = (1, 19)
+THIS_MACHINE: tuple[Network, ...] = (ip_network("127.0.0.0/8"), ip_network("::1"))
 
 # <linux/filter.h> and <asm-generic/socket.h>
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_LOAD_BYTE, _LOAD_WORD, _AND, _RETURN = 0x30, 0x20, 0x54, 0x06
-_JUMP_IF_EQUAL, _JUMP_IF_SET = 0x15, 0x45
+_LOAD_WORD, _AND, _RETURN, _JUMP_IF_EQUAL = 0x20, 0x54, 0x06, 0x15
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
-_TCP_FLAGS, _SYN, _ACK = 13, 0x02, 0x10
 _SOURCE = {socket.AF_INET: _NETWORK_HEADER + 12, socket.AF_INET6: _NETWORK_HEADER + 8}
 _ALL, _NOTHING = 0xFFFFFFFF, 0
 
@@ -49,53 +56,36 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-def filter_program(family: socket.AddressFamily, hosts: Iterable[str]) -> bytes:
-    """A classic BPF program that drops requests to connect (SYN), unless they come from one of ``hosts``.
-
-    Packets of existing connections pass after three instructions. Offsets count from the TCP header.
-    """
-    accept, source = _instruction(_RETURN, _ALL), _SOURCE[family]
-    program = [
-        _instruction(_LOAD_BYTE, _TCP_FLAGS),
-        _instruction(_JUMP_IF_SET, _SYN, if_false=1),
-        _instruction(_JUMP_IF_SET, _ACK, if_false=1),
-        accept,
-    ]
-    if family == socket.AF_INET:
-        loopback = [_instruction(_LOAD_WORD, source), _instruction(_AND, 0xFF000000)]
-        program += [*loopback, _instruction(_JUMP_IF_EQUAL, 0x7F000000, if_false=1), accept]
-        program.append(_instruction(_LOAD_WORD, source))
-    for host in hosts:
-        words = struct.unpack(f">{4 if family == socket.AF_INET6 else 1}I", socket.inet_pton(family, host))
-        if len(words) == 1:
-            program += [_instruction(_JUMP_IF_EQUAL, words[0], if_false=1), accept]
+def filter_program(family: socket.AddressFamily, networks: Iterable[Network]) -> bytes:
+    """A classic BPF program that drops all packets but those that come from one of the networks."""
+    accept = _instruction(_RETURN, _ALL)
+    program = b""
+    for network in networks:
+        if (network.version == 6) != (family == socket.AF_INET6):
             continue
-        for index, word in enumerate(words):
-            program.append(_instruction(_LOAD_WORD, source + 4 * index))
-            program.append(_instruction(_JUMP_IF_EQUAL, word, if_false=2 * (len(words) - index - 1) + 1))
-        program.append(accept)
-    return b"".join([*program, _instruction(_RETURN, _NOTHING)])
+        words = struct.iter_unpack(">I", network.network_address.packed)
+        masks = struct.iter_unpack(">I", network.netmask.packed)
+        test = accept
+        # The last word, which differs most often, is compared first.
+        for index, ([word], [mask]) in enumerate(zip(words, masks, strict=True)):
+            if mask:
+                equal = _instruction(_JUMP_IF_EQUAL, word, if_false=len(test) // 8)
+                masked = b"" if mask == _ALL else _instruction(_AND, mask)
+                test = _instruction(_LOAD_WORD, _SOURCE[family] + 4 * index) + masked + equal + test
+        program += test
+    return program + _instruction(_RETURN, _NOTHING)
 
 
-@attrs.frozen
-class _Port:
-    """A socket of UCX's, which may close it any time: the inode tells whether the descriptor is still this socket."""
+def tcp_hosts(address: bytes) -> list[str]:
+    """The IP addresses in a UCX worker address; any (0.0.0.0) if its layout is unknown."""
+    try:
+        return [host for host, _ in parse_worker_address(address).tcp_addresses]
+    except ValueError:
+        return ["0.0.0.0"]
 
-    fd: int
-    inode: int
-    family: socket.AddressFamily
 
-    @property
-    def closed(self) -> bool:
-        try:
-            return os.fstat(self.fd).st_ino != self.inode
-        except OSError:
-            return True
-
-    def set_option(self, option: int, value: bytes) -> None:
-        with _borrowed(self.fd) as borrowed:
-            if borrowed is not None and not self.closed:
-                borrowed.setsockopt(socket.SOL_SOCKET, option, value)
+def _is_loopback(address: tuple[str, int]) -> bool:
+    return ip_address(address[0]).is_loopback
 
 
 @contextmanager
@@ -112,43 +102,71 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
             found.detach()
 
 
-def _find(addresses: set[tuple[str, int]]) -> list[_Port]:
-    """The listening sockets of this process at these addresses."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with _borrowed(int(name)) as candidate:
-            if candidate is None or candidate.family not in _SOURCE:
-                continue
-            try:
-                listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and candidate.getsockname()[:2] in addresses:
-                    found.append(_Port(int(name), os.fstat(int(name)).st_ino, candidate.family))
-            except OSError:  # closed by another thread just now
-                continue
-    return found
+@attrs.frozen
+class _Port:
+    """A socket of UCX's, which may close it any time: the inode tells whether the descriptor is still this socket."""
+
+    fd: int
+    inode: int
+    family: socket.AddressFamily
+    address: tuple[str, int]
+
+    @classmethod
+    def of(cls, fd: int) -> _Port:
+        with _borrowed(fd) as borrowed:
+            assert borrowed is not None
+            return cls(fd, os.fstat(fd).st_ino, borrowed.family, borrowed.getsockname()[:2])
+
+    @property
+    def closed(self) -> bool:
+        try:
+            return os.fstat(self.fd).st_ino != self.inode
+        except OSError:
+            return True
+
+    def set_option(self, option: int, value: bytes) -> None:
+        with _borrowed(self.fd) as borrowed:
+            if borrowed is not None and not self.closed:
+                borrowed.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 class DataPorts:
     """The data ports of one worker.
 
     Args:
-        address: the worker's UCX address, by which its ports are found.
+        found: what C code saw while UCX created the worker (``tu_data_ports_t``).
+        address: the worker's UCX address, which says where UCX listens.
 
     Attributes:
-        restricted: whether the filter is attached.
+        obstacle: why strangers cannot be kept away from the ports; None if they can, or there are no ports.
+        opened: why every host may connect; None while the filter is there.
     """
 
-    def __init__(self, address: bytes) -> None:
-        self._ports: list[_Port] = []
-        self._admitted: dict[str, None] = {}
+    def __init__(self, found: Any, address: bytes) -> None:
+        self.obstacle: str | None = None
+        self.opened: str | None = None
+        self.networks: list[Network] = []
+        self._peers: dict[str, None] = {}
+        self._has_connections = False
+        self._ports = [_Port.of(fd) for fd in found.fds[0 : found.count]]
+        self._local = [ip_network(host) for host in dict.fromkeys(port.address[0] for port in self._ports)]
         try:
-            own = parse_worker_address(address).tcp_addresses
-            self._ports = _find(set(own))
-        except (ValueError, OSError):
-            own = ()
-        self._local = list(dict.fromkeys(host for host, _ in own))
-        self.restricted = bool(self._ports)
-        self._restrict()
+            listening = {*parse_worker_address(address).tcp_addresses}
+        except ValueError as error:
+            self.obstacle = f"this UCX's worker address has an unknown layout ({error})"
+        else:
+            # An address says of a loopback device only that it is one; and no other machine reaches that.
+            if not all(map(_is_loopback, listening - {port.address for port in self._ports})):
+                self.obstacle = "trio_ucx could not find where this UCX begins to listen"
+        try:
+            if found.error:
+                raise OSError(found.error, os.strerror(found.error))
+            self._attach()
+        except OSError as error:
+            if all(_is_loopback(port.address) for port in self._ports):
+                self._detach()  # no other machine reaches the loopback device
+            else:
+                self.obstacle = f"the kernel takes no packet filter (SO_ATTACH_FILTER: {error.strerror})"
 
     @property
     def lost(self) -> bool:
@@ -158,61 +176,118 @@ class DataPorts:
         """
         return any(port.closed for port in self._ports)
 
-    def admit(self, hosts: Iterable[str], control: str | None, ucx: tuple[int, int]) -> None:
-        """Admits the addresses of a peer that the exchange has let in.
+    def keep_shut(self) -> None:
+        """Before the worker has Connections: from now on raw endpoints do not open the ports.
+
+        Raises:
+            OSError: EPERM: the ports are open, or cannot be shut.
+        """
+        if self._everybody_admitted:
+            pass
+        elif self.opened is not None:
+            raise PermissionError(
+                errno.EPERM,
+                f"{self.opened}, so every host can reach the TCP ports of this worker: open another worker for "
+                "Connections, or call worker.admit() before",
+            )
+        elif self.obstacle is not None:
+            raise PermissionError(
+                errno.EPERM,
+                f"the TCP ports of UCX cannot be kept shut to strangers, because {self.obstacle}. Open a worker that "
+                'uses only this machine (config={"NET_DEVICES": "lo"}), or one that lets everybody in '
+                '(worker.admit("0.0.0.0/0", "::/0")), where any stranger can take over this process; and pass it as '
+                "worker=",
+            )
+        self._has_connections = True
+
+    def open_for_raw_use(self, reason: str, host: str) -> None:
+        """Lets every host connect, unless the worker has Connections, or the user has named who may.
 
         Args:
-            hosts: the addresses that its TCP transport connects from.
-            ucx: its release of UCX. Older releases connect from whatever address the kernel chooses.
-            control: the address that its control socket comes from; None for a Unix socket. If that is not among
-                ``hosts`` (address translation, say), it is unknown where the peer will connect from.
+            host: the peer's, or where a raw listener is bound. On this machine it needs no open port.
         """
-        if not self.restricted:
+        if self._has_connections or self.networks or self.opened is not None or not self._keeps_out(host):
             return
-        if ucx < BINDS_TO_ITS_ADDRESS and control is not None and not _is_loopback(control):
-            self.open("a peer's UCX is too old to connect from the addresses that it names")
-            return
-        hosts = list(dict.fromkeys(hosts))[:MAX_EACH]
-        if control is not None and not _is_loopback(control) and control not in (*hosts, *self._local):
-            self.open("a peer's control socket comes from an address that its TCP transport does not have")
-            return
-        hosts = [host for host in hosts if not _is_loopback(host)]
-        new = [host for host in hosts if host not in self._admitted and host not in self._local]
-        for host in hosts:
-            if host in self._admitted:
-                del self._admitted[host]
-            if host not in self._local:
-                self._admitted[host] = None
-        while len(self._admitted) > MAX_ADMITTED:
-            del self._admitted[next(iter(self._admitted))]
+        self.opened = reason
+        logger.debug("every host can reach a worker's TCP ports: %s", reason)
+        self._detach()
+
+    def admit(self, networks: Iterable[Network]) -> None:
+        """Lets the hosts of some networks connect: the user's choice.
+
+        Raises:
+            ValueError: there are too many.
+            RuntimeError: every host may already.
+            OSError: the kernel refuses the filter.
+        """
+        new = [network for network in networks if network not in self.networks]
+        if len(self.networks) + len(new) > MAX_NETWORKS:
+            raise ValueError(f"a worker can admit at most {MAX_NETWORKS} networks: name wider ones")
+        if self.opened is not None and not all(network.prefixlen == 0 for network in new):
+            raise RuntimeError(f"call admit() earlier: every host can reach this worker already, because {self.opened}")
+        self.networks += new
         if new:
-            self._restrict()
+            logger.warning("the TCP ports of a worker are open to %s", ", ".join(map(str, new)))
+            self._reattach()
 
-    def open(self, reason: str) -> None:
-        """Removes the filter: from now on all hosts may connect."""
-        if self.restricted:
-            self.restricted = False
-            logger.debug("UCX's data ports are open to every host: %s", reason)
-            for port in self._ports:
-                try:
-                    port.set_option(_SO_DETACH_FILTER, bytes(4))
-                except OSError:
-                    continue  # closed, or it has no filter
+    def admit_peer(self, hosts: Iterable[str], control: str | None) -> None:
+        """Lets a peer connect, which the exchange has let in.
 
-    def _restrict(self) -> None:
-        if not self.restricted:
-            return
-        hosts = [*self._local, *self._admitted]
-        try:
-            for port in self._ports:
-                program = filter_program(port.family, [host for host in hosts if family_of(host) == port.family])
-                kept = ffi.from_buffer("char[]", program)
-                port.set_option(
-                    _SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, int(ffi.cast("uintptr_t", kept)))
-                )
-        except OSError as error:
-            self.open(f"the kernel takes no filter ({error})")
+        Args:
+            hosts: the addresses of its TCP transport.
+            control: the address that its control socket comes from; None if it is on this machine. It is admitted, too:
+                with address translation, say, the addresses that the peer knows of itself are not those that we see.
 
+        Raises:
+            OSError: the kernel refuses the filter.
+        """
+        stated = [host for host in dict.fromkeys(hosts) if self._keeps_out(host)][:MAX_EACH]
+        seen = [control] if control is not None and control not in stated and self._keeps_out(control) else []
+        new = [host for host in (*stated, *seen) if host not in self._peers]
+        if seen and seen[0] in new:
+            logger.warning(
+                "the TCP ports of a worker are open to %s: a peer of a connection comes from there, although its own "
+                "addresses are others (%s)",
+                seen[0],
+                ", ".join(stated) or "none of other machines",
+            )
+        for host in (*stated, *seen):
+            self._peers.pop(host, None)
+            self._peers[host] = None
+        while len(self._peers) > MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
+        if new:
+            self._reattach()
 
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
+    def _keeps_out(self, host: str) -> bool:
+        """Whether a host could connect to one of the ports, and needs to be admitted for that."""
+        address = ip_network(host)
+        return any(port.family == family_of(host) for port in self._ports) and not any(
+            network.version == address.version and address.subnet_of(network)  # type: ignore[arg-type]
+            for network in (*THIS_MACHINE, *self._local, *self.networks)
+        )
+
+    @property
+    def _everybody_admitted(self) -> bool:
+        """Whether the user has admitted everybody. (It is unknown which families of addresses UCX uses.)"""
+        return {network.version for network in self.networks if network.prefixlen == 0} == {4, 6}
+
+    def _reattach(self) -> None:
+        if self._everybody_admitted:
+            self._detach()
+        elif self.opened is None and self.obstacle is None:
+            self._attach()
+
+    def _detach(self) -> None:
+        for port in self._ports:
+            try:
+                port.set_option(_SO_DETACH_FILTER, bytes(4))
+            except OSError:
+                continue  # closed, or it has no filter
+
+    def _attach(self) -> None:
+        networks = [*THIS_MACHINE, *self._local, *self.networks, *map(ip_network, self._peers)]
+        for port in self._ports:
+            program = filter_program(port.family, networks)
+            kept = ffi.from_buffer("char[]", program)
+            port.set_option(_SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, int(ffi.cast("uintptr_t", kept))))

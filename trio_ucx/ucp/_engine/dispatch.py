@@ -34,7 +34,9 @@ def deliver(engine: Engine, rows: list[int]) -> None:
             elif kind == _PACKED:
                 engine.messages += id  # their number, in records of this kind
                 sink = tag_dispatch.sinks.get(tag >> 32)
-                if sink is not None:
+                if sink is None:
+                    tag_dispatch.nobody_takes(tag >> 32, id)
+                else:
                     data = tag_dispatch.arena[pointer : pointer + id * length].tobytes()
                     sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
             elif kind == _MESSAGE:

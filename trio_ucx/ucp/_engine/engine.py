@@ -35,11 +35,12 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import attrs
 import trio
 from outcome import Error, Outcome
 
 from ..._native import ffi, lib
-from .._address import WorkerAddress, worker_address
+from .._address import worker_address
 from .._attributes import query_worker
 from .._contained import contained, report
 from .._context import Context
@@ -193,6 +194,7 @@ class Engine:
 
     Args:
         handle: UCX's worker.
+        listening: the ports of its TCP transport (``tu_data_ports_t``).
         spin, yield_interval: how tasks wait: see :func:`~trio_ucx.ucp.open_worker`.
 
     Raises:
@@ -210,7 +212,14 @@ class Engine:
     deliver_failures: Callable[[Engine], None]
 
     def __init__(
-        self, context: Context, handle: Any, client_id: int | None, *, spin: float, yield_interval: float
+        self,
+        context: Context,
+        handle: Any,
+        client_id: int | None,
+        listening: Any,
+        *,
+        spin: float,
+        yield_interval: float,
     ) -> None:
         self.context = context
         self.client_id = client_id
@@ -219,13 +228,15 @@ class Engine:
         self._thread = threading.get_ident()
         self.birth = Birth()
         self.efd = lib.tu_worker_efd(handle)
-        self.max_am_header = min(query_worker(handle, client_id).max_am_header, context.longest_am_header)
+        found = query_worker(handle, client_id)
+        self.max_am_header = min(found.max_am_header, context.longest_am_header)
+        self.attributes = attrs.evolve(found, max_am_header=self.max_am_header)
         handles_errors = context.shared_memory_handles_errors
-        features = context.features
-        self.address = worker_address(handle, features, shared_memory=handles_errors)
+        features, sizes = context.features, context.agreed_sizes
+        self.address = worker_address(handle, features, sizes, shared_memory=handles_errors)
         #: The same without shared memory.
-        self.network_address = worker_address(handle, features, shared_memory=handles_errors, network_only=True)
-        self.data_ports = DataPorts(self.network_address.ucx)
+        self.network_address = worker_address(handle, features, sizes, shared_memory=handles_errors, network_only=True)
+        self.data_ports = DataPorts(listening, self.address.ucx)
         #: How often the worker was progressed.
         self.progress_count = 0
         self.waiting = Waiting(self, spin, yield_interval)
@@ -332,11 +343,6 @@ class Engine:
     def next_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-    def publish_address(self, why: str) -> WorkerAddress:
-        """Returns the worker's address, which others will get; opens its ports to them."""
-        self.data_ports.open(why)
-        return self.address
 
     # ---- progress ----
 
@@ -602,4 +608,5 @@ class Engine:
             poll_limit=counts.poll_limit / 1e9,
             background_closes=len(self.background),
             stopped_queues=self.counters["stopped_queues"],
+            unknown_messages=self.tag_dispatch.unknown_messages,
         )

@@ -7,6 +7,7 @@ is a plain function, which async generators that are finalised after the system 
 
 from __future__ import annotations
 
+import errno
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from .. import _descriptors as descriptors
 from .. import _shared_memory as shared_memory
 from .._attributes import native_name
 from .._contained import contained
-from .._context import Context
+from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
 from .._status import Status
 from .._util import ignoring_late_run
@@ -56,10 +57,10 @@ def open_engine(
     Raises:
         MemoryError, OSError, UCXError: UCX has no memory, there are too few descriptors left, or UCX refuses.
     """
-    handle = _create_worker(context, name, client_id)
+    handle, listening = _create_worker(context, name, client_id)
     with ExitStack() as undo:
         undo.callback(lib.tu_worker_destroy, handle)
-        engine = Engine(context, handle, client_id, spin=spin, yield_interval=yield_interval)
+        engine = Engine(context, handle, client_id, listening, spin=spin, yield_interval=yield_interval)
         engine.backoff = Backoff(engine.efd)
         undo.callback(engine.backoff.close)
         engine.safety_net = net = SafetyNet(engine)
@@ -79,16 +80,33 @@ def open_engine(
     return engine
 
 
-def _create_worker(context: Context, name: str | None, client_id: int | None) -> Any:
+def _create_worker(context: Context, name: str | None, client_id: int | None) -> tuple[Any, Any]:
+    """Returns UCX's worker, and where it listens (``tu_data_ports_t``)."""
     doing = "opening a worker"
     descriptors.require(context.descriptors_per_worker, doing)
     shared_memory.check(context.options_in_force)
     out = ffi.new("tu_worker_t **")
-    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, out)
+    lowest, highest = context.tcp_port_range
+    listening = ffi.new("tu_data_ports_t *", {"lowest": lowest, "highest": highest})
+    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, listening, out)
+    if listening.used_up:
+        raise _no_free_port(context)
     if status != Status.OK:
         descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        raise shared_memory.explain(status, "creating a worker", context.options_in_force)
-    return out[0]
+        creating = with_chosen_options("creating a worker", context.config)
+        raise shared_memory.explain(status, creating, context.options_in_force)
+    return out[0], listening
+
+
+def _no_free_port(context: Context) -> OSError:
+    lowest, highest = context.tcp_port_range
+    devices = context.info_text().count(" -- tcp/")
+    ports = "any port" if highest == 0 else f"TCP_PORT_RANGE={lowest}-{highest} (UCX_TCP_PORT_RANGE)"
+    return OSError(
+        errno.EADDRINUSE,
+        f"no free port for UCX's TCP transport in {ports}. Each worker takes one for each network device, here "
+        f"{devices}; isolate=True takes a worker for each connection. Close workers, or choose a wider range",
+    )
 
 
 async def _run(engine: Engine, progress_task: ProgressTask) -> None:

@@ -14,6 +14,10 @@ logger = logging.getLogger("trio_ucx")
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
+#: The ids of so many connections that ended last are remembered: messages for them may be on their way.
+ENDED_IDS = 1000
+#: So many messages for connection ids that were never given out are logged; then ten times as many, and so on.
+SUSPICIOUS = 10
 
 
 class TagSink(Protocol):
@@ -56,6 +60,10 @@ class TagDispatch:
         self.undiscarded: list[int] = []
         #: What takes the messages of a connection id, while it is open.
         self.sinks: dict[int, TagSink] = {}
+        self._ended: dict[int, None] = {}
+        #: Messages for connection ids that this worker did not give out, as far as it remembers.
+        self.unknown_messages = 0
+        self._next_warning = SUSPICIOUS
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
         #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
@@ -108,9 +116,31 @@ class TagDispatch:
         for message in messages:
             self.discard(message)
 
+    def remove(self, id: int) -> None:
+        """A connection has ended. (Removed already: no effect.)"""
+        if self.sinks.pop(id, None) is not None:
+            self._ended[id] = None
+            if len(self._ended) > ENDED_IDS:
+                del self._ended[next(iter(self._ended))]
+
+    def nobody_takes(self, id: int, count: int) -> None:
+        """Messages came for a connection that does not exist. UCX does not tell who sent them."""
+        if id in self._ended:
+            return
+        self.unknown_messages += count
+        if self.unknown_messages >= self._next_warning:
+            self._next_warning = 10 * self.unknown_messages
+            logger.warning(
+                "%d messages have come for connections that do not exist: a peer that was let in may be guessing the "
+                "ids of others' connections",
+                self.unknown_messages,
+            )
+
     def drop_unclaimed(self, tag: int, message: int) -> None:
         """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
-        if not tag & CONNECTION_BIT and not self._warned:
+        if tag & CONNECTION_BIT:
+            self.nobody_takes(tag >> 32, 1)
+        elif not self._warned:
             self._warned = True
             logger.warning(
                 "tag messages that belong to no Connection are dropped (tag %#x was the first): nobody has asked for "

@@ -279,9 +279,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         self._check()
         worker = next((worker for worker in list(self.context.workers) if worker.handle is not None), None)
-        address = None
-        if worker is not None:
-            address = worker.publish_address("a memory descriptor says the worker's address")
+        address = None if worker is None else worker.address
         return bytes(
             MemoryDescriptor(
                 self.address,

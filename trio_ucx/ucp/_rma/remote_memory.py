@@ -166,6 +166,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         nbytes = self.nbytes - offset if nbytes is None else check_integer(nbytes, "nbytes", 0, 2**62)
         self._check(Access.READ, "read", offset, nbytes)
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
         data = new_bytes(nbytes)
         await self._transfer(False, Pinned(data), offset, "reading remote memory")
         return data
@@ -220,8 +221,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             ValueError: closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
-        self._check_open()
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
         await flush(self._core)
         if self._core.handle is None:  # another task has closed it meanwhile
             self._core.check()
@@ -242,6 +243,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
+        self._check_open()
         self._check(Access.READ, "read", 0, 0)
         if self._borrowed is None:
             if not try_connect(self._core):
@@ -388,6 +390,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine = self._core.engine
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
         way = await self._reach_without_ucx_rma()
         if way is None:
             return await self._atomic_by_ucx(kind, size, operand, reply, offset, fetch)
@@ -495,16 +498,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_endpoint()
 
     def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None:
-        self._check_open()
         if access not in self.access:
             raise ValueError(f"its owner does not allow to {doing} this memory: {self.access!r}")
         if offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes from offset {offset} on reach beyond the end of {self.nbytes}")
 
     async def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
-        """Checks all that can be, whether we are cancelled last."""
+        """Validates the arguments, then checks for cancellation, then whether the memory is open."""
         offset = check_integer(offset, "offset", 0, 2**62)
-        self._check_open()
         pins = Pinned(buffer, writable=access is Access.READ)
         try:
             if pins.address is None:
@@ -515,6 +516,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             self._check(access, doing, offset, pins.size)
             check_reaches(self._core.engine, pins)
             await trio.lowlevel.checkpoint_if_cancelled()
+            self._check_open()
         except BaseException:
             pins.release()
             raise

@@ -1,0 +1,260 @@
+"""Protected mode: a TCP listener that asks for no credentials lets in only clients of its own machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+import struct
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trustme
+from helpers import Certificates, open_peer, until
+from networks import Host, open_network
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake import handshake as handshake_side
+from trio_ucx._handshake.exchange import Exchange, Kind
+from trio_ucx._handshake.facts import Facts
+from trio_ucx._wire import MAGIC, VERSION
+
+KEY = "sixteen letters!"
+CURES = ("authkey=", "ssl.CERT_REQUIRED", "allow_anyone=True")
+ONE, TWO, ALSO_TWO = "10.200.9.1", "10.200.9.2", "10.200.9.3"
+
+
+# ---- two hosts ----
+
+
+#: Says of each address whether a connection from there counts as one from this machine.
+WHO_IS_HERE = """
+import socket, sys
+from trio_ucx._handshake.control_stream import leads_to_this_machine
+
+class Control:
+    def __init__(self, peer):
+        [(self.family, *_, self.peer)] = socket.getaddrinfo(peer, 1, type=socket.SOCK_STREAM)
+    def getpeername(self):
+        return self.peer
+    def getsockname(self):
+        return ("another address", 1)
+
+print([peer for peer in sys.argv[1:] if leads_to_this_machine(Control(peer))])
+"""
+
+
+@pytest.fixture
+async def hosts() -> AsyncIterator[tuple[Host, Host]]:
+    with open_network() as network:
+        one, two = network.host(), network.host()
+        network.cable((one, "cable", f"{ONE}/24"), (two, "cable", f"{TWO}/24"))
+        two.ip("addr", "add", f"{ALSO_TWO}/24", "dev", "cable")
+        for address in ("fd00:209::2", "fd00:209::3", "fe80::2"):
+            two.ip("addr", "add", f"{address}/64", "dev", "cable", "nodad")
+        await network.ready()
+        yield one, two
+
+
+async def test_two_hosts(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    async with open_peer("host", [TWO], {"allow_anyone": False}, under=two.under) as server:
+        [address] = await server.hear()
+
+        async def visit(client: Host, **options: Any) -> list[Any]:
+            async with open_peer("visitor", options, [1], under=client.under) as peer:
+                await peer.tell(address)
+                said: list[Any] = await peer.hear()
+                return said
+
+        async def refused() -> None:
+            said = await visit(one)
+            assert said[:2] == ["ConnectionRefusedError", errno.ECONNREFUSED] and said[3] < 5, said
+            assert all(word in said[2] for word in ("protected mode", *CURES)), said
+
+        async def let_in() -> None:
+            assert (await visit(two, local_address=ALSO_TWO))[0] == "connected"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refused)
+            nursery.start_soon(let_in)
+        await server.tell()
+        _, [line, *_] = await server.hear()
+        assert line.startswith(f"WARNING turned away {ONE}:") and all(cure in line for cure in CURES)
+
+
+async def test_addresses_of_this_machine(hosts: tuple[Host, Host]) -> None:
+    """Also where the kernel lets every address be bound; the broadcast address can be bound in any case."""
+    _, two = hosts
+    ours = ["127.0.0.1", "127.0.0.9", "::1", TWO, ALSO_TWO, "fd00:209::2", "fd00:209::3", "fe80::2%cable"]
+    others = [
+        ONE,
+        "10.200.9.255",
+        "10.200.9.0",
+        "192.0.2.1",
+        "fd00:209::1",
+        "fd00:209::",
+        "fe80::1%cable",
+        "2001:db8::1",
+    ]
+    for nonlocal_bind in (0, 1):
+        for version in ("ipv4", "ipv6"):
+            two.run("sh", "-c", f"echo {nonlocal_bind} > /proc/sys/net/{version}/ip_nonlocal_bind")
+        assert two.run(sys.executable, "-c", WHO_IS_HERE, *ours, *others).strip() == repr(ours)
+
+
+# ---- one process, in which clients seem to be on another host ----
+
+
+@pytest.fixture
+def from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_side, "leads_to_this_machine", lambda control: control.family == socket.AF_UNIX)
+
+
+@asynccontextmanager
+async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any) -> AsyncIterator[trio_ucx.Listener]:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
+    async with listener:
+        yield listener
+
+
+async def connects(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> bool:
+    """Whether the listener lets such a client in, rather than refusing it by protected mode."""
+    with trio.fail_after(5):
+        try:
+            client = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
+        except ConnectionRefusedError as error:
+            assert "protected mode" in str(error) and all(cure in str(error) for cure in CURES)
+            return False
+        (await listener.accept()).abort()
+        client.abort()
+        return True
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("from_elsewhere")
+async def test_what_lets_a_client_in(worker: ucp.Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = KEY.encode()
+    for host, options, wanted in (
+        ("127.0.0.1", {}, False),
+        ("::1", {"isolate": True}, False),
+        ("127.0.0.1", {"allow_anyone": True}, True),
+        ("127.0.0.1", {"authkey": key}, True),
+        (f"unix:{tmp_path}/socket", {}, True),
+    ):
+        async with listening(worker, host, **options) as listener:
+            given = {"authkey": key} if "authkey" in options else {}
+            assert await connects(worker, listener, **given) is wanted
+            await until(lambda listener=listener, wanted=wanted: listener.statistics().refused == (not wanted))
+    assert len(warnings(caplog)) == 2
+
+
+@pytest.mark.usefixtures("from_elsewhere")
+async def test_the_first_refusal_is_a_warning(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trio_ucx")
+    async with listening(worker) as listener:
+        for _ in range(5):
+            assert not await connects(worker, listener)
+    [record] = [each for each in caplog.records if "turned away" in each.getMessage()]
+    assert record.levelname == "WARNING" and all(word in record.getMessage() for word in ("127.0.0.1:", *CURES))
+
+
+@pytest.mark.parametrize("more", [b"", b"\0" * 100_000, struct.pack("<IB", 2**32 - 1, Kind.OPEN), bytes(range(256))])
+@pytest.mark.usefixtures("from_elsewhere")
+async def test_a_stranger_gets_no_further_than_the_preamble(
+    worker: ucp.Worker, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that follows it is read, whatever it is."""
+    monkeypatch.delattr(Facts, "decode")
+    async with listening(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
+        got = bytearray()
+        with trio.fail_after(3), contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + more)
+            async for chunk in stream:
+                got += chunk
+        if len(more) < 1000:  # otherwise the kernel may drop what a closed socket has sent
+            assert got.startswith(MAGIC) and b"protected mode" in got
+        await until(lambda: listener.statistics().refused == 1)
+
+
+def test_a_server_refuses_before_it_reads() -> None:
+    """Also a client of another version, or with an authkey."""
+    for version, flags in ((VERSION, 0), (VERSION + 1, 0), (VERSION, 1), (VERSION, 0xFFFF)):
+        server = Exchange(is_client=False, software="", authkey=None)
+        server.protected = True
+        server.receive_data(MAGIC + struct.pack("<HH", version, flags) + bytes(32) + b"\xff" * 100)
+        with pytest.raises(Exception, match="protected mode"):
+            server.next_event()
+        assert server.next_event() is None and len(server.data_to_send()) < 600
+
+
+# ---- TLS ----
+
+
+def contexts() -> Certificates:
+    """For "localhost"; the client has a certificate, and both sides trust the authority."""
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context, name in ((server, "localhost"), (client, "client")):
+        authority.issue_cert(name).configure_cert(context)
+        authority.configure_trust(context)
+    return Certificates(server, client)
+
+
+@pytest.mark.usefixtures("from_elsewhere")
+async def test_only_required_certificates_lift_it(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+    for verify_mode, post_handshake, options, wanted, warned in (
+        (ssl.CERT_NONE, False, {}, False, True),
+        (ssl.CERT_OPTIONAL, False, {}, False, True),
+        (ssl.CERT_REQUIRED, False, {}, True, False),
+        (ssl.CERT_REQUIRED, True, {}, False, False),  # OpenSSL does not ask for the certificate then
+        (ssl.CERT_NONE, False, {"allow_anyone": True}, True, False),
+    ):
+        caplog.clear()
+        both = contexts()
+        both.server.verify_mode, both.server.post_handshake_auth = verify_mode, post_handshake
+        async with listening(worker, ssl_context=both.server, **options) as listener:
+            opening = warnings(caplog)
+            assert len(opening) == warned
+            if warned:
+                assert f":{listener.address[1]} " in opening[0] and all(cure in opening[0] for cure in CURES)
+            given = {"ssl_context": both.client, "server_hostname": "localhost"}
+            assert await connects(worker, listener, **given) is wanted
+
+
+async def test_warning_of_listeners_with_tls(
+    worker: ucp.Worker, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line for all addresses; none for a Unix socket, or with a key."""
+    for listener in await trio_ucx.open_ucx_listeners(0, worker=worker, ssl_context=certificates.server):
+        await listener.aclose()
+    [line] = warnings(caplog)
+    assert "0.0.0.0:" in line and "[::]:" in line
+    for host, key in ((f"unix:{tmp_path}/socket", None), ("127.0.0.1", KEY.encode())):
+        async with listening(worker, host, ssl_context=certificates.server, authkey=key):
+            pass
+    assert len(warnings(caplog)) == 1
+
+
+async def test_clients_of_this_machine(worker: ucp.Worker, certificates: Certificates) -> None:
+    async with listening(worker) as listener:
+        assert await connects(worker, listener)
+    async with listening(worker, ssl_context=certificates.server) as listener:
+        assert await connects(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
+
+
+async def test_wrong_argument(worker: ucp.Worker) -> None:
+    with pytest.raises(TypeError, match="allow_anyone must be a bool, not str"):
+        await trio_ucx.open_ucx_listeners(0, worker=worker, allow_anyone="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="allow_anyone must be a bool"):
+        await trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0, worker=worker, allow_anyone=1)

@@ -1,0 +1,205 @@
+"""Each tag is an ordered queue: it ends at the first message that is missing. And what many tags cost."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+from helpers import Rounds, open_pair, resident, until
+from timing import Stopwatch
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._credit import SendCredit
+from trio_ucx._link.receiving import IDLE_QUEUES, Receiving
+
+Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
+
+
+async def receive_into(connection: trio_ucx.Connection) -> bytes:
+    buffer = bytearray(2**20)
+    return bytes(buffer[: await connection.receive_into(buffer, 1)])
+
+
+async def receive_in_group(connection: trio_ucx.Connection) -> bytes:
+    buffer = bytearray(2**20)
+    try:
+        async with connection.worker.open_request_group() as group:
+            length = await group.receive_into(connection, buffer, tag=1)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return bytes(buffer[:length])
+
+
+async def receive_nowait(connection: trio_ucx.Connection) -> bytes:
+    while True:
+        try:
+            return connection.receive_nowait(1)
+        except trio.WouldBlock:
+            await trio.sleep(0)
+
+
+async def wait_and_receive(connection: trio_ucx.Connection) -> bytes:
+    await connection.wait_message(1)
+    return await connection.receive(1)
+
+
+RECEIVES: dict[str, Receive] = {
+    "receive": lambda connection: connection.receive(1),
+    "receive_into": receive_into,
+    "group": receive_in_group,
+    "receive_nowait": receive_nowait,
+    "wait_message": wait_and_receive,
+    "messages": lambda connection: anext(connection.messages(1)),
+}
+
+
+@pytest.mark.parametrize("how", RECEIVES)
+@pytest.mark.parametrize("missing", [1, 2])
+async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing: int) -> None:
+    """A large message stays with its sender, who aborts: small ones that were sent after it are not delivered."""
+    async with open_pair(worker) as (client, server):
+        client.send_nowait(b"first", 1)
+        for _ in range(missing):
+            client.send_nowait(bytes(100_000), 1)
+        client.send_nowait(b"behind the hole", 1)
+        client.send_nowait(b"x" * 5000, 1)
+        client.send_nowait(b"another tag", 2)
+        await until(lambda: server.statistics().messages_received == 4 + missing)
+        client.abort()
+        await server.wait_closed()
+        with trio.fail_after(10):
+            assert await RECEIVES[how](server) == b"first"
+            for _ in range(3):
+                with pytest.raises(trio.BrokenResourceError):
+                    await RECEIVES[how](server)
+            assert await server.receive(2) == b"another tag"
+        server.abort()
+
+
+async def test_a_cancelled_large_message_is_no_hole(worker: ucp.Worker) -> None:
+    """A send that was cancelled may not be delivered; the connection closes in order, and the next message is."""
+    async with open_pair(worker) as (client, server):
+        with trio.move_on_after(0):
+            await client.send(b"x", 1)  # cancelled before anything is sent
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, bytes(100_000), 1)
+                await until(lambda: server.statistics().messages_received == 1)
+                scope.cancel()
+        await client.send(b"next", 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.aclose)
+            received = [message async for message in server.messages(1)]
+        assert received in ([b"next"], [bytes(100_000), b"next"])
+
+
+async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
+    """What arrives when a receive was told that the connection broke comes too late, on every tag."""
+    async with open_pair(worker) as (client, server):
+        client.abort()
+        with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+            await server.receive(1)
+        receiving = server._link.receiving
+        for tag in (1, 2):
+            receiving.packed_arrived(tag, 1, 4, b"late")  # UCX delivers what it read from the socket only now
+            with pytest.raises(trio.BrokenResourceError):
+                await server.receive(tag)
+        server.abort()
+
+
+# ---- many tags ----
+
+
+async def send_and_receive(client: trio_ucx.Connection, server: trio_ucx.Connection, tag: int) -> None:
+    """One message on a tag, received in one of several ways."""
+    way, size = tag % 6, 5000 if tag % 4 == 0 else 4
+    data = tag.to_bytes(4, "big") * (size // 4)
+    if way in (0, 1):  # somebody waits
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.send, data, tag)
+            if way == 0:
+                assert await server.receive(tag) == data
+            else:
+                assert await server.receive_into(bytearray(size), tag) == size
+        return
+    if way == 2:
+        with trio.move_on_after(0.0001):
+            await server.receive(tag)
+    await client.send(data, tag)
+    if way == 3:
+        assert await server.wait_message(tag) == size
+    if way == 4:
+        while True:
+            try:
+                assert server.receive_nowait(tag) == data
+                return
+            except trio.WouldBlock:
+                await trio.sleep(0)
+    assert await server.receive(tag) == data
+
+
+async def test_idle_tags_are_forgotten(worker: ucp.Worker, rounds: Rounds) -> None:
+    async with open_pair(worker) as (client, server):
+        count, before = rounds(3000, 10_000_000), 0
+        for tag in range(count):
+            await send_and_receive(client, server, tag)
+            if tag == 2000:
+                before = resident()
+        assert resident() - before < 4 * 2**20
+        receiving, credit = server._link.receiving, client._link.sending.credit
+        assert len(receiving.queues) <= IDLE_QUEUES + 1
+        assert len(receiving._awaited) <= IDLE_QUEUES + 1
+        assert len(credit._last) <= 5000 and not credit._admitted and not credit._lines
+
+
+class Send:
+    def __init__(self, queue: int) -> None:
+        self.queue, self.size = queue, 4
+
+
+def test_sends_that_wait_are_found_at_once() -> None:
+    """Whatever the order in which their tags are admitted. (Looking through all of them took 20 s for so many.)"""
+    out: SendCredit[Send] = SendCredit(4096, 0)
+    sends = [Send(queue) for queue in range(20_000)]
+    with Stopwatch(2):
+        for send in sends:
+            out.wait(send)
+        for send in reversed(sends[5000:]):
+            out.admit(send.queue, 0)
+            assert out.next_ready() is send
+            if out.credit < 0:
+                out.credit = 0  # so that no other send may go
+        for send in sends[:5000:2]:
+            out.withdraw(send)
+        for send in sends[1:5000:2]:
+            out.grant(out.window - out.credit, 0)
+            assert out.next_ready() is send
+    assert not out.waiting and not out._lines and not out._overtaking
+
+
+async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer without credit makes the receiver look at the tags that somebody waits for, not at all unread ones."""
+    looks = 0
+    look = Receiving._admit_next
+
+    def count(receiving: Receiving, queue: Any) -> None:
+        nonlocal looks
+        looks += 1
+        look(receiving, queue)
+
+    monkeypatch.setattr(Receiving, "_admit_next", count)
+    async with open_pair(worker, window=2**17) as (client, server):
+        async with trio.open_nursery() as nursery:
+
+            async def send() -> None:
+                async with worker.open_request_group() as group:
+                    for tag in range(1500):
+                        group.send(client, tag.to_bytes(4, "big"), tag=tag)
+
+            nursery.start_soon(send)
+            for tag in reversed(range(1500)):
+                assert await server.receive(tag) == tag.to_bytes(4, "big")
+    assert looks < 10 * 1500

@@ -1,0 +1,205 @@
+"""Values of UCX's options that cannot work: those that UCX must not get, and those on which two sides must agree.
+
+UCX takes most of these values without a word, and then crashes, hangs, or loses messages. Both tables apply to what the
+user chose by ``config=`` and by the environment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from .._native import ucx
+from ._address_format import SHARED_MEMORY
+
+#: UCX of an earlier release (1.13 was tried) takes the options of the TCP transport from the environment only, accepts
+#: options that it does not know, and fails with large messages over shared memory ("Invalid am_short_iov length").
+WELL_CONFIGURABLE = (1, 17)
+
+
+@attrs.frozen
+class Limit:
+    """What an option may be.
+
+    Attributes:
+        options: a pattern of names.
+        least, most: of a number, or of each in a list of numbers; ``inf`` counts, and -1 is ``inf``.
+        units: whether UCX reads units. Where it does not, 64k is 64 to it.
+        reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
+            same lines, unless the reason names others.
+    """
+
+    options: str
+    least: float
+    most: float
+    reason: str
+    units: bool = True
+
+    def allows(self, text: str) -> bool:
+        """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
+        for part in text.split(","):
+            value = number(part)
+            if value is None or not self.least <= value <= self.most or not (self.units or _PLAIN.fullmatch(part)):
+                return False
+        return True
+
+
+_PLAIN = re.compile(r"-?\d+|inf", re.IGNORECASE)
+
+#: A control frame, a batch of small messages (4,096 bytes), or UCX's own wire-up messages, with their headers.
+LEAST_SEGMENT = 4352
+_ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which a shorter segment would cut or not hold"
+
+LIMITS = (
+    Limit(
+        "(MM|SYSV|POSIX|XPMEM)_SEG_SIZE",
+        LEAST_SEGMENT,
+        65535,
+        "UCX has 16 bits for the length of a message in shared memory (uct_mm_fifo_element_t), and loses longer ones; "
+        f"and {_ONE_PIECE}",
+    ),
+    Limit("TCP_TX_SEG_SIZE|TCP_RX_SEG_SIZE|SELF_SEG_SIZE", LEAST_SEGMENT, math.inf, _ONE_PIECE),
+    Limit(
+        "(MM|SYSV|POSIX|XPMEM)_FIFO_ELEM_SIZE",
+        0,
+        65535,
+        "UCX has 16 bits for the length of a message in shared memory (uct_mm_fifo_element_t)",
+        units=False,
+    ),
+    Limit(
+        "(MM|SYSV|POSIX|XPMEM)_FIFO_SIZE",
+        0,
+        65536,
+        "UCX allocates a segment for each element at once, and crashes where a queue is too large for its counters",
+        units=False,
+    ),
+    Limit(
+        "(MM|SYSV|POSIX|XPMEM|TCP)_(RX|TX)_MAX_BUFS",
+        math.inf,
+        math.inf,
+        "UCX loses messages when its buffers are used up (shared memory), or loops for ever (TCP, while peers do not "
+        "read)",
+    ),
+    Limit("(CMA|KNEM)_(SEG_SIZE|TX_QUOTA)", 1, math.inf, "UCX would never copy anything, and wait for ever"),
+    Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
+    Limit("SEG_SIZE", 512, math.inf, "UCX writes headers of active messages to such a segment, whatever its size"),
+    Limit("MAX_(EAGER|RNDV)_RAILS", 1, math.inf, "UCX would cancel messages that need more than one segment"),
+    Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
+    Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
+)
+
+
+def check(config: Mapping[str, str]) -> None:
+    """Refuses values that cannot work.
+
+    Args:
+        config: what the user chose, over the environment.
+
+    Raises:
+        ValueError: it names the option, the value, the reason, and what to do.
+    """
+    environment = {name: value for name, value in _environment() if name not in config}
+    for options, where in ((config, "in config="), (environment, "in the environment")):
+        for name, value in options.items():
+            limit = next((limit for limit in LIMITS if re.fullmatch(limit.options, name)), None)
+            if limit is not None and not limit.allows(value):
+                full = name if options is config else f"UCX_{name}"
+                raise ValueError(f"UCX's option {full}={value} {where}: give it {_range(limit)}. {_sentence(limit)}")
+
+
+def _range(limit: Limit) -> str:
+    if limit.least == math.inf:
+        return "inf, its default, or leave it out"
+    if limit.most == math.inf:
+        return f"at least {limit.least}"
+    return f"{limit.least} to {limit.most}" if limit.least else f"at most {limit.most}"
+
+
+def _sentence(limit: Limit) -> str:
+    return limit.reason[0].upper() + limit.reason[1:]
+
+
+def chosen(config: Mapping[str, str], defaults: Mapping[str, str]) -> str:
+    """The options in force other than trio_ucx's defaults, for the error when UCX refuses one of them; "" if none."""
+    ours = {name: value for name, value in config.items() if defaults.get(name) != value and name != "TLS"}
+    theirs = {f"UCX_{name}": value for name, value in _environment() if name not in config}
+    return ", ".join(f"{name}={value}" for name, value in {**ours, **theirs}.items())
+
+
+# ---- what both sides must have in common ----
+
+#: Of each kind of shared memory, and UCX's defaults.
+QUEUE = {"FIFO_SIZE": 256 if ucx.version >= (1, 16) else 64, "FIFO_ELEM_SIZE": 128, "SEG_SIZE": 8256}
+#: Options that must be equal on both sides, and UCX's defaults. A sender over shared memory counts the elements of the
+#: receiver's queue by its own FIFO_SIZE and FIFO_ELEM_SIZE, and fills the receiver's segments up to its own SEG_SIZE;
+#: over TCP it sends up to its own RX_SEG_SIZE at once. UCX compares nothing: the receiver's memory is overrun, or
+#: messages are never read.
+AGREED: Mapping[str, int] = {
+    **{f"{kind.upper()}_{name}": size for kind in SHARED_MEMORY for name, size in QUEUE.items()},
+    "TCP_RX_SEG_SIZE": 64 << 10,
+}
+#: The values of these options, in this order.
+Sizes = tuple[int, ...]
+DEFAULT_SIZES: Sizes = tuple(AGREED.values())
+_GREATEST = 2**32 - 1
+
+
+def agreed_sizes(config: Mapping[str, str]) -> Sizes:
+    """The values in force here."""
+    return tuple(size(name, config) for name in AGREED)
+
+
+def size(name: str, config: Mapping[str, str]) -> int:
+    """The value in force of one of these options."""
+    value = number(in_force(name, config) or "")
+    return AGREED[name] if value is None else int(min(value, _GREATEST))
+
+
+def differences(ours: Sizes, theirs: Sizes, kind: str) -> str | None:
+    """How the sides differ in what concerns a transport, in words for the user; None if they do not.
+
+    Sizes that are not known (of a peer without trio_ucx) are ``()``.
+    """
+    for name, mine, other in zip(AGREED, ours, theirs, strict=False):
+        if name.startswith(kind.upper()) and mine != other:
+            return f"UCX's option {name} (UCX_{name}) is {mine} on one side and {other} on the other"
+    return None
+
+
+def in_force(name: str, config: Mapping[str, str]) -> str | None:
+    """The value of an option that the user or trio_ucx chose, by whatever name: MM_... is all kinds of shared memory.
+
+    As in UCX the last in ``config`` counts, and in the environment the more special name.
+    """
+    kind, _, rest = name.partition("_")
+    names = (name, f"MM_{rest}") if kind.lower() in SHARED_MEMORY else (name,)
+    if kind != "TCP" or ucx.version >= WELL_CONFIGURABLE:
+        for each in reversed(list(config)):
+            if each in names:
+                return config[each]
+    return next((value for each in names if (value := os.environ.get(f"UCX_{each}")) is not None), None)
+
+
+# ---- UCX's notation ----
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)([bkmgt]?)b?\s*", re.IGNORECASE)
+
+
+def number(text: str) -> float | None:
+    """A number in UCX's notation: ``64k``, ``inf`` (and ``auto``, which is as much); None if it is none."""
+    if text.strip().lower() in ("inf", "auto"):
+        return math.inf
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    value = float(match[1]) * _UNITS[match[2].lower()]
+    return math.inf if value < 0 else value
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    return ((name[4:], value) for name, value in os.environ.items() if name.startswith("UCX_"))
