@@ -978,7 +978,7 @@ async def lost_peer() -> None:
 async def watcher(host: str | None, cases: list[list[Any]]) -> None:
     """One side of several connections, each ``[load, keepalive_interval]``: listens, or connects to the addresses that
     the test sends. Reports its addresses, if it listens; then "ready"; at the end, for each connection, None, or the
-    error and the time.
+    error, the time, and the seconds until its buffers were released.
     """
     lost: list[Any] = [None] * len(cases)
     ready = 0
@@ -994,7 +994,10 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
                 try:
                     await connection.receive(1)
                 except trio.BrokenResourceError as error:
-                    lost[number] = [str(error), time.monotonic()]
+                    noticed = time.monotonic()
+                    connection.abort()
+                    await connection.wait_buffers_released()
+                    lost[number] = [str(error), noticed, time.monotonic() - noticed]
                 await trio.sleep_forever()
         finally:
             connection.abort()

@@ -121,7 +121,6 @@ class SimulatedEngine:
         self.messages = 0
         self.batches = self
         self.waiting = SimpleNamespace(poll_at_once=lambda: False)
-        self.lingering = SimpleNamespace(close_one=lambda core: None, operation_ended=lambda core: None)
         self.birth = SimpleNamespace(inherited=False)
         #: The messages that UCX holds here, by handle.
         self.held: dict[int, InFlight] = {}
@@ -179,9 +178,6 @@ class SimulatedEndpoint(EndpointCore):
     __slots__ = ("transport",)
     transport: SimulatedTransport
 
-    def _much_under_way(self) -> bool:
-        return False  # so it never lingers
-
     def over_tcp(self) -> bool:
         return False
 
@@ -196,7 +192,7 @@ class SimulatedEndpoint(EndpointCore):
     def under_way(self) -> list[Operation]:
         return []  # UCX, which would describe them, is not here
 
-    def fail(self, error: UCXError, *, linger: bool = False) -> None:
+    def fail(self, error: UCXError) -> None:
         assert self.engine.peer_is_hostile or error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
         if self.handle is not None and self.error is None:
             self.transport.wire.clear()  # the peer has gone, too

@@ -407,7 +407,7 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
 @pytest.mark.parametrize("side", ["the peer", "we"])
 @pytest.mark.parametrize("size", [8, 16 * 2**20])
 async def test_chains_end_with_their_connection(size: int, side: str) -> None:
-    """At once, although UCX's endpoint over TCP lingers with the requests that it has."""
+    """At once, whatever UCX does with the requests that it has."""
     with trio.fail_after(60):
         async with open_two("tcp") as (worker, owner), open_pair(worker, owner) as (connection, peer):
             memory = owner.context.register(bytearray(size))

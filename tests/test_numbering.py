@@ -70,7 +70,7 @@ class Core:
         self.on_failure = None
         self.handle = None
 
-    def fail(self, error: ucp.UCXError, *, linger: bool = False) -> None:
+    def fail(self, error: ucp.UCXError) -> None:
         if self.handle is not None:
             self.error = error
             self.handle = None

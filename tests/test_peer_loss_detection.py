@@ -21,6 +21,7 @@ from peers import load
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._engine.operations import WRITING_TIME
 
 #: Seconds after which the other side knows when the kernel says so.
 SOON = 1.0
@@ -191,6 +192,10 @@ CASES: list[tuple[str, int, int]] = [
 ]
 
 
+#: Seconds within which the buffers of a lost connection are released.
+RELEASED = WRITING_TIME + 0.5
+
+
 def in_time(interval: int) -> float:
     return max(2 * interval, interval + 3) + 3
 
@@ -202,7 +207,9 @@ async def network() -> AsyncIterator[Network]:
 
 
 async def lose_network(client: Host, server: Host, address: str, cut: Any) -> list[tuple[Any, ...]]:
-    """What each side of each case noticed: (the case, the side, its interval, how long it took or None, the error)."""
+    """What each side of each case noticed: (the case, the side, its interval, how long it took or None, how long until
+    the buffers were released, the error).
+    """
     quiet = {"UCX_LOG_LEVEL": "fatal"}
     async with (
         open_peer("watcher", address, [[kind, there] for kind, _, there in CASES], under=server.under, **quiet) as far,
@@ -220,8 +227,8 @@ async def lose_network(client: Host, server: Host, address: str, cut: Any) -> li
         for side, peer in (("client", near), ("server", far)):
             for case, lost in zip(CASES, await peer.hear(), strict=True):
                 interval = case[1] if side == "client" else case[2]
-                error, when = lost or (None, None)
-                noticed.append((case, side, interval, when and when - since, error))
+                error, when, released = lost or (None, None, 0)
+                noticed.append((case, side, interval, when and when - since, released, error))
         return noticed
 
 
@@ -254,7 +261,9 @@ async def test_network_is_lost(network: Network) -> None:
         nursery.start_soon(drop, client, gate, server)
     wrong = []
     for how, cases in noticed.items():
-        for case, side, interval, took, error in cases:
+        for case, side, interval, took, released, error in cases:
             if took is not None if interval == 0 else took is None or not 0.9 < took < in_time(interval):
                 wrong.append((how, case, side, took, error))
+            if released > RELEASED:
+                wrong.append((how, case, side, "released after", released))
     assert not wrong, "\n".join(map(str, wrong))

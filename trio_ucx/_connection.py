@@ -286,7 +286,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_buffers_released(self) -> None:
         """Waits until no buffer of a cancelled send or receive belongs to the library any more.
 
-        That can take until the peer receives a large message whose send was cancelled, or until the connection closes.
+        That can take until the peer receives a large message whose send was cancelled, or until the connection has
+        ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer, and half a second more.
 
         Cancellation: nothing has happened.
 

@@ -473,7 +473,9 @@ class TagQueue:
         self.mover.consumed(message)
 
     def _move(self, message: Message, receive: Receive) -> None:
-        if receive.want is Want.INTO:
+        # A peer that dies may have written a part of a short message only. The receive must not wait for the rest with
+        # the user's buffer, so such a message is copied.
+        if receive.want is Want.INTO and not message.whole:
             message.receive = receive
             receive.message = message
             try:

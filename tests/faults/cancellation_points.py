@@ -21,7 +21,7 @@ from trio_ucx.testing import live_handles
 
 #: Seconds for one attempt, with what is done after it.
 LIMIT = 20
-#: Seconds until what has ended is gone: endpoints that are kept, or linger, for some seconds.
+#: Seconds until what has ended is gone: endpoints that are kept for some seconds.
 GONE = 15
 
 Function = Callable[[], Awaitable[object]]

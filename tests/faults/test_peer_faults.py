@@ -59,9 +59,9 @@ PING = 1.0
 STOPPED = 5.0
 #: Seconds that the graceful close to a stopped peer may take.
 CLOSE_TIMEOUT = 1.0
-#: Seconds that closing a worker may take: docs/design.md, "Of a worker", has 3 for endpoints that linger, and 2. (A raw
-#: endpoint whose close was cancelled adds its 10.)
-CLOSED = 6.0
+#: Seconds that closing a worker may take: docs/design.md, "Of a worker", has 2. (A raw endpoint whose close was
+#: cancelled adds its 10.)
+CLOSED = 4.0
 NS = 1_000_000_000
 
 

@@ -22,7 +22,7 @@ from outcome import Error, Value
 from .. import _wire as wire
 from .._link import Link, Options, Transport
 from .._wire import ProtocolError
-from ..ucp import Feature, Status, UCXError, WorkerAddress
+from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_paired
 from ..ucp._contained import contained, report
@@ -32,6 +32,7 @@ from ..ucp._engine.operations import EndpointCore
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
+from ..ucp._util import ignoring_late_run
 from .control_sockets import ControlSocket
 from .control_stream import (
     Address,
@@ -45,6 +46,9 @@ from .control_stream import (
 from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
+
+#: Seconds after which the endpoint of a connect over TCP is closed that was given up.
+_GIVEN_UP = 1.0
 
 
 @attrs.frozen
@@ -453,11 +457,19 @@ class Handshake:
         sometimes breaks (UCX 1.22: 6 of 900 cancelled attempts to connect did that).
         """
         core, self._core = self._core, None
-        if core is not None:
-            core.on_failure = None
-            if not self._shared_memory:
-                core.fail(UCXError(Status.CANCELED, f"connecting to {self.label} was given up"), linger=True)
+        if core is None:
+            return
+        core.on_failure = None
+        if self._shared_memory:
             core.close()
+            return
+
+        async def close() -> None:
+            await trio.sleep(_GIVEN_UP)
+            core.close()
+
+        with ignoring_late_run():  # then the worker, which is about to be closed, closes it
+            core.engine.spawn(close, f"trio_ucx close of an endpoint to {self.label}")
 
     # ---- messages from the peer, until the link takes over ----
 
@@ -512,7 +524,6 @@ class Handshake:
         closing = link.closing
         closing.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
-        closing.lingers = not self._shared_memory
         closing.on_closed = self._close_own_worker
         if self._close_own_worker is None and self.chooses_number is not None and self.number is not None:
             number, numbers = self.number, self.numbers

@@ -73,8 +73,6 @@ class Closing:
         self.keep_endpoint: Callable[[EndpointCore], None] | None = None
         #: Called when the connection has been closed.
         self.on_closed: Callable[[], None] | None = None
-        #: Whether the endpoint is closed a moment later than the peer closed its own; not over shared memory.
-        self.lingers = False
         self._sending = sending
         self._receiving = receiving
         self._timeout = close_timeout
@@ -184,7 +182,7 @@ class Closing:
     def cut_off(self, reason: str) -> None:
         """The peer cannot be reached any more."""
         error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}")
-        self.core.fail(error, linger=self.lingers)
+        self.core.fail(error)
 
     def lost(self) -> None:
         """Called by the endpoint when it has failed. Never raises."""
@@ -207,7 +205,7 @@ class Closing:
         if self._pass_endpoint_on(error):
             self.lost()
         else:
-            self.core.fail(error, linger=self.lingers)
+            self.core.fail(error)
 
     def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
         """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""

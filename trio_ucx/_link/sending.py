@@ -273,7 +273,7 @@ class Sending:
         if self.waiting_frames > MAX_WAITING_FRAMES:
             reason = "it makes this side answer, and does not read the answers"
             error = UCXError(Status.NO_RESOURCE, f"the peer {self.core.label} was cut off: {reason}")
-            self.core.fail(error, linger=self.core.over_tcp())  # the sockets are full
+            self.core.fail(error)
         return frame
 
     def refused(self, queue: int, size: int, error: Exception) -> None:

@@ -237,8 +237,10 @@ int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_e
                       tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              bool *answered, tu_endpoint_t **out);
-void tu_endpoint_linger(tu_endpoint_t *endpoint);
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint);
+#define TU_CLOSE 0
+#define TU_CLOSE_EXACT 1
+#define TU_CLOSE_STOP 2
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
 void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
 
@@ -495,7 +497,7 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain/run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
-uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint, uint64_t *requests);
+bool tu_chains_in_flight(tu_endpoint_t *endpoint);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
 bool tu_chain_busy(const tu_chain_t *chain);

@@ -8,7 +8,7 @@
 #define ADDRESS_WITH_UID 0x20
 #define ADDRESS_NO_DEVICE 0xff
 
-#define ROOM_SHARE 20    /* looking for full send buffers takes at most 1/20 of the time */
+#define LOOK_SHARE 20    /* looking at all sockets takes at most 1/20 of the time */
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
 
 static void endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t status)
@@ -165,16 +165,6 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
     tu_list_remove(&endpoint->link);
 }
 
-/* Its user has closed it, or it has failed; UCX's endpoint is closed later. Nobody waits for its operations any more. */
-void tu_endpoint_linger(tu_endpoint_t *endpoint)
-{
-    tu_extension_t *extension;
-
-    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
-        extension->endpoint_lingers(endpoint);
-    }
-}
-
 /* UCX 1.22 resumes a flush by a callback in its next progress, and crashes there if the endpoint has gone meanwhile. So
  * nothing may be left for the next progress. */
 static void progress_until_quiet(tu_worker_t *worker)
@@ -192,8 +182,24 @@ static void make_room(tu_worker_t *worker)
 
     if (began >= worker->next_room) {
         tu_sockets_make_room(worker->efd);
-        worker->next_room = began + ROOM_SHARE * (tu_now() - began);
+        worker->next_room = began + LOOK_SHARE * (tu_now() - began);
     }
+}
+
+/* Whether UCX has more to write to an endpoint's TCP sockets than they take now. If no socket of the worker was full just
+ * now, it is only looked at with TU_CLOSE_EXACT; with TU_CLOSE_STOP UCX writes nothing more. */
+static bool writes(tu_endpoint_t *endpoint, int how)
+{
+    tu_worker_t *worker = endpoint->worker;
+    uint64_t began      = tu_now();
+    unsigned own, full;
+
+    if (how == TU_CLOSE && began < worker->next_look) {
+        return false;
+    }
+    own               = tu_sockets_full(worker->efd, endpoint->ep, how == TU_CLOSE_STOP, &full);
+    worker->next_look = full > 0 ? 0 : began + LOOK_SHARE * (tu_now() - began);
+    return own > 0;
 }
 
 /* An endpoint that we have adopted may be without error handling, although the peer did not say so. UCX then refuses to
@@ -211,20 +217,27 @@ static ucs_status_ptr_t close_if_possible(tu_endpoint_t *endpoint, ucp_ep_h ep, 
 
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
- * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed. */
-int64_t tu_endpoint_close(tu_endpoint_t *endpoint)
+ * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
+ *
+ * how: TU_CLOSE_STOP: UCX writes nothing more to its TCP sockets, which it keeps until the peer closes its end, too.
+ *      TU_CLOSE, TU_CLOSE_EXACT: does not close it if UCX still has something to write; returns UCS_ERR_BUSY. */
+int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how)
 {
     unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
     ucp_ep_h ep               = endpoint->ep;
+    tu_worker_t *worker       = endpoint->worker;
     ucs_status_ptr_t closing;
     tu_post_t post;
 
-    progress_until_quiet(endpoint->worker);
+    progress_until_quiet(worker);
     if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
-        make_room(endpoint->worker);
+        if (endpoint->error_handling && writes(endpoint, how) && how != TU_CLOSE_STOP) {
+            return UCS_ERR_BUSY;
+        }
+        make_room(worker);
     }
-    if (tu_post_begin(&post, endpoint->worker, NULL) == 0) {
+    if (tu_post_begin(&post, worker, NULL) == 0) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;
         unlink_endpoint(endpoint);

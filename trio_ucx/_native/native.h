@@ -153,7 +153,6 @@ typedef struct tu_hook {
 typedef struct tu_extension {
     tu_list_t link;
     void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX still has the endpoint; nothing more is posted to it */
-    void (*endpoint_lingers)(tu_endpoint_t *endpoint); /* the same, but it is closed later */
     void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker has gone, and no callback will come any more */
 } tu_extension_t;
 
@@ -264,6 +263,7 @@ struct tu_worker {
     tu_chains_t *chains;
     bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
+    uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
@@ -317,6 +317,10 @@ size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 /* ---- query.c ---- */
 
 bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
+
+/* ---- sockets.c ---- */
+
+unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full);
 
 /* ---- log.c ---- */
 

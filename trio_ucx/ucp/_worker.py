@@ -23,7 +23,7 @@ from ._context import Config, Context
 from ._endpoint import Endpoint
 from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
-from ._engine.lifetime import close_after_background, close_after_lingering, close_now, open_engine
+from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.operations import endpoints_of
 from ._engine.polling import check_spin, check_yield_interval
 from ._engine.posting import completed, pending_operation, pin, post_flush
@@ -134,7 +134,7 @@ class Worker(metaclass=OpenedNotConstructed):
         del self._isolated[id]
 
         async def close() -> None:
-            await close_after_lingering(worker._engine)
+            await close_after_background(worker._engine)
             self._engine.children.pop(id, None)
 
         if not self._engine.usable or not self._engine.spawn_background(close, "trio_ucx close of an isolated worker"):

@@ -667,10 +667,9 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
     chain->lost_for_good |= for_good && chain->lost > before;
 }
 
-/* The number (unless that is NULL) and the bytes of an endpoint's requests in flight. */
-uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint, uint64_t *requests)
+/* Whether an endpoint has requests in flight. */
+bool tu_chains_in_flight(tu_endpoint_t *endpoint)
 {
-    uint64_t bytes = 0, count = 0;
     tu_chain_t *chain;
     uint32_t i;
 
@@ -679,15 +678,11 @@ uint64_t tu_chains_in_flight(tu_endpoint_t *endpoint, uint64_t *requests)
             const tu_node_t *node = chain->nodes[i];
 
             if (node->state == TU_CHAIN_POSTED && chain->targets[node->target]->endpoint == endpoint) {
-                bytes += node->length;
-                count++;
+                return true;
             }
         }
     }
-    if (requests != NULL) {
-        *requests = count;
-    }
-    return bytes;
+    return false;
 }
 
 /* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. */
@@ -714,11 +709,6 @@ static void endpoint_closing(tu_endpoint_t *endpoint)
     forget_endpoint(endpoint, endpoint->error_handling);
 }
 
-static void endpoint_lingers(tu_endpoint_t *endpoint)
-{
-    forget_endpoint(endpoint, false);
-}
-
 static void worker_destroyed(tu_worker_t *worker)
 {
     tu_chains_t *chains = worker->chains;
@@ -741,7 +731,6 @@ ucs_status_t tu_chains_open(tu_worker_t *worker)
     worker->chains                     = chains;
     chains->worker                     = worker;
     chains->extension.endpoint_closing = endpoint_closing;
-    chains->extension.endpoint_lingers = endpoint_lingers;
     chains->extension.worker_destroyed = worker_destroyed;
     tu_list_append(&worker->extensions, &chains->extension.link);
     tu_hook_init(&chains->hook, progress);

@@ -508,17 +508,6 @@ void tu_transfer_cancel(tu_transfer_t *transfer)
     }
 }
 
-/* `advancing` stays set, so that completions begin no further transfers. */
-static void endpoint_lingers(tu_endpoint_t *endpoint)
-{
-    tu_transfers_t *transfers = &endpoint->transfers;
-
-    transfers->advancing = true;
-    while (transfers->waiting != NULL) {
-        tu_transfer_conclude(transfers->waiting, UCS_ERR_CANCELED);
-    }
-}
-
 /* No answer will come. UCX completes its parts of the transfers. */
 static void endpoint_closing(tu_endpoint_t *endpoint)
 {
@@ -555,7 +544,6 @@ ucs_status_t tu_rma_open(tu_worker_t *worker)
     worker->rma                     = rma;
     rma->worker                     = worker;
     rma->extension.endpoint_closing = endpoint_closing;
-    rma->extension.endpoint_lingers = endpoint_lingers;
     rma->extension.worker_destroyed = worker_destroyed;
     tu_list_append(&worker->extensions, &rma->extension.link);
     tu_list_init(&rma->transfers);

@@ -3,9 +3,8 @@
     arming                     what progresses a worker next: its state, and a table of transitions; without I/O
     pending, polling           what a task may wait for, and how it waits
     batches, tag_dispatch,
-      numbering, lingering,
-      backoff, data_ports,
-      statistics               parts of an engine that know nothing of it
+      numbering, backoff,
+      data_ports, statistics   parts of an engine that know nothing of it
     engine                     the engine
     progress, loop_hooks,
       safety_net               what calls it: the progress task, hooks into Trio's loop, a timer for missed events

@@ -100,7 +100,7 @@ def deliver_failures(engine: Engine) -> None:
         core = engine.endpoints.get(id)
         if core is not None:
             try:
-                core.failed_in_ucx(UCXError(status, f"talking to {core.label}", core.hint(status)))
+                core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
             except BaseException as error:
                 core.internal_error(error)
     engine.suspect_queue()

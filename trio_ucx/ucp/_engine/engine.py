@@ -51,7 +51,6 @@ from .arming import Arming, Event, Progress
 from .backoff import Backoff
 from .batches import Batches
 from .data_ports import DataPorts
-from .lingering import Lingering
 from .numbering import Numbering
 from .pending import Signal, Waiters
 from .polling import Waiting
@@ -157,7 +156,7 @@ class OpenEndpoint(Protocol):
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
 
-    def failed_in_ucx(self, error: UCXError) -> None:
+    def fail(self, error: UCXError) -> None:
         """UCX reports that it has failed."""
 
     def worker_broke(self, error: BaseException) -> None:
@@ -311,7 +310,6 @@ class Engine:
         #: Called when a process may be writing to this worker, to which we have no endpoint.
         self.may_be_writing: Callable[[Any], None] = lambda process: None
         #: Endpoints that are closed a moment later.
-        self.lingering = Lingering(self.progress)
 
     # ---- checks ----
 
@@ -466,7 +464,6 @@ class Engine:
         return bool(
             self.in_flight
             or self.numbering.has_temporary
-            or self.lingering
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
             or self.stream_watchers

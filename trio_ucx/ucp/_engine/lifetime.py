@@ -149,12 +149,6 @@ async def close_after_background(*engines: Engine) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def close_after_lingering(engine: Engine) -> None:
-    """Waits until no endpoint lingers, which can be cancelled; then closes as :func:`close_after_background` does."""
-    await engine.lingering.wait_ended()
-    await close_after_background(engine)
-
-
 async def close(*engines: Engine) -> None:
     """Closes everything by force and destroys the workers. Shielded; however many they are, the time is bounded."""
     draining = {engine: drain(engine) for engine in engines if _begin_close(engine)}

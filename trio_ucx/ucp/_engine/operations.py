@@ -7,6 +7,7 @@ cancel only a tag receive that has not matched; any other operation whose task i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import trio
@@ -22,7 +23,6 @@ from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
 from .engine import Engine, InFlight
-from .lingering import AFTER_PEER, AFTER_PEER_WITH_MUCH, BEFORE_PEER, MUCH
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
 
@@ -38,6 +38,8 @@ class Closable(Protocol):
 _DESCRIPTION_SIZE = 1024
 #: Operations that the message of a timeout describes.
 _DESCRIBED = 4
+#: Seconds that an endpoint over TCP is kept after its close, so that UCX can write what it has begun.
+WRITING_TIME = 0.5
 
 
 class Operation(Pending):
@@ -107,8 +109,6 @@ class Operation(Pending):
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
-            if self.endpoint.handle is None:
-                self.engine.lingering.operation_ended(self.endpoint)
         if self.pins is not None:
             self.pins.release()
         self.engine.counters["completed"] += 1
@@ -192,6 +192,7 @@ class EndpointCore:
 
     __slots__ = (
         "__weakref__",
+        "_left",
         "atomics",
         "atomics_endpoint",
         "chain_atomics_endpoint",
@@ -264,6 +265,8 @@ class EndpointCore:
         self.served = False
         #: Whether UCX may close it by force.
         self.forcible = True
+        #: UCX's endpoint, if that has been closed here, and UCX still writes.
+        self._left: Any = None
         #: What looks whether the peer's process lives.
         self.watch: Closable | None = None
         #: Whether something was sent since the last flush.
@@ -354,31 +357,13 @@ class EndpointCore:
             self.stream_buffer = StreamBuffer(self.engine)
         return self.stream_buffer
 
-    def fail(self, error: UCXError, *, linger: bool = False) -> None:
-        """Marks it as failed, and ends its operations. Failed or closed already: no effect.
-
-        Args:
-            linger: close UCX's endpoint a moment later, not at once: see :class:`Lingering`. Over TCP with much under
-                way it lingers in any case.
-        """
+    def fail(self, error: UCXError) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
         if self.gone:
             return
-        self._fail(error, linger=linger or (self._much_under_way() and self.over_tcp()))
-
-    def failed_in_ucx(self, error: UCXError) -> None:
-        """UCX reports that it has failed. If it lingers, the peer has closed its end, and UCX's endpoint closes now."""
-        if self.gone:
-            self.engine.lingering.close_one(self)
-        else:
-            self._fail(error, linger=False)
-
-    def _fail(self, error: UCXError, *, linger: bool) -> None:
         self.error = error
         try:
-            if linger:
-                self._linger(AFTER_PEER_WITH_MUCH if self._much_under_way() else AFTER_PEER, until_drained=False)
-            else:
-                self._force_close()
+            self._force_close()
         finally:
             if self.stream_buffer is not None:
                 contained(self.stream_buffer.wake)  # what has arrived can still be read
@@ -460,16 +445,12 @@ class EndpointCore:
         return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
 
     def close(self) -> None:
-        """Closes by force; over TCP with much under way, UCX's endpoint a moment later: see :class:`Lingering`.
-
-        Waiters get ClosedResourceError at once.
-        """
+        """Closes by force, at once. Waiters get ClosedResourceError."""
         self.on_failure = None
         if self.handle is not None:
-            if self._much_under_way() and self.over_tcp():
-                self._linger(BEFORE_PEER, until_drained=True)
-            else:
-                self._force_close()
+            self._force_close()
+        elif self._left is not None and self.engine.closing:
+            self._close_left()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
         callback, self.on_close = self.on_close, None
@@ -509,57 +490,75 @@ class EndpointCore:
             operation.detach()
 
     def _force_close(self) -> None:
-        handle = self._let_go()
         engine = self.engine
+        sending = self._sending()
+        chains = self.forcible and lib.tu_chains_in_flight(self.handle)
+        handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
             # peer that died, that is for ever: the worker ends it.
             if self.error is None:
-                verdict = lib.tu_endpoint_close(handle)
+                verdict = lib.tu_endpoint_close(handle, lib.TU_CLOSE)
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
-        else:
-            self.close_native(handle)
+        elif chains or engine.closing:
+            self._close_native(handle, lib.TU_CLOSE_STOP)
+        elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
+            self._finish_writing(handle)
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
-    def _much_under_way(self) -> bool:
-        sent = sum(operation.pins.size for operation in self.pending if operation.pins)
-        return sent + lib.tu_chains_in_flight(self.handle, ffi.NULL) > MUCH
+    def _sending(self) -> bool:
+        return any(operation.pins for operation in self.pending)
 
-    def _linger(self, seconds: float, *, until_drained: bool) -> None:
-        if self.forcible:
-            requests = ffi.new("uint64_t *")
-            lib.tu_chains_in_flight(self.handle, requests)
-            lib.tu_endpoint_linger(self.handle)
-            self.engine.lingering.add(
-                self, self._let_go(), seconds, until_drained=until_drained, chain_requests=requests[0] > 0
-            )
-            self.engine.watch_events()
-            self.engine.progress()  # request chains go on without it
-        else:
-            self._force_close()
+    def _finish_writing(self, handle: Any) -> None:
+        """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
 
-    def begin_flush(self, handle: Any) -> Pending | None:
-        """Begins a flush, which ends when the sockets have taken what UCX has to write.
-
-        Returns:
-            None: they have, or it could not begin.
+        If UCX 1.22 still has something to write when the peer closes its end, too, it may use the endpoint after it has
+        freed it (docs/ucx-reports.md: "TCP: both sides close by force"). If it is kept from writing, it keeps the
+        socket until the peer has closed its end, which is not possible if the peer is kept from writing, too.
         """
-        verdict = lib.tu_endpoint_flush_ucx(handle)
-        if verdict <= 0:
-            return None
-        flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
-        flush.detach()
-        self.engine.progress()
-        return flush
+        self._left = handle
 
-    def close_native(self, handle: Any) -> None:
-        verdict = lib.tu_endpoint_close(handle)
+        async def finish() -> None:
+            lost = UCXError, trio.BrokenResourceError, trio.ClosedResourceError
+            try:
+                with trio.move_on_after(WRITING_TIME), suppress(*lost):
+                    await self.wait_until(lambda: not self._sending())
+                    await self._flush(handle)
+            finally:
+                self._close_left()
+
+        try:
+            self.engine.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
+        except RuntimeError:  # the run has ended
+            self._close_left()
+
+    async def _flush(self, handle: Any) -> None:
+        """Waits until UCX has written what it has to, as long as it is not closed."""
+        verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
+        if verdict > 0:
+            flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
+            self.engine.progress()
+            await self.engine.waiting.wait(flush)
+
+    def _close_left(self) -> None:
+        """Closes UCX's endpoint if :meth:`_finish_writing` has not done that yet."""
+        handle, self._left = self._left, None
+        if handle is not None and self.engine.usable:
+            self._close_native(handle, lib.TU_CLOSE_STOP)
+            self.engine.progress()
+
+    def _close_native(self, handle: Any, how: int) -> bool:
+        """Closes UCX's endpoint by force. Returns False if UCX still has something to write."""
+        verdict = lib.tu_endpoint_close(handle, how)
+        if verdict == Status.BUSY:
+            return False
         if verdict > 0:
             CloseOperation(self.engine, verdict, self, handle)
         else:
             self.closed(handle)
+        return True
 
     def follow(self, other: EndpointCore) -> None:
         """Ends as the endpoint did that watched for it."""

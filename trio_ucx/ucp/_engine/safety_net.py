@@ -66,8 +66,6 @@ class SafetyNet:
                 continue
             if engine.numbering.has_temporary:
                 engine.guard(engine.numbering.close_idle)
-            if engine.lingering:
-                engine.guard(engine.lingering.close_due)
             if engine.tag_dispatch.undiscarded:
                 engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():

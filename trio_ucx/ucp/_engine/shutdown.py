@@ -12,7 +12,6 @@ from .._memory.registered import unmap_unused
 from .._util import warn_resource
 from .answers import send_answers
 from .engine import Engine, InFlight, engines
-from .lingering import MOST_BEFORE_PEER
 
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
@@ -27,14 +26,6 @@ left_alone: list[Any] = []
 
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
-    start = time.monotonic()
-    engine.progress_and_deliver(arm=False)
-    while engine.lingering.drains and time.monotonic() < start + MOST_BEFORE_PEER:
-        yield
-        time.sleep(0.0002)
-        engine.progress_and_deliver(arm=False)
-        contained(engine.lingering.close_due)
-    contained(engine.lingering.close_all)
     start = time.monotonic()
     engine.progress_and_deliver(arm=False)
     while engine.uses_memory and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
