@@ -112,6 +112,20 @@ def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
     assert value(receive) == 3 and buffer == b"\7\7\7" and is_free(buffer)
 
 
+def test_short_messages_do_not_hold_the_buffer_of_a_receive() -> None:
+    """A peer that dies while it writes one leaves UCX waiting for the rest, with the memory that it was given."""
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    receive, buffer = into(queue, 3)
+    queue.arrived(7, 3, whole=True)
+    assert [to for _, to in mover.moving] == [None]
+    queue.lose(OSError("died"))
+    mover.cancelled(queue)
+    with pytest.raises(OSError, match="died"):
+        value(receive)
+    assert is_free(buffer)
+
+
 def test_length_is_reported_and_the_message_stays() -> None:
     queue = TagQueue(1, Mover(at_once=True))
     asked = [wait(queue, Want.LENGTH) for _ in range(2)]
