@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import trio
+from helpers import open_pair
 from programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 import trio_ucx
+from trio_ucx import ucp
 from trio_ucx._cli import exchange, info, main, perf
 from trio_ucx._cli.errors import PerfError, describe
 
@@ -64,6 +66,13 @@ def test_info() -> None:
 
 def test_info_with_all_options() -> None:
     assert "  ZCOPY_THRESH=auto\n" in run_cli("info", "--config").stdout
+
+
+@pytest.mark.parametrize("command", [["info"], ["perf"], ["perf", "--listen", "127.0.0.1:0"]])
+def test_option_that_cannot_work(command: list[str]) -> None:
+    done = run_cli(*command, UCX_MM_SEG_SIZE="5")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"python -m trio_ucx \w+: UCX's option UCX_MM_SEG_SIZE=5 in the environment: .*\n", done.stderr)
 
 
 def test_info_json() -> None:
@@ -417,6 +426,15 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
                 with pytest.raises(PerfError, match="did not end in"):
                     await client.run(exchange.Round(exchange.Kind.LATENCY, "seed", 8, 1, 0))
             nursery.cancel_scope.cancel()
+
+
+async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PATIENCE", 0.1)
+    with trio.fail_after(TIMEOUT):
+        async with ucp.open_worker() as worker, open_pair(worker, window=4096) as (server, _):
+            with pytest.raises(PerfError, match="has read nothing"):
+                while True:
+                    await exchange.tell(server, {"port": 1})
 
 
 def test_no_server_at_the_address() -> None:

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
+from ..ucp import _option_limits as option_limits
 from . import info, perf
 from .errors import describe, is_expected, leaves
 
@@ -42,6 +43,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     arguments = make_parser().parse_args(argv)
+    try:
+        option_limits.check({})
+    except ValueError as error:
+        print(f"{arguments.prog}: {error}", file=sys.stderr)
+        return 1
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

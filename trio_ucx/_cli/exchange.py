@@ -213,7 +213,13 @@ def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
 
 
 async def tell(connection: Connection, message: dict[str, Any]) -> None:
-    await connection.send(json.dumps(message).encode(), CONTROL_TAG)
+    """Sends a control message.
+
+    Raises:
+        PerfError: the other side does not read.
+    """
+    with _within_patience(f"the other side has read nothing for {PATIENCE} seconds"):
+        await connection.send(json.dumps(message).encode(), CONTROL_TAG)
 
 
 async def hear(connection: Connection, *wanted: str) -> dict[str, Any]:
