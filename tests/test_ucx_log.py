@@ -191,6 +191,8 @@ for record in records:
         (b"/b/src/uct/tcp/tcp_ep.c", b"tcp_ep 0x55d (state=CONNECTED): recv(12) failed: Input/output error", "ERROR"),
         (b"/b/src/uct/tcp/tcp_iface.c", b"tcp_ep 0x55d (state=CLOSED): recv(-1) failed: Input/output error", "ERROR"),
         (b"/b/src/uct/tcp/tcp_ep.c", b"a peer: tcp_ep 0x55d (state=CLOSED): recv(-1) failed: x", "ERROR"),
+        (b"/b/src/uct/tcp/tcp_cm.c", b"tcp_ep 0x55d: connection establishment for socket fd 24 was x", "DEBUG"),
+        (b"/b/src/uct/tcp/tcp_cm.c", b"tcp_ep 0x55d: connection establishment went wrong", "ERROR"),
     ],
 )
 def test_harmless_lines_are_for_debugging(

@@ -25,6 +25,8 @@ HARMLESS = (
     # UCX has closed the socket of a connection that its peer closed, and then handles an event that it was told of
     # before. It reports the endpoint's failure by other means.
     (b"/tcp_ep.c", re.compile(rb"tcp_ep \S+ \(state=\w+\): (recv|send|sendv)\(-1\) failed: ")),
+    # The peer ended while UCX connected to it. The endpoint fails, and whoever waits for it gets the error.
+    (b"/tcp_cm.c", re.compile(rb"tcp_ep \S+: connection establishment for socket fd -?\d+ was ")),
 )
 #: Seconds that closing the last context waits for the thread to log the remaining lines.
 _PATIENCE = 1.0
