@@ -75,7 +75,6 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes the hundred thousands of objects that exist before the first test: the collector runs after each test."""
     gc.collect()
     gc.freeze()
 
@@ -98,6 +97,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _closed.clear()
     yield
     assert_no_live_handles()
+    gc.freeze()  # it has collected; next time it shall look at what is new, not at hundred thousands of objects again
     for statistics in _closed:
         if SANITIZED != "valgrind":  # which is so slow that what the safety net finds has often arrived just then
             assert statistics.missed_events == 0, "an event was missed"

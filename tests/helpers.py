@@ -5,7 +5,8 @@ Beside it:
 * ``timing.py``: assertions about time, which allow for a busy machine by what they measure.
 * ``peers.py``: the roles of other processes; see ``open_peer``. ``forked.py``: how they are started.
 * ``attacked_server.py``: a server under attack.
-* ``programs.py``: the examples and the command line, run as programs. ``c_programs.py``: programs in C.
+* ``end_to_end/programs.py``: the examples and the command line, run as programs; ``c_programs.py``: programs in C.
+* ``selection.py``: which cases run.
 * ``networks.py``: network namespaces, and processes in them; ``faults/network_program.py``: one that has much traffic.
 * ``remote.py``: remote memory, atomics and request chains.
 * ``samples.py``: worker addresses of many releases. ``foreign_arrays.py``: arrays that describe themselves by DLPack.

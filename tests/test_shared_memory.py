@@ -97,7 +97,7 @@ def ids(limits: Limits) -> str:
     return limits.name.replace("/", "_")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transports", ["default", "tcp,sm,self", "sm,self", "tcp,sysv,self"])
 @pytest.mark.parametrize("limits", NONE_OF_SYSV, ids=ids)
 def test_without_system_v(limits: Limits, transports: str) -> None:
@@ -105,6 +105,7 @@ def test_without_system_v(limits: Limits, transports: str) -> None:
     assert found == (["tcp"] if "sysv" in transports else ["posix"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transports", ["default", "tcp,sm,self", "sm,self", "tcp,posix,self"])
 @pytest.mark.parametrize("limits", NONE_OF_POSIX, ids=ids)
 def test_without_posix(limits: Limits, transports: str) -> None:
@@ -113,6 +114,7 @@ def test_without_posix(limits: Limits, transports: str) -> None:
     assert any(limits.name in line for line in log) == ("posix" in transports)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transports", ["default", "tcp,sm,self", "^cma"])
 @pytest.mark.parametrize("limits", NEITHER, ids=ids)
 def test_without_any(limits: Limits, transports: str) -> None:
@@ -122,7 +124,7 @@ def test_without_any(limits: Limits, transports: str) -> None:
         assert any("does without shared memory" in line and name in line for line in log), log
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("limits", "transports"),
     [
@@ -140,6 +142,7 @@ def test_nothing_else_is_allowed(limits: Limits, transports: str) -> None:
         assert name in found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["default", "tcp,sm,self", "sm,self"])
 def test_without_locked_memory(transports: str) -> None:
     found, _, _ = exchange(Limits("memlock", "ulimit -l 0"), transports)
@@ -189,6 +192,7 @@ trio.run(main)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1_025, 1_500, 4_000, 8_000, 30_000])
 def test_unread_messages_need_no_more_segments(size: int) -> None:
     result = Limits("", "true").run(GROWTH, str(size))

@@ -38,7 +38,7 @@ def run(name: str, transports: str, points: list[int], protected: bool) -> Itera
         yield where, count
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("protected", [False, True], ids=["raised", "deferred"])
 @pytest.mark.parametrize(("name", "transports"), cases)
 @pytest.mark.timeout(3600)

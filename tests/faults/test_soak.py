@@ -38,6 +38,7 @@ def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
     assert figures.operations["aclose", "ok"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", broken.KINDS)
 def test_broken_library_is_noticed(tmp_path: Path, kind: str, seed: int) -> None:

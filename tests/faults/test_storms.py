@@ -46,6 +46,7 @@ async def test_crowd(transports: str, seed: int, rounds: Rounds) -> None:
     assert after["segments"] <= before["segments"] + 2, (seed, before, after)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 async def test_cycles(transports: str, seed: int, rounds: Rounds) -> None:
     """After the first fifth of the cycles nothing grows."""
