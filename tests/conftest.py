@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import selection
 import trustme
 from helpers import SANITIZED, TRANSPORTS, Certificates, Rounds
 from hypothesis import settings
@@ -27,6 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("how much is tested")
     group.addoption("--full", action="store_true", help="all cases of tests that have many, and all their rounds")
+    group.addoption("--part", default="1/1", metavar="K/N", help="with --full: the K-th of N parts of it")
+    group.addoption("--rest", type=float, default=0, metavar="MINUTES", help="what is not run by default, at random")
     group.addoption("--seed", type=int, default=None, help="choose cases and random data as a run with this seed did")
 
 
@@ -35,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(10**6)
+    if config.option.rest:
+        config.pluginmanager.register(selection.Deadline(config.option.rest))
     # hypothesis: the same examples in each run; with --full others each time, or those of --hypothesis-seed.
     full = config.option.full
     settings.register_profile(
@@ -48,31 +53,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    how = "all cases" if config.option.full else "a sample of the cases of long tests (--full: all)"
-    return f"{how}; random choices: --seed {config.option.seed}"
+    option = config.option
+    how = f"all cases, part {option.part}" if option.full else "the rest" if option.rest else "a sample of all cases"
+    return f"{how} (docs/testing.md); random choices: --seed {option.seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the cases of tests that are marked ``sample(n)``. With ``--full`` all run, for up to an hour each."""
-    if config.option.full:
-        for item in items:
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(3600))
-        return
-    chance = random.Random(config.option.seed)
-    cases: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample") is not None:
-            assert isinstance(item, pytest.Function)
-            cases.setdefault((item.parent, item.originalname), []).append(item)
-    left_out = set()
-    for group in cases.values():
-        marker = group[0].get_closest_marker("sample")
-        assert marker is not None
-        left_out.update(chance.sample(group, max(0, len(group) - marker.args[0])))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    selection.select(config, items)
 
 
 @pytest.fixture
@@ -88,7 +75,6 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes the hundred thousands of objects that exist before the first test: the collector runs after each test."""
     gc.collect()
     gc.freeze()
 
@@ -111,6 +97,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _closed.clear()
     yield
     assert_no_live_handles()
+    gc.freeze()  # it has collected; next time it shall look at what is new, not at hundred thousands of objects again
     for statistics in _closed:
         if SANITIZED != "valgrind":  # which is so slow that what the safety net finds has often arrived just then
             assert statistics.missed_events == 0, "an event was missed"

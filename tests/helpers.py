@@ -3,8 +3,10 @@
 Beside it:
 
 * ``timing.py``: assertions about time, which allow for a busy machine by what they measure.
-* ``peers.py``: the roles of other processes; see ``open_peer``. ``attacked_server.py``: a server under attack.
-* ``programs.py``: the examples and the command line, run as programs. ``c_programs.py``: programs in C.
+* ``peers.py``: the roles of other processes; see ``open_peer``. ``forked.py``: how they are started.
+* ``attacked_server.py``: a server under attack.
+* ``end_to_end/programs.py``: the examples and the command line, run as programs; ``c_programs.py``: programs in C.
+* ``selection.py``: which cases run.
 * ``networks.py``: network namespaces, and processes in them; ``faults/network_program.py``: one that has much traffic.
 * ``remote.py``: remote memory, atomics and request chains.
 * ``samples.py``: worker addresses of many releases. ``foreign_arrays.py``: arrays that describe themselves by DLPack.
@@ -32,6 +34,7 @@ from typing import Any
 
 import attrs
 import trio
+from forked import ForkedProcess, fork_server
 
 import trio_ucx
 from trio_ucx import ucp
@@ -39,6 +42,7 @@ from trio_ucx import ucp
 #: Values of UCX_TLS. Shared memory alone has no connections by socket address.
 TRANSPORTS = ["tcp", "tcp,sm,self"]
 HERE = Path(__file__).parent
+PEERS = HERE / "peers.py"
 #: Under which checker tools/sanitize.sh runs the tests; None: under none.
 SANITIZED = os.environ.get("TRIO_UCX_SANITIZED")
 
@@ -80,7 +84,7 @@ def free_port() -> int:
 class Peer:
     """A process that runs a function of ``tests/peers.py``; the test and the peer exchange lines of JSON."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: trio.Process | ForkedProcess) -> None:
         self.process = process
         assert process.stdout is not None
         self._buffer = b""
@@ -130,7 +134,7 @@ async def open_peer(
     *args: Any,
     transports: str | None = None,
     under: Sequence[str] = (),
-    program: Path = HERE / "peers.py",
+    program: Path = PEERS,
     **environment: str,
 ) -> AsyncIterator[Peer]:
     """Starts ``role`` of ``tests/peers.py``. Ends it with the block, by force if need be; its exit status must be 0.
@@ -142,12 +146,17 @@ async def open_peer(
     env = {**os.environ, **environment}
     if transports is not None:
         env["UCX_TLS"] = transports
-    process = await trio.lowlevel.open_process(
-        [*under, sys.executable, "-W", "error", "-X", "faulthandler", str(program), role, json.dumps(args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=env,
-    )
+    arguments = [str(program), role, json.dumps(args)]
+    process: trio.Process | ForkedProcess
+    if program == PEERS and not under and fork_server().knows(env):
+        process = fork_server().start(arguments, env)
+    else:
+        process = await trio.lowlevel.open_process(
+            [*under, sys.executable, "-W", "error", "-X", "faulthandler", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
     peer = Peer(process)
     clean = False
     try:

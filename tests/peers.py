@@ -1112,7 +1112,7 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
         try:
             connection = await trio_ucx.connect(address, shared_memory=shared_memory).__aenter__()  # type: ignore[arg-type]
             break
-        except ConnectionResetError:
+        except (ConnectionResetError, ConnectionRefusedError):
             if time.monotonic() > deadline:
                 raise
             await trio.sleep(0.05)

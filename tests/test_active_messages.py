@@ -469,7 +469,7 @@ async def test_no_queue_at_all(worker: ucp.Worker) -> None:
             assert client.alive
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [8, 200, 3000, 5000, 40_000])
 async def test_flood_to_a_queue_that_nobody_reads(transports: str, size: int) -> None:
     """Half as much again as fits. Over shared memory UCX has 8 KiB for each message, small ones too."""
@@ -840,6 +840,7 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
 # ---- the peer dies ----
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("by", ["socket_address", "worker_address"])
 async def test_killed_sender(transports: str, by: str) -> None:

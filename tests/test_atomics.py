@@ -45,6 +45,7 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
         yield worker
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("transports", "way"), [*WAYS, ("tcp", "accepted"), ("tcp,sm,self", "accepted")])
 async def test_arithmetic(transports: str, way: str, protocol: str) -> None:
@@ -279,6 +280,7 @@ async def test_stopped_peer(transports: str, way: str, protocol: str) -> None:
         assert await memory.fetch_add(0) == 6
 
 
+@pytest.mark.sample(5)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
@@ -322,7 +324,7 @@ async def test_one_client_after_another(transports: str) -> None:
                         assert await memory.fetch_add(1) == number
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
 @pytest.mark.parametrize("end", ["kill", "abort", "close"])
@@ -365,7 +367,7 @@ async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str,
         peer.resume()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["allocated", "registered"])
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self", "sm,self"])
 async def test_killed_clients(transports: str, kind: str, chance: random.Random) -> None:

@@ -89,7 +89,7 @@ async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> Non
                 assert await server.receive_some() == b""
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(25))
 async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int) -> None:
     """The byte stream of ``test_link.py`` over real connections: writes, reads, cancellations, ends and closes."""

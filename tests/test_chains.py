@@ -151,6 +151,7 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "width", "signed"), WIDTHS, ids=[name for name, *_ in WIDTHS])
 async def test_comparisons(ground: Ground, name: str, width: int, signed: int) -> None:
     """Every width, byte order and comparison, against Python's integers."""

@@ -506,6 +506,7 @@ async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> Non
 # ---- aborting with much under way ----
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("who", ["we abort", "the peer aborts", "the peer is lost"])
 @pytest.mark.parametrize("reads", [False, True], ids=["", "the peer reads"])
 async def test_buffers_are_released_soon(worker: ucp.Worker, transports: str, who: str, reads: bool) -> None:

@@ -131,6 +131,7 @@ def shake_hands(one: Any, other: Any) -> None:
             peer.incoming.write(side.outgoing.read())
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("is_client", [True, False])
 @pytest.mark.parametrize("kind", FLOODS)
 def test_flood(kind: str, is_client: bool, certificates: Certificates) -> None:
@@ -221,6 +222,7 @@ async def flood_of(kind: str, stream: trio.SocketStream, context: ssl.SSLContext
     return AFTER[kind](talker)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("transports", ["tcp"], indirect=True)
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_strangers(kind: str, worker: ucp.Worker, certificates: Certificates) -> None:
@@ -236,6 +238,7 @@ async def test_strangers(kind: str, worker: ucp.Worker, certificates: Certificat
             assert kept() == []
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("transports", ["tcp"], indirect=True)
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_false_listeners(kind: str, worker: ucp.Worker, certificates: Certificates) -> None:
@@ -262,6 +265,7 @@ async def test_false_listeners(kind: str, worker: ucp.Worker, certificates: Cert
             assert kept() == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("transports", ["tcp"], indirect=True)
 @pytest.mark.parametrize("is_client", [True, False])
 @pytest.mark.parametrize("kind", AFTER)

@@ -106,6 +106,7 @@ def many_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attack", [half_open, noise, come_and_go, slow])
 async def test_local_connections_that_do_not_speak_ucx(
     tmp_path: Path, many_descriptors: int, attack: Callable[[tuple[str, int]], Iterator[socket.socket]]
@@ -136,6 +137,7 @@ async def wait_descriptors_closed(server: AttackedServer, descriptors: int) -> N
     await server.assert_well()
 
 
+@pytest.mark.full
 async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
     """UCX stops listening when it cannot accept for lack of descriptors. The listener goes on with another worker."""
     async with open_attacked_server(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as server:

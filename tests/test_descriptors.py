@@ -134,7 +134,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_descriptors(kind: str, transports: str) -> None:

@@ -235,7 +235,7 @@ async def expect(action: Any, end: End, data: bytearray, missing: F) -> None:
     assert end.endpoint.alive
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_messages_and_streams(transports: str, way: str) -> None:
     async with open_ends(transports, way) as peers:
@@ -249,7 +249,7 @@ async def test_messages_and_streams(transports: str, way: str) -> None:
                 await end.endpoint.flush()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_remote_memory(transports: str, way: str) -> None:
     """Of another context than that of the worker at the other end of the endpoint."""

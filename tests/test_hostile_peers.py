@@ -113,7 +113,7 @@ async def open_worker_beside(
     pytest.skip("a hundred random numbers were on one side of the server's")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("below", [True, False], ids=["smaller uid", "greater uid"])
 async def test_false_worker_address(transports: str, lie: str, below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +223,7 @@ GREETINGS: dict[str, tuple[Callable[[int], list[tuple[int, bytes]]], str]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("what", GREETINGS)
 async def test_bad_greeting(
     worker: ucp.Worker, transports: str, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +292,7 @@ BAD_FRAMES = {
 }
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("what", BAD_FRAMES)
 async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
     queue, data = BAD_FRAMES[what]
@@ -556,7 +558,7 @@ def control_socket(connection: trio_ucx.Connection) -> socket.socket:
     return control._socket
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("who", ["client", "server"])
 @pytest.mark.parametrize("what", BYTES)
 async def test_bytes_on_the_control_socket(worker: ucp.Worker, what: str, who: str) -> None:

@@ -554,7 +554,7 @@ FAULTS = [("tcp", 1, NoMemory), ("tcp,sm,self", 2, Injected)]
 
 
 @pytest.mark.cut_off
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("transports", "call", "error"), FAULTS)
 @pytest.mark.parametrize("name", MODULES)
 def test_exception_anywhere(name: str, transports: str, call: int, error: type[Exception]) -> None:

@@ -32,6 +32,7 @@ async def interrupt(program: Peer, begun: str, delay: float) -> None:
     assert said == ["KeyboardInterrupt", {}], "ended, left"
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 async def test_interrupted_at_random_moments(worker: ucp.Worker, transports: str, chance: random.Random) -> None:
     async with open_peer("echo", [0, 1], transports=transports) as peer:

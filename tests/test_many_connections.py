@@ -57,6 +57,7 @@ async def converse(connection: trio_ucx.Connection, name: int) -> None:
     assert len(certain) > REQUESTS / 2  # all that were not to be given up
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 async def test_two_hundred_clients(transports: str, worker: ucp.Worker) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

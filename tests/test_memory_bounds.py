@@ -146,7 +146,7 @@ async def round_trips(transports: str, flood: Callable[[Attacker], Awaitable[Non
         return took
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.cut_off
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None]]) -> None:

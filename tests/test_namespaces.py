@@ -114,6 +114,7 @@ async def test_shared_memory_is_all_there_is(tmp_path: Path) -> None:
         nursery.start_soon(refused, over_tcp, only)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("who", ["client", "server"])
 async def test_shared_memory_without_error_handling(who: str) -> None:
     """...cannot be used by an endpoint that is to notice errors."""
@@ -144,6 +145,7 @@ async def each_differs(under: Sequence[str], what: str, host: str = LOOPBACK, ta
         nursery.start_soon(refused, Side(), Side(under, {"shared_memory": True}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kinds", "what"),
     [
@@ -156,12 +158,14 @@ async def test_namespaces_differ(kinds: tuple[str, ...], what: str) -> None:
     await each_differs(unshare(*kinds), what)
 
 
+@pytest.mark.full
 async def test_both_have_a_pid_namespace_of_their_own() -> None:
     """As in containers with ``--ipc=host --network=host``: both sides have the process id 1."""
     under = unshare("pid")
     (await meet(Side(under), Side(under))).assert_tcp()
 
 
+@pytest.mark.full
 async def test_users_differ(tmp_path: Path) -> None:
     capabilities = [
         "--inh-caps=+net_admin",
@@ -191,6 +195,7 @@ async def test_networks_differ(hosts: Hosts) -> None:
     (await meet(one, wants, TWO)).assert_refused("shared_memory=True", "different network namespaces")
 
 
+@pytest.mark.full
 async def test_networks_and_namespaces_differ(hosts: Hosts) -> None:
     """Containers as they are by default."""
     under = unshare("ipc", "pid")
@@ -206,6 +211,7 @@ async def test_control_socket_by_path_leads_to_another_network(hosts: Hosts, tmp
     (await meet(one, two, f"unix:{tmp_path}/socket")).assert_tcp()
 
 
+@pytest.mark.full
 async def test_only_shared_memory_and_networks_differ(hosts: Hosts) -> None:
     one, two = (Side(host.under, environment={"UCX_TLS": "sm,self"}) for host in (hosts.one, hosts.two))
     meeting = await meet(one, two, TWO)
@@ -274,7 +280,7 @@ async def end_without_missed_events(*sides: Peer) -> None:
         assert await told(each, "end") == 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["PEER", "NONE"])
 @pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
 async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) -> None:
@@ -288,7 +294,7 @@ async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) ->
         await end_without_missed_events(one, two)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("by", ["worker", "socket"])
 @pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
 async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> None:
@@ -304,6 +310,7 @@ async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> 
         await end_without_missed_events(one, two)
 
 
+@pytest.mark.full
 async def test_raw_endpoint_has_only_shared_memory(hosts: Hosts) -> None:
     """An error says why there is no endpoint, whichever side has nothing else."""
     for kinds in ("sm,self", "sm,self"), ("sm,self", "all"), ("all", "sm,self"):
@@ -351,6 +358,7 @@ async def test_forwarded_on_this_machine() -> None:
         await listening.hear()
 
 
+@pytest.mark.full
 async def test_forwarded_between_networks(hosts: Hosts) -> None:
     """Messages go directly where there is a route; otherwise both errors name the addresses that were tried."""
     listen = partial(open_peer, "host", [FAR], {"connect_timeout": 4}, under=hosts.far.under, **QUIET)

@@ -881,6 +881,7 @@ def test_server_of_our_own_worker_that_declines(answer: str) -> None:
     assert core.handle is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("client", [0, 1])
 def test_many_connections_whose_choices_come_in_any_order(client: int) -> None:
     """More endpoints are missing than are made at a time."""

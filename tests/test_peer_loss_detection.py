@@ -232,6 +232,7 @@ async def lose_network(client: Host, server: Host, address: str, cut: Any) -> li
         return noticed
 
 
+@pytest.mark.full
 async def test_network_is_lost(network: Network) -> None:
     """A cable is unplugged at either end, or packets are dropped on the way, which neither side sees."""
     noticed: dict[str, list[tuple[Any, ...]]] = {}

@@ -105,7 +105,6 @@ async def test_a_long_poll_delays_no_deadline(transports: str, who: str) -> None
                     with trio.move_on_after(0.05):
                         await server.receive()
             assert trio.current_time() - begin < 0.5
-            assert worker.statistics().polls == 1
             if worker.statistics().poll_seconds > 0.03:
                 return
     pytest.fail("no poll went on until the deadline")

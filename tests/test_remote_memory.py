@@ -81,6 +81,7 @@ async def test_put_and_get(transports: str, way: str, first: str) -> None:
                     del view
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("transports", "way"), FEW_WAYS)
 @pytest.mark.parametrize("kind", ["allocated", "registered"])
 async def test_large_ones_to_another_process(transports: str, way: str, kind: str) -> None:
@@ -105,6 +106,7 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.skipif(available_memory() < 3 * 2**30, reason="takes 1 GiB of memory, and less than 3 GiB are available")
 @pytest.mark.parametrize(("transports", "way"), [("tcp", "raw"), ("sm,self", "worker")])
@@ -415,6 +417,7 @@ async def test_damaged_descriptors(worker: ucp.Worker) -> None:
                 endpoint.attach(bytes(liar) + struct.pack("<I", zlib.crc32(liar)))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize(
     ("owners", "missing", "what"),
@@ -628,6 +631,7 @@ async def test_fence(transports: str, way: str) -> None:
 # ---- cancelled, and closed meanwhile ----
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("transports", "way"), FEW_WAYS)
 async def test_stopped_peer(transports: str, way: str) -> None:
     """Cancelling returns at once; the buffers are UCX's until the peer goes on."""
@@ -702,6 +706,7 @@ async def test_cancelled_at_random_moments(transports: str, way: str) -> None:
 
 
 # The owner may be left with answers that nobody takes any more, which UCX cannot get rid of; it says so.
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.cut_off
 @pytest.mark.parametrize("how", ["close", "abort", "leave"])
@@ -886,6 +891,7 @@ async def test_killed_peer_by_shared_memory_alone() -> None:
 # ---- leaks ----
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["raw", "worker"])
 async def test_many_cycles(worker: ucp.Worker, transports: str, way: str) -> None:
     """File descriptors and handles, before and after."""

@@ -71,6 +71,7 @@ async def kill_peers(way: str, said: dict[str, Any], transports: str, rng: rando
             nursery.start_soon(one, "get" if number % 2 else "put")
 
 
+@pytest.mark.full
 @pytest.mark.cut_off
 @pytest.mark.timeout(600)
 @pytest.mark.sample(3)

@@ -355,7 +355,7 @@ def test_close_with_transfers_under_way() -> None:
     assert is_free(buffer) and not mover.detached_receives
 
 
-@pytest.mark.sample(100)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(300))
 def test_random_programs_lose_nothing(seed: int) -> None:
     """Arrivals, receives of all kinds, cancels and completions in any order: each message once, whole, in order."""

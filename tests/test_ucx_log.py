@@ -231,6 +231,7 @@ assert not records, records
     assert result.stdout == ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt"])
 def test_a_handler_that_blocks_or_raises_does_not_stop_ucx(error: str) -> None:
     code = (

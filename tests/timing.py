@@ -45,7 +45,7 @@ class Noise:
     def __init__(
         self, waited: Callable[[], float] | None = None, computed: Callable[[], float] = time.process_time
     ) -> None:
-        self._waited = waited or _waited()
+        self.waited = waited or _waited()
         self._computed = computed
         #: Of each sleep that has ended: when it should have ended, when it did, and how long it waited in between.
         self._late: list[tuple[float, float, float]] = []
@@ -71,7 +71,7 @@ class Noise:
         """A sleep has ended; the next one begins."""
         if self._began:
             self._late.append(self._lateness(now))
-        self._began.append((now, self._waited(), self._computed()))
+        self._began.append((now, self.waited(), self._computed()))
 
     def _lateness(self, now: float) -> tuple[float, float, float]:
         began, _, computed = self._began[-1]
@@ -85,7 +85,7 @@ class Noise:
         for due, woken, waited in [*self._late, self._lateness(now)]:
             late += max(0.0, min(waited, woken - max(due, start)))
         before = [waited for began, waited, _ in self._began if began <= start] or [self._began[0][1]]
-        return max(late, self._waited() - before[-1])
+        return max(late, self.waited() - before[-1])
 
 
 def check_prompt(seconds: float, limit: float, noise: float) -> None:

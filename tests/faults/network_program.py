@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
 
 import attrs
 import trio
@@ -31,7 +30,7 @@ from peers import ask, say
 from timing import Noise
 
 import trio_ucx
-from benchmarks.reliability import payload
+from faults.load import payload
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 

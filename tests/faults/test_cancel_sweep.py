@@ -17,7 +17,7 @@ from .cancelled_scenarios import SCENARIOS
 MOST = 1000
 
 
-@pytest.mark.sample(100)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("spin", [None, 0.0], ids=["polls", "parks"])
 @pytest.mark.parametrize("name", SCENARIOS)
 async def test_cancelled_at_every_point(name: str, transports: str, spin: float | None) -> None:

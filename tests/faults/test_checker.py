@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+pytest.importorskip("rich", reason="the soak prints its tables with rich")
 
-sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
 
-from benchmarks.reliability import checker, log
-from benchmarks.reliability.payload import HEADER, Address, StreamReader, examine, make, make_write
+from faults.load import checker, log
+from faults.load.payload import HEADER, Address, StreamReader, examine, make, make_write
 
 SERVER, CLIENT, PARENT = 10, 20, 1
 NAME = "c1.0.1"

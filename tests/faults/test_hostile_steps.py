@@ -207,6 +207,7 @@ async def test_hostile_sessions(
     assert grown < allowed, f"seed {seed}: {grown} bytes in {again * count} sessions"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["acknowledgement", "grant"])

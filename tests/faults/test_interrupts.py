@@ -38,7 +38,7 @@ def run(name: str, transports: str, points: list[int], protected: bool) -> Itera
         yield where, count
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("protected", [False, True], ids=["raised", "deferred"])
 @pytest.mark.parametrize(("name", "transports"), cases)
 @pytest.mark.timeout(3600)
@@ -46,7 +46,7 @@ def test_interrupted_at_every_point(
     name: str, transports: str, protected: bool, rounds: Rounds, chance: random.Random
 ) -> None:
     [(_, count)] = run(name, transports, [0], protected)
-    assert count > 50
+    assert count > 40  # it differs a little between versions of Python
     # Where Trio defers it, it is raised at one of the main task's checkpoints, of which there are few.
     few = 5 if protected else 10
     points = list(range(1, count + 1))

@@ -469,6 +469,7 @@ async def check(network: Network, name: str, fault: Fault, seed: str, intervals:
     assert not judge.wrong, f"{name}, seed {seed!r}:\n" + "\n".join(judge.wrong)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("again", range(3))
 @pytest.mark.parametrize("name", FOR_GOOD)
@@ -478,6 +479,7 @@ async def test_for_good(network: Network, name: str, again: int, request: pytest
     await check(network, name, FOR_GOOD[name], f"{request.config.option.seed} {name} {again}", intervals)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("again", range(3))
 @pytest.mark.parametrize("name", FOR_A_WHILE)

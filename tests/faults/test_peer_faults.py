@@ -770,20 +770,20 @@ def repeat(
 
 
 @pytest.mark.cut_off
-@pytest.mark.sample(40)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", cases(*ENDING))
 async def test_peer_ends(case: Case, repeat: Any, rounds: Rounds) -> None:
     await repeat(case, peer_ends, rounds(1, 3))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", cases("stopped for 5 s"))
 async def test_peer_stops_and_continues(case: Case, repeat: Any) -> None:
     await repeat(case, peer_stops_and_continues, 1)
 
 
 @pytest.mark.cut_off
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", cases("stopped for good"))
 async def test_peer_stops_for_good(case: Case, repeat: Any) -> None:
     await repeat(case, peer_stops_for_good, 1)

@@ -90,6 +90,7 @@ LOST_FOR_GOOD = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
 @pytest.mark.timeout(1200)
 def test_few_descriptors_at_every_opening(transports: str, rounds: Rounds, chance: random.Random) -> None:
@@ -103,6 +104,7 @@ def test_few_descriptors_at_every_opening(transports: str, rounds: Rounds, chanc
         check(case, found)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
 def test_what_ucx_loses_for_good_ends_with_its_workers(transports: str, rounds: Rounds, chance: random.Random) -> None:
@@ -120,6 +122,7 @@ LOST_WITHOUT_MEMORY = {"active_message"}
 STARTS_THREADS = {"context", "shared_worker"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
 @pytest.mark.timeout(1200)
 def test_no_memory_for_the_c_code(transports: str, rounds: Rounds, chance: random.Random) -> None:
@@ -158,6 +161,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
     assert opened[-1] and not opened[0], opened
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
 @pytest.mark.timeout(1200)
 def test_little_address_space(transports: str, rounds: Rounds, chance: random.Random) -> None:
@@ -186,6 +190,7 @@ LOCAL = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("fault", "amount", "transports"), LOCAL, ids=[f"{each[0]}-{each[1]}" for each in LOCAL])
 def test_shared_and_locked_memory(
     fault: str, amount: Any, transports: str, rounds: Rounds, chance: random.Random

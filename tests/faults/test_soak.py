@@ -1,24 +1,22 @@
 """Seconds of the soak: nothing is violated, and what is broken on purpose is noticed.
 
-``benchmarks/soak.py`` runs for hours. What is asserted is what its checker says. It does not count the time in which a
-process had no processor, so that a machine with few cores may run this beside other tests.
+``tests/faults/soak.py`` runs for hours. What is asserted is what its checker says. It does not count the time in
+which a process had no processor, so that a machine with few cores may run this beside other tests.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+pytest.importorskip("rich", reason="the soak prints its tables with rich")
 
-sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
 
 from rich.console import Console
 
-from benchmarks import soak
-from benchmarks.reliability import broken, injector, summary
+from faults import soak
+from faults.load import broken, injector, summary
 
 
 @pytest.fixture
@@ -40,6 +38,7 @@ def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
     assert figures.operations["aclose", "ok"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", broken.KINDS)
 def test_broken_library_is_noticed(tmp_path: Path, kind: str, seed: int) -> None:

@@ -1,21 +1,17 @@
 """Storms: many clients at once, and many connections one after the other. Nothing grows, and nothing is left.
 
-``benchmarks/storms.py`` has the storms, and runs them at their full size.
+``tests/faults/storms.py`` has the storms, and runs them at their full size.
 """
 
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from helpers import SANITIZED, Rounds
 
-sys.path.append(str(Path(__file__).parent.parent.parent))  # at the end: what is installed is tested
-
-from benchmarks import storms
+from faults import storms
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +46,7 @@ async def test_crowd(transports: str, seed: int, rounds: Rounds) -> None:
     assert after["segments"] <= before["segments"] + 2, (seed, before, after)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 async def test_cycles(transports: str, seed: int, rounds: Rounds) -> None:
     """After the first fifth of the cycles nothing grows."""

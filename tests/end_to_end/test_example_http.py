@@ -23,10 +23,11 @@ import pytest
 import trio
 import trio.testing
 from helpers import resident, until
-from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
 from trio_ucx import ucp
+
+from .programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 h11 = pytest.importorskip("h11")
 trustme = pytest.importorskip("trustme")
@@ -217,6 +218,7 @@ def generated(size: int) -> bytes:
 # ---- what one asks for, one gets ----
 
 
+@pytest.mark.full
 async def test_http_gets_files(any_service: Service, root: Path, tmp_path: Path) -> None:
     (root / "large").write_bytes(os.urandom(20_000_001))
     assert await any_service.fetch("/large", tmp_path / "out") == (root / "large").read_bytes()
@@ -226,6 +228,7 @@ async def test_http_gets_files(any_service: Service, root: Path, tmp_path: Path)
         assert client.output == "small\n"
 
 
+@pytest.mark.full
 async def test_http_echoes_what_is_chunked(service: Service, tmp_path: Path) -> None:
     upload, pipe = os.urandom(1_000_001), tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -235,6 +238,7 @@ async def test_http_echoes_what_is_chunked(service: Service, tmp_path: Path) -> 
             assert await service.fetch("/echo", tmp_path / "out", "--data", pipe) == upload
 
 
+@pytest.mark.full
 async def test_http_echoes(any_service: Service, tmp_path: Path) -> None:
     upload = tmp_path / "upload"
     upload.write_bytes(os.urandom(5_000_001))
@@ -242,6 +246,7 @@ async def test_http_echoes(any_service: Service, tmp_path: Path) -> None:
     assert echo == upload.read_bytes() * 2
 
 
+@pytest.mark.full
 async def test_http_client_uses_one_connection(root: Path) -> None:
     handler = partial(http_server.handle, root, None, DEADLINE)
     async with trio.open_nursery() as nursery:
@@ -254,6 +259,7 @@ async def test_http_client_uses_one_connection(root: Path) -> None:
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.full
 async def test_http_generates(service: Service, tmp_path: Path) -> None:
     assert await service.fetch("/big?bytes=10000000", tmp_path / "out") == generated(10_000_000)
     async with service.talk() as talk:
@@ -261,6 +267,7 @@ async def test_http_generates(service: Service, tmp_path: Path) -> None:
             assert (await talk.get(f"/big?bytes={size}")).body == generated(size)
 
 
+@pytest.mark.sample(1)
 async def test_http_keeps_alive(any_service: Service) -> None:
     async with any_service.talk() as talk:
         small = await talk.get("/small.txt")
@@ -280,6 +287,7 @@ async def test_http_keeps_alive(any_service: Service) -> None:
             assert (await talk.get(f"/{name}")).headers[b"content-type"] == b"application/octet-stream"
 
 
+@pytest.mark.full
 async def test_http_head(service: Service, root: Path) -> None:
     (root / "large").write_bytes(bytes(20_000_000))
     async with service.talk() as talk:
@@ -295,6 +303,7 @@ async def test_http_head(service: Service, root: Path) -> None:
         assert (await talk.get("/small.txt")).body == b"small\n"  # nothing of a body was in the way
 
 
+@pytest.mark.full
 async def test_http_pipelines(any_service: Service) -> None:
     """Requests that do not wait for answers; these take more room than there is until they are read."""
     sizes = [0, 70_000, 3, 2_000_000, 1_000_000, 5] * 4
@@ -309,6 +318,7 @@ async def test_http_pipelines(any_service: Service) -> None:
                 assert (await talk.receive()).body == b"echo"
 
 
+@pytest.mark.full
 async def test_http_continues(service: Service) -> None:
     async with service.talk() as talk:
         await talk.send("POST /echo HTTP/1.1", "Content-Length: 5", "Expect: 100-continue")
@@ -321,6 +331,7 @@ async def test_http_continues(service: Service) -> None:
         assert (await talk.receive()).status == 405
 
 
+@pytest.mark.full
 async def test_http_1_0(service: Service) -> None:
     async with service.talk() as talk:
         await talk.send("GET /big?bytes=100000 HTTP/1.0")
@@ -329,6 +340,7 @@ async def test_http_1_0(service: Service) -> None:
         assert b"chunked" not in head
 
 
+@pytest.mark.full
 async def test_http_connection_close(service: Service) -> None:
     async with service.talk() as talk:
         answer = await talk.get("/small.txt", "Connection: close")
@@ -338,6 +350,7 @@ async def test_http_connection_close(service: Service) -> None:
         assert trio.current_time() - started < http_server.LINGER
 
 
+@pytest.mark.full
 async def test_http_answers_a_client_that_has_ended_its_half(service: Service) -> None:
     async with service.talk() as talk:
         await talk.send("GET /small.txt HTTP/1.1")
@@ -347,6 +360,7 @@ async def test_http_answers_a_client_that_has_ended_its_half(service: Service) -
         assert await talk.dropped() == b""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_http_many_clients(root: Path, certificates: Path, way: tuple[str, bool]) -> None:
     async with serving(root, certificates, way) as service:
@@ -384,6 +398,7 @@ def hide(root: Path) -> None:
         unix.bind(os.path.relpath(root / "socket"))
 
 
+@pytest.mark.full
 async def test_http_serves_nothing_but_files_of_the_directory(service: Service, root: Path) -> None:
     hide(root)
     up = "/%2e%2e" * 20
@@ -407,6 +422,7 @@ async def test_http_serves_nothing_but_files_of_the_directory(service: Service, 
             assert (target, answer.status, answer.body) == (target, 404, b"404 Not Found\n")
 
 
+@pytest.mark.full
 async def test_http_follows_links_that_end_inside_the_directory(service: Service, root: Path) -> None:
     (root / "sub" / "link").symlink_to("../small.txt")
     (root / "directory").symlink_to("sub/below")
@@ -418,6 +434,7 @@ async def test_http_follows_links_that_end_inside_the_directory(service: Service
         assert (await talk.get("/out%20and%20in")).body == b"small\n"
 
 
+@pytest.mark.full
 async def test_http_serves_a_directory_that_is_a_link(root: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("root")
     hide(root)
@@ -426,6 +443,7 @@ async def test_http_serves_a_directory_that_is_a_link(root: Path, certificates: 
         assert (await talk.get("/out")).status == 404
 
 
+@pytest.mark.full
 async def test_http_refuses_to_generate(service: Service) -> None:
     queries = ["", "?", "?bytes", "?bytes=", "?bytes=x", "?bytes=-1", "?bytes=1&bytes=2", "?bytes=" + "9" * 5000]
     async with service.talk() as talk:
@@ -433,6 +451,7 @@ async def test_http_refuses_to_generate(service: Service) -> None:
             assert (query, (await talk.get(f"/big{query}")).status) == (query, 400)
 
 
+@pytest.mark.full
 async def test_http_refuses_methods(service: Service) -> None:
     requests = [(method, "/small.txt", b"GET, HEAD") for method in ["POST", "PUT", "DELETE", "TRACE", "get", "G"]]
     requests += [("GET", "/echo", b"POST"), ("HEAD", "/echo", b"POST"), ("POST", "/big", b"GET, HEAD")]
@@ -444,6 +463,7 @@ async def test_http_refuses_methods(service: Service) -> None:
         assert (await talk.get("/small.txt")).status == 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_http_refuses_an_upload_half_way(
     root: Path, certificates: Path, tmp_path: Path, way: tuple[str | None, bool]
@@ -463,6 +483,7 @@ async def test_http_refuses_an_upload_half_way(
             assert (await talk.receive()).status == 405
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [("tcp,sm,self", False), ("tcp", True)], ids=str)
 async def test_http_refuses_garbage(root: Path, certificates: Path, way: tuple[str, bool]) -> None:
     async with serving(root, certificates, way) as service:
@@ -486,6 +507,7 @@ async def test_http_refuses_garbage(root: Path, certificates: Path, way: tuple[s
                 assert (garbage, (await talk.receive()).status) == (garbage, status)
 
 
+@pytest.mark.full
 async def test_http_hangs_up_after_garbage(any_service: Service) -> None:
     async with any_service.talk() as talk:
         await talk.send("GET /small.txt HTTP/1.1", body=b"garbage\r\n\r\n")
@@ -497,6 +519,7 @@ async def test_http_hangs_up_after_garbage(any_service: Service) -> None:
         assert await talk.dropped() == b""
 
 
+@pytest.mark.full
 async def test_http_breaks_off_when_an_upload_is_garbage(service: Service) -> None:
     async with service.talk() as talk:
         await talk.send("POST /echo HTTP/1.1", "Transfer-Encoding: chunked", body=b"2\r\nok\r\nnonsense\r\n")
@@ -549,6 +572,7 @@ async def is_dropped_half_way(service: Service) -> None:
         assert b"0\r\n\r\n" not in came
 
 
+@pytest.mark.full
 async def test_http_drops_slow_clients(impatient: Service) -> None:
     """All at once: each has a connection of its own."""
     async with trio.open_nursery() as nursery:
@@ -556,6 +580,7 @@ async def test_http_drops_slow_clients(impatient: Service) -> None:
             nursery.start_soon(slow, impatient)
 
 
+@pytest.mark.full
 async def test_http_drops_a_client_that_does_not_read(impatient: Service) -> None:
     async with impatient.talk() as talk:
         assert (await talk.get("/big?bytes=10000000")).status == 200
@@ -568,6 +593,7 @@ async def test_http_drops_a_client_that_does_not_read(impatient: Service) -> Non
         assert len(came) < 50 * 2**20
 
 
+@pytest.mark.full
 async def test_http_waits_for_a_slow_reader(root: Path, certificates: Path) -> None:
     """It moves, and takes longer than the timeout altogether."""
     async with serving(root, certificates, ("tcp,sm,self", False), "--timeout", 1.5) as service:
@@ -599,6 +625,7 @@ def open_files(process: int) -> int:
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [("tcp", False), ("tcp", True), (None, False)], ids=str)
 async def test_http_survives_killed_clients(
     root: Path, certificates: Path, tmp_path: Path, way: tuple[str | None, bool]
@@ -623,6 +650,7 @@ async def test_http_survives_killed_clients(
         await until(lambda: open_files(service.server.process.pid) <= before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tls", [False, True])
 async def test_http_survives_killed_clients_over_shared_memory(
     root: Path, certificates: Path, tmp_path: Path, tls: bool
@@ -645,6 +673,7 @@ async def test_http_survives_killed_clients_over_shared_memory(
             assert (await talk.get("/small.txt")).body == b"small\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "way"), [*((signal.SIGKILL, way) for way in WAYS), *((signal.SIGTERM, way) for way in WAYS)], ids=str
 )
@@ -664,6 +693,7 @@ async def test_http_server_ends_in_the_middle(
     output.unlink()
 
 
+@pytest.mark.full
 async def test_http_does_not_pretend_that_a_file_is_whole(service: Service, root: Path) -> None:
     (root / "file").write_bytes(bytes(30_000_000))
     async with service.talk() as talk:
@@ -704,6 +734,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 async def test_http_client_is_interrupted(interruptible: None, service: Service, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with service.client("/big?bytes=20000000000", "-o", output) as client:
@@ -755,6 +786,7 @@ def test_http_client_complains_in_one_line(
     assert complaint in errors
 
 
+@pytest.mark.full
 async def test_http_client_takes_what_ends_with_the_connection() -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.receive_some()
@@ -789,6 +821,7 @@ async def test_http_client_gives_up_when_nothing_moves(monkeypatch: pytest.Monke
     assert http_client.explain(error) == "nothing moved for 0.3 seconds"
 
 
+@pytest.mark.full
 async def test_http_client_waits_while_something_moves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
@@ -800,6 +833,7 @@ async def test_http_client_waits_while_something_moves(monkeypatch: pytest.Monke
     assert await get_from(handler, tmp_path / "out") == b"xxxxx"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transports", ["tcp,sm,self", None], ids=str)
 async def test_http_client_checks_the_certificate(root: Path, certificates: Path, transports: str | None) -> None:
     options = ["--tcp"] if transports is None else []
@@ -817,6 +851,7 @@ async def test_http_client_checks_the_certificate(root: Path, certificates: Path
             assert complaint in errors
 
 
+@pytest.mark.full
 async def test_http_tls_on_one_side_only(root: Path, certificates: Path) -> None:
     for server, client in [(False, True), (True, False)]:
         async with serving(root, certificates, ("tcp,sm,self", server)) as service:
@@ -852,6 +887,7 @@ def test_http_client_s_command_line(
         assert errors.startswith("http_client: ") and errors.count("\n") == 1, errors
 
 
+@pytest.mark.full
 async def test_http_client_s_files(service: Service, tmp_path: Path) -> None:
     for options, complaint in [
         (["--data", tmp_path / "nothing"], "nothing"),
@@ -888,6 +924,7 @@ def test_http_server_s_command_line(
         assert errors.startswith("http_server: ") and errors.count("\n") == 1, errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_http_server_is_told_to_end_while_nobody_calls(number: signal.Signals, root: Path) -> None:
     with program(HTTP_SERVER, root) as server:

@@ -1,4 +1,4 @@
-"""The processes of a storm: ``python -m benchmarks.reliability.storm_roles ROLE ARGUMENTS`` (JSON). See ``storms.py``.
+"""The processes of a storm: ``python -m faults.load.storm_roles ROLE ARGUMENTS`` (JSON). See ``storms.py``.
 
 Each writes lines of JSON to its standard output, and ends when its standard input ends or its work is done.
 """

@@ -15,9 +15,10 @@ import numpy
 import pytest
 import trio
 from helpers import assert_transports, pattern, until
-from programs import DEADLINE, EXAMPLES, load, program, run_here
 
 import trio_ucx
+
+from .programs import DEADLINE, EXAMPLES, load, program, run_here
 
 RPC = EXAMPLES / "rpc.py"
 rpc: Any = load(RPC)
@@ -84,6 +85,7 @@ async def test_rpc_values(over: str) -> None:
             assert await client.call("echo", data=value) == value
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [0, 1, 1000, 65_535, 65_536, 16_000_001])
 async def test_rpc_buffers(over: str, size: int) -> None:
     data = pattern(size)
@@ -340,6 +342,7 @@ async def test_rpc_cancellations_leave_nothing(over: str) -> None:
 # ---- a client that is not to be trusted ----
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
@@ -453,6 +456,7 @@ async def expect_loss(client: Any, ended: list[str], method: str, **arguments: A
     ended.append(str(caught.value))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_rpc_server_dies(over: str, number: signal.Signals) -> None:
     ended: list[str] = []
@@ -471,6 +475,7 @@ async def test_rpc_server_dies(over: str, number: signal.Signals) -> None:
         assert await server.end() == (-number if number == signal.SIGKILL else 130, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 async def test_rpc_client_dies(over: str, number: signal.Signals) -> None:
     watched = Watched()
@@ -516,6 +521,7 @@ async def test_rpc_closed_client() -> None:
 # ---- the command line ----
 
 
+@pytest.mark.full
 async def test_rpc_command_line(over: str) -> None:
     with program(RPC, "serve", "--listen", "127.0.0.1:0", transports=over) as server:
         await server.wait_address()
@@ -533,6 +539,7 @@ async def test_rpc_command_line(over: str) -> None:
         assert await server.end() == (130, "")
 
 
+@pytest.mark.full
 async def test_rpc_prints_buffers_as_they_are() -> None:
     async def letters(size: int) -> bytes:
         return b"a" * size

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from c_programs import compiled
 from helpers import assert_transports, open_peer, until
 
 from trio_ucx import ucp
+
+from .c_programs import compiled
 
 SIZES = [1000, 300_000, 4 * 2**20]
 #: Which side opens an endpoint to the other.
@@ -59,7 +60,7 @@ async def running(program: Path, *arguments: object) -> AsyncIterator[Stock]:
             await process.wait()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mode", ["peer", "none"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 VARIABLES = ("TRIO_UCX_SYSTEM_UCX", "TRIO_UCX_LIBUCX", "TRIO_UCX_WERROR", "CC")
 
 
@@ -94,6 +94,7 @@ print([one for one in wanted if "libucx" in one and "extra" not in one])
     return eval(to_build), eval(to_run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("variables", "to_build", "to_run"),
     [
@@ -116,6 +117,7 @@ def test_another_choice_of_libucx_is_refused(source: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_the_sdist_holds_the_project(source: Path) -> None:
     """It contains everything that building and testing needs."""
     result = run("import build_backend; print(build_backend.build_sdist('dist'))", source)

@@ -1,4 +1,4 @@
-"""Many clients at once, and thousands of connections one after the other: ``python benchmarks/storms.py``.
+"""Many clients at once, and thousands of connections one after the other: ``python tests/faults/storms.py``.
 
 * 500 clients, in several processes, connect at once, and exchange messages for 30 seconds.
 * 20,000 cycles: connect, exchange, end. The connection is closed, aborted or cancelled, its block raises, its process
@@ -39,7 +39,7 @@ COUNTS = ("resident", "descriptors", "threads", "segments", "handles", "sinks")
 
 
 class Child:
-    """A process that runs a role of ``reliability/storm_roles.py``."""
+    """A process that runs a role of ``load/storm_roles.py``."""
 
     def __init__(self, process: trio.Process) -> None:
         self.process = process
@@ -65,7 +65,7 @@ class Child:
 async def child(role: str, transports: str, *arguments: Any) -> AsyncIterator[Child]:
     """Starts one; its standard input ends with the block, and it is killed if it does not end then."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "benchmarks.reliability.storm_roles", role, json.dumps(arguments)],
+        [sys.executable, "-m", "faults.load.storm_roles", role, json.dumps(arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "UCX_TLS": transports},

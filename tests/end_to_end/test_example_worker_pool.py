@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import trio
 from helpers import assert_transports, nothing_happens, pattern, until
-from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
+
+from .programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 pytest.importorskip("rich")
 
@@ -136,6 +137,7 @@ async def test_pool_runs_a_task(over: str, hire: Any) -> None:
     await wait_ended(workers)
 
 
+@pytest.mark.full
 async def test_pool_maps_in_order(over: str, hire: Any, tmp_path: Path) -> None:
     async with open_pool() as pool:
         workers = hire(pool, 3)
@@ -157,6 +159,7 @@ async def test_pool_maps_in_order(over: str, hire: Any, tmp_path: Path) -> None:
     await wait_ended(workers)
 
 
+@pytest.mark.full
 async def test_pool_results_that_come_out_of_order(over: str, hire: Any, tmp_path: Path) -> None:
     async with open_pool() as pool:
         hire(pool, 2)
@@ -178,6 +181,7 @@ async def test_pool_results_that_come_out_of_order(over: str, hire: Any, tmp_pat
         assert int(results[0]) in traces(tmp_path, "started")
 
 
+@pytest.mark.full
 async def test_pool_map_drops_what_is_not_taken(over: str, hire: Any, tmp_path: Path) -> None:
     async with open_pool() as pool:
         hire(pool)
@@ -189,6 +193,7 @@ async def test_pool_map_drops_what_is_not_taken(over: str, hire: Any, tmp_path: 
         assert len(traces(tmp_path, "cancelled")) == 1
 
 
+@pytest.mark.full
 async def test_pool_maps_no_further_than_needed(hire: Any) -> None:
     numbers = itertools.count()
     async with open_pool() as pool:
@@ -199,6 +204,7 @@ async def test_pool_maps_no_further_than_needed(hire: Any) -> None:
         assert await pool.run(Task("echo", b"next")) == b"next"
 
 
+@pytest.mark.full
 async def test_pool_tells_what_a_task_raised(hire: Any) -> None:
     async with open_pool() as pool:
         workers = hire(pool)
@@ -224,6 +230,7 @@ def test_pool_task_without_a_function() -> None:
         Task("", b"payload")
 
 
+@pytest.mark.full
 async def test_pool_refuses_what_cannot_be_sent(hire: Any) -> None:
     def tasks(payload: Any) -> Iterator[Any]:
         yield Task("echo", b"first")
@@ -244,6 +251,7 @@ async def test_pool_refuses_what_cannot_be_sent(hire: Any) -> None:
 # ---- workers that come and go ----
 
 
+@pytest.mark.full
 async def test_pool_survives_a_killed_worker(over: str, hire: Any, tmp_path: Path) -> None:
     ended: list[object] = []
     async with open_pool() as pool:
@@ -265,6 +273,7 @@ async def test_pool_survives_a_killed_worker(over: str, hire: Any, tmp_path: Pat
     await wait_ended([worker for worker in workers if worker.process.pid != victim])
 
 
+@pytest.mark.full
 async def test_pool_survives_many_killed_workers(hire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any time, while payloads are on their way, too. (UCX's shared memory does not survive that.)"""
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -283,6 +292,7 @@ async def test_pool_survives_many_killed_workers(hire: Any, monkeypatch: pytest.
         await until(lambda: pool.lost == 6 and pool.workers == len(workers) == 1)
 
 
+@pytest.mark.full
 async def test_pool_notices_that_an_idle_worker_died(over: str, hire: Any) -> None:
     async with open_pool() as pool:
         workers = hire(pool, 2)
@@ -293,6 +303,7 @@ async def test_pool_notices_that_an_idle_worker_died(over: str, hire: Any) -> No
         assert int(await pool.run(Task("pid", b"0"))) == workers[1].process.pid
 
 
+@pytest.mark.full
 async def test_pool_waits_for_workers(over: str, hire: Any, tmp_path: Path) -> None:
     """Also after all have died."""
     ended: list[object] = []
@@ -311,6 +322,7 @@ async def test_pool_waits_for_workers(over: str, hire: Any, tmp_path: Path) -> N
     assert ended == [b"%d" % late.process.pid]
 
 
+@pytest.mark.full
 async def test_pool_loses_its_patience(over: str) -> None:
     """Only while there is nobody. The worker is in this process, and so there at once."""
     with pytest.raises(ExceptionGroup) as caught:
@@ -338,6 +350,7 @@ async def test_pool_without_any_worker_loses_its_patience() -> None:
     assert worker_pool.explain(caught.value) == "there has been no worker for 0.1 seconds"
 
 
+@pytest.mark.full
 async def test_pool_takes_late_workers(over: str, hire: Any, tmp_path: Path) -> None:
     ended: list[object] = []
     async with open_pool() as pool, trio.open_nursery() as nursery:
@@ -352,6 +365,7 @@ async def test_pool_takes_late_workers(over: str, hire: Any, tmp_path: Path) -> 
         (tmp_path / "go").touch()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("deaths", [worker_pool.MAX_DEATHS - 1, worker_pool.MAX_DEATHS, 100])
 async def test_pool_poison(over: str, hire: Any, tmp_path: Path, deaths: int) -> None:
     (tmp_path / "deaths").write_text(str(deaths))
@@ -368,6 +382,7 @@ async def test_pool_poison(over: str, hire: Any, tmp_path: Path, deaths: int) ->
         assert await pool.run(Task("echo", b"next")) == b"next"
 
 
+@pytest.mark.full
 async def test_pool_workers_that_leave_are_not_held_against_a_task(over: str, hire: Any, tmp_path: Path) -> None:
     ended: list[object] = []
     async with open_pool() as pool, trio.open_nursery() as nursery:
@@ -388,6 +403,7 @@ async def test_pool_workers_that_leave_are_not_held_against_a_task(over: str, hi
 # ---- cancellation ----
 
 
+@pytest.mark.full
 async def test_pool_cancelled_task_is_dropped(over: str, hire: Any, tmp_path: Path) -> None:
     async with open_pool() as pool:
         [worker] = hire(pool)
@@ -401,6 +417,7 @@ async def test_pool_cancelled_task_is_dropped(over: str, hire: Any, tmp_path: Pa
     await wait_ended([worker])
 
 
+@pytest.mark.full
 async def test_pool_cancelled_task_is_never_begun(hire: Any, tmp_path: Path) -> None:
     async with open_pool() as pool:
         with trio.move_on_after(0.05):
@@ -410,6 +427,7 @@ async def test_pool_cancelled_task_is_never_begun(hire: Any, tmp_path: Path) -> 
         assert traces(tmp_path, "started") == []
 
 
+@pytest.mark.full
 async def test_pool_cancelled_task_that_does_not_look(over: str, hire: Any, tmp_path: Path) -> None:
     """Its worker is busy until it is done; nobody gets its result."""
     ended: list[object] = []
@@ -428,6 +446,7 @@ async def test_pool_cancelled_task_that_does_not_look(over: str, hire: Any, tmp_
     await wait_ended(workers)
 
 
+@pytest.mark.full
 async def test_pool_cancellations_at_any_time(over: str, hire: Any) -> None:
     """What is not cancelled has the right result."""
     finished = cancelled = 0
@@ -455,6 +474,7 @@ async def test_pool_cancellations_at_any_time(over: str, hire: Any) -> None:
 # ---- the end ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("function", ["wait", None])
 async def test_pool_sends_its_workers_home(over: str, hire: Any, tmp_path: Path, function: str | None) -> None:
     async with open_pool() as pool:
@@ -468,6 +488,7 @@ async def test_pool_sends_its_workers_home(over: str, hire: Any, tmp_path: Path,
     await wait_ended(workers)
 
 
+@pytest.mark.full
 async def test_pool_sends_its_workers_home_after_an_error(over: str, hire: Any, tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with open_pool() as pool, trio.open_nursery() as nursery:
@@ -479,6 +500,7 @@ async def test_pool_sends_its_workers_home_after_an_error(over: str, hire: Any, 
     await wait_ended(workers)
 
 
+@pytest.mark.full
 async def test_pool_closed(hire: Any, tmp_path: Path) -> None:
     ended: list[str] = []
 
@@ -501,6 +523,7 @@ async def test_pool_closed(hire: Any, tmp_path: Path) -> None:
 # ---- workers that are not ours ----
 
 
+@pytest.mark.full
 async def test_pool_does_not_trust_its_workers(over: str, hire: Any) -> None:
     async def ask(*answers: bytes) -> None:
         async with trio_ucx.connect(pool.address) as connection:
@@ -518,6 +541,7 @@ async def test_pool_does_not_trust_its_workers(over: str, hire: Any) -> None:
         assert await pool.run(Task("echo", b"next")) == b"next"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["aborts", "answers by half", "reads by half"])
 async def test_pool_worker_that_takes_a_task_and_leaves(over: str, hire: Any, how: str) -> None:
     ended: list[object] = []
@@ -550,6 +574,7 @@ async def mandelbrot() -> str:
     return hashlib.sha256(picture).hexdigest()
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [["--workers", 1, "--tasks", 7], ["--workers", 3, "--kill-one"]])
 async def test_demo(over: str, options: list[object]) -> None:
@@ -563,6 +588,7 @@ async def test_demo(over: str, options: list[object]) -> None:
     assert digest == f"the picture's SHA-256 is {await mandelbrot()}"
 
 
+@pytest.mark.full
 async def test_demo_takes_late_workers(over: str) -> None:
     with program(WORKER_POOL, "demo", "--workers", 1, transports=over) as running:
         await running.wait_address()
@@ -571,6 +597,7 @@ async def test_demo_takes_late_workers(over: str) -> None:
             assert await late.end() == (0, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_demo_interrupted(over: str, number: signal.Signals) -> None:
     with program(WORKER_POOL, "demo", "--workers", 2, "--tasks", 3, transports=over) as running:
@@ -589,6 +616,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_worker_interrupted(over: str, number: signal.Signals) -> None:
     async with open_pool() as pool:
@@ -604,6 +632,7 @@ async def test_worker_interrupted(over: str, number: signal.Signals) -> None:
         assert (pool.lost, pool.repeated) == (0, 1)
 
 
+@pytest.mark.full
 async def test_worker_whose_pool_dies(over: str) -> None:
     with program(WORKER_POOL, "demo", "--workers", 1, "--tasks", 2, transports=over) as running:
         await running.wait_address()

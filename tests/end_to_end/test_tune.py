@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import trio
-from programs import QUICK, TIMEOUT, listening_address, run_cli, start_cli
 
 import trio_ucx
 from trio_ucx import ucp
@@ -24,6 +23,8 @@ from trio_ucx._cli.options import OPTIONS, Figure
 from trio_ucx._cli.verdict import Comparison, best, compare, confirm
 from trio_ucx._native import ucx
 from trio_ucx.ucp._context import DEFAULT_OPTIONS, WELL_CONFIGURABLE, _memory_units
+
+from .programs import QUICK, TIMEOUT, listening_address, run_cli, start_cli
 
 pytestmark = pytest.mark.skipif(ucx.version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
 
@@ -308,6 +309,7 @@ async def test_options_that_cannot_be_measured(
 # ---- the command ----
 
 
+@pytest.mark.full
 def test_it_runs() -> None:
     done = run_cli("perf", "--tune", "--transports=tcp", "--options=zcopy_thresh", "--seconds=0.001", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -333,6 +335,7 @@ def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
     raise AssertionError(f"it did not say {beginning}")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_a_client_that_dies_in_the_middle() -> None:
     with start_cli("perf", "--listen", "127.0.0.1:0") as server:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import trio
 from helpers import TRANSPORTS, Rounds, pattern
-from programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 import trio_ucx
 from trio_ucx import ucp
+
+from .programs import DEADLINE, EXAMPLES, Program, load, program, run_here
 
 HASH_TABLE = EXAMPLES / "hash_table.py"
 hash_table: Any = load(HASH_TABLE)
@@ -121,6 +122,7 @@ async def read_nodes(table: Any) -> list[bytes]:
 # ---- one client ----
 
 
+@pytest.mark.sample(1)
 async def test_values(over: str) -> None:
     async with open_served() as (_, table):
         assert await table.get(b"") is None
@@ -136,6 +138,7 @@ async def test_values(over: str) -> None:
         assert await table.get(b"key") is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("buckets", [1, 7, 1000])
 async def test_against_a_model(over: str, buckets: int) -> None:
     rng, model = random.Random(buckets), dict[bytes, bytes]()
@@ -152,6 +155,7 @@ async def test_against_a_model(over: str, buckets: int) -> None:
         assert len(await read_nodes(table)) == len(model)
 
 
+@pytest.mark.full
 async def test_full(over: str) -> None:
     async with open_served("--size", 1000, "--buckets", 2) as (server, table):
         # 32 + 2 * 32 bytes are taken, and an entry with a value of 100 bytes takes 32 + 104.
@@ -166,6 +170,7 @@ async def test_full(over: str) -> None:
             assert await client.end() == (1, "hash_table: this table has no room for 40 more bytes\n")
 
 
+@pytest.mark.full
 async def test_full_to_the_last_byte(over: str) -> None:
     async with open_served("--size", 64 + 2 * 40, "--buckets", 1) as (_, table):
         assert table.memory.nbytes >= 144  # UCX may allocate more than was asked for
@@ -195,6 +200,7 @@ async def put_all(server: Program, table: Any, script: Path, clients: int, count
         return [json.loads(client.output) for client in running]
 
 
+@pytest.mark.full
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("buckets", "count"), [(1, 30), (64, 200)])
 async def test_clients_at_once(over: str, buckets: int, count: int, tmp_path: Path, rounds: Rounds) -> None:
@@ -217,6 +223,7 @@ async def test_clients_at_once(over: str, buckets: int, count: int, tmp_path: Pa
         assert set(nodes.values()) == {1}
 
 
+@pytest.mark.full
 async def test_values_are_seen_whole(over: str) -> None:
     """One task replaces a value all the time, others look at it."""
     sizes = [1, 60_000, 1000, 8, 30_001]
@@ -240,6 +247,7 @@ async def test_values_are_seen_whole(over: str) -> None:
         assert seen <= allowed
 
 
+@pytest.mark.full
 async def test_cancelled_puts(over: str) -> None:
     """They have happened, or not; the table is whole, and others are not kept from writing."""
     async with open_served("--buckets", 1) as (_, table):
@@ -257,6 +265,7 @@ async def test_cancelled_puts(over: str) -> None:
         assert len(nodes) == len(set(nodes)) == 100
 
 
+@pytest.mark.full
 async def test_client_dies(over: str, tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(DYING)
@@ -275,6 +284,7 @@ async def test_client_dies(over: str, tmp_path: Path) -> None:
 # ---- the server ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transports", [*TRANSPORTS, "sm,self"])
 async def test_server_sleeps(transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No code of its user's runs while clients look things up and write; connections by worker address will do."""
@@ -304,6 +314,7 @@ async def test_server_sleeps(transports: str, tmp_path: Path, monkeypatch: pytes
                     assert await tables[0].get(b"%s %d" % (name.encode(), number)) == b"%d" % number
 
 
+@pytest.mark.full
 async def test_server_dies(over: str) -> None:
     async with open_served() as (server, table):
         assert await table.put(b"key", b"value")
@@ -353,6 +364,7 @@ async def test_somebody_elses_server(
 # ---- the command line ----
 
 
+@pytest.mark.full
 async def test_command_line(over: str) -> None:
     with program(HASH_TABLE, "serve", "--listen", "127.0.0.1:0") as server:
         await server.wait_address()

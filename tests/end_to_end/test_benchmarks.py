@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
 from benchmarks import chains, compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
@@ -145,6 +145,7 @@ def test_plots(tmp_path: Path) -> None:
     assert "<svg" in drawn.read_text()
 
 
+@pytest.mark.full
 def test_it_runs(tmp_path: Path) -> None:
     """From a checkout, as a file: two contenders, one of which this trio_ucx may not know."""
     file = tmp_path / "found.json"
@@ -168,6 +169,7 @@ def test_it_runs(tmp_path: Path) -> None:
     assert "what trio_ucx has to reach" in ended.stdout
 
 
+@pytest.mark.full
 def test_our_defaults_against_ucxs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +186,7 @@ def test_our_defaults_against_ucxs(
     assert all(len(one["rounds"]) == 2 and not one["trouble"] for one in alone["values"] + together["values"])
 
 
+@pytest.mark.full
 def test_where_the_microseconds_go(tmp_path: Path) -> None:
     """Every layer and every step has its figure, and the tables get into the document."""
     file, document = tmp_path / "found.json", tmp_path / "speed.md"
@@ -212,6 +215,7 @@ def test_where_the_microseconds_go(tmp_path: Path) -> None:
         assert f"| {name} |" in written
 
 
+@pytest.mark.full
 def test_polling_where_there_is_no_core_to_spare(capsys: pytest.CaptureFixture[str]) -> None:
     assert crowded.main(["--transports=tcp", "--rounds=1", "--seconds=0.02"]) == 0
     shown = capsys.readouterr().out
@@ -219,6 +223,7 @@ def test_polling_where_there_is_no_core_to_spare(capsys: pytest.CaptureFixture[s
         assert len([line for line in shown.splitlines() if situation.name in line and "tcp" in line]) == 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="what chains are compared with is compiled")
 def test_chains_beside_await_and_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"

@@ -1,4 +1,4 @@
-"""Load over all capabilities, with processes killed and stopped meanwhile: ``python benchmarks/soak.py --minutes 60``.
+"""Load over all capabilities, with processes killed and stopped: ``python tests/faults/soak.py --minutes 60``.
 
 Each process logs what it did. Afterwards a checker reads the logs for violations of what the library promises, and
 this program prints its figures, and ends with status 1 if there is any. ``--break KIND`` breaks the library on purpose
@@ -19,7 +19,7 @@ if not __package__:  # run as a file: its folder must not hide anybody's modules
 import trio
 from rich.console import Console
 
-from benchmarks.reliability import broken, checker, injector, log, summary
+from faults.load import broken, checker, injector, log, summary
 
 TRANSPORTS = ("tcp", "tcp,sm,self")
 

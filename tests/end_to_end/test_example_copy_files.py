@@ -17,9 +17,10 @@ import attrs
 import pytest
 import trio
 from helpers import until
-from programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 import trio_ucx
+
+from .programs import DEADLINE, EXAMPLES, Program, load, program, run_here, trio_thread
 
 pytest.importorskip("rich")
 
@@ -89,6 +90,7 @@ def fill(root: Path) -> None:
     (root / "empty directory").chmod(0o700)
 
 
+@pytest.mark.sample(1)
 @TRANSPORTS
 async def test_copy_files_copies_a_tree(tmp_path: Path, transports: str) -> None:
     source, destination = tmp_path / "source", tmp_path / "some" / "destination"
@@ -98,6 +100,7 @@ async def test_copy_files_copies_a_tree(tmp_path: Path, transports: str) -> None
     assert tree(destination) == tree(source)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("transports", "jobs"), [("tcp", 64), ("tcp,sm,self", 1)])
 async def test_copy_files_replaces_what_is_there(tmp_path: Path, transports: str, jobs: int) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
@@ -114,12 +117,14 @@ async def test_copy_files_replaces_what_is_there(tmp_path: Path, transports: str
     assert outside.read_text() == "untouched"
 
 
+@pytest.mark.full
 async def test_copy_files_copies_an_empty_tree(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     await copy(tmp_path / "source", tmp_path / "destination", transports="tcp")
     assert tree(tmp_path / "destination") == tree(tmp_path / "source")
 
 
+@pytest.mark.full
 async def test_copy_files_skips_what_cannot_be_copied(tmp_path: Path) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -217,6 +222,7 @@ def test_copy_files_keeps_the_old_file_when_the_new_one_is_damaged(misbehave: Mi
     assert leftovers(tmp_path) == [str(tmp_path / "file")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("path", "kind"),
     [(path, stat.S_IFREG) for path in ["../evil", "/evil", "a/../../evil", "..", ".", "a//evil", "a/", "./evil", ""]]
@@ -249,6 +255,7 @@ def test_copy_files_does_not_write_through_symlinks(misbehave: Misbehave, tmp_pa
 TRUNCATED = "TRUNCATED"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
@@ -283,6 +290,7 @@ def test_copy_files_refuses_a_strange_plan(misbehave: Misbehave, tmp_path: Path,
     )
 
 
+@pytest.mark.full
 async def test_copy_files_does_not_take_set_user_id(tmp_path: Path) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -295,6 +303,7 @@ async def test_copy_files_does_not_take_set_user_id(tmp_path: Path) -> None:
 # ---- things that go wrong half-way ----
 
 
+@pytest.mark.full
 async def test_copy_files_reports_a_file_that_became_shorter(tmp_path: Path) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -323,6 +332,7 @@ async def test_copy_files_gives_up_when_nothing_moves(tmp_path: Path, monkeypatc
         os.close(root)
 
 
+@pytest.mark.full
 async def test_copy_files_tells_the_sender_why(tmp_path: Path) -> None:
     source, destination = tmp_path / "source", tmp_path / "destination"
     source.mkdir()
@@ -340,6 +350,7 @@ async def wait_half_way(destination: Path) -> None:
     await until(lambda: any(path.is_file() and path.stat().st_size for path in destination.iterdir()), within=DEADLINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 @pytest.mark.parametrize(
     ("transports", "number"),
@@ -367,6 +378,7 @@ async def test_copy_files_interrupted(tmp_path: Path, transports: str, victim: s
         assert leftovers(destination) == []
 
 
+@pytest.mark.full
 async def test_copy_files_interrupted_while_nobody_calls(tmp_path: Path) -> None:
     async with receiver(tmp_path) as receiving:
         receiving.process.send_signal(signal.SIGINT)

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import trio
 from helpers import open_pair
-from programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._cli import exchange, info, main, perf
 from trio_ucx._cli.errors import PerfError, describe
+
+from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 
 def is_running(pid: int) -> bool:
@@ -64,10 +65,12 @@ def test_info() -> None:
     assert "ZCOPY_THRESH" not in done.stdout
 
 
+@pytest.mark.full
 def test_info_with_all_options() -> None:
     assert "  ZCOPY_THRESH=auto\n" in run_cli("info", "--config").stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["info"], ["perf"], ["perf", "--listen", "127.0.0.1:0"]])
 def test_option_that_cannot_work(command: list[str]) -> None:
     done = run_cli(*command, UCX_MM_SEG_SIZE="5")
@@ -93,6 +96,7 @@ def test_info_json() -> None:
     assert facts["error"] is None
 
 
+@pytest.mark.full
 def test_info_tells_what_the_environment_changes() -> None:
     done = run_cli("info", "--json", UCX_TLS="tcp,nonsense", UCX_NET_DEVICES="lo", UCX_TCP_TX_SEG_SIZE="8k")
     assert "nonsense" in done.stderr  # UCX's own warning, which it prints on stdout
@@ -108,6 +112,7 @@ def test_info_tells_what_the_environment_changes() -> None:
     assert re.search(r"sysv +disabled by the configuration: memory", text)
 
 
+@pytest.mark.full
 def test_info_when_ucx_does_not_start() -> None:
     done = run_cli("info", UCX_TLS="nonsense")
     assert done.returncode == 1
@@ -139,6 +144,7 @@ def check_results(results: list[dict[str, float]], sizes: list[int]) -> None:
         assert result["bandwidth_mb_s"] == pytest.approx(result["messages_s"] * result["size"] / 1e6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("transports", "wanted"), [("tcp", {"tcp"}), ("tcp,sm,self", {"sysv", "posix"})])
 def test_perf(transports: str, wanted: set[str]) -> None:
     done = run_cli("perf", *QUICK, "--transports", transports, "--json")
@@ -152,6 +158,7 @@ def test_perf(transports: str, wanted: set[str]) -> None:
         assert names == {"tcp"}
 
 
+@pytest.mark.full
 def test_perf_as_a_table() -> None:
     done = run_cli("perf", "--sizes", "8,1k", "--seconds", "0.05", "--transports", "tcp")
     assert (done.returncode, done.stderr) == (0, "")
@@ -163,6 +170,7 @@ def test_perf_as_a_table() -> None:
     assert all(float(number.replace(",", "")) > 0 for row in rows for number in row.split()[1:])
 
 
+@pytest.mark.full
 def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
     with start_cli("perf", "--listen", "127.0.0.1:0") as server:
         address = listening_address(server)
@@ -182,6 +190,7 @@ def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
         assert server.returncode == 130
 
 
+@pytest.mark.full
 def test_the_key_that_a_server_makes() -> None:
     """It prints what to type on the other machine; nobody gets in without the key, from this machine either."""
     with start_cli("perf", "--listen", "0", without=["TRIO_UCX_AUTHKEY"]) as server:
@@ -201,6 +210,7 @@ def test_the_key_that_a_server_makes() -> None:
         assert len(json.loads(read_line(server))["authkey"]) == 32
 
 
+@pytest.mark.full
 def test_keys_from_files_and_without(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"sixteen letters!\n")
@@ -226,6 +236,7 @@ def test_keys_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert words in said and str(wrong) in said and "letters" not in said
 
 
+@pytest.mark.full
 def test_server_survives_a_lost_client() -> None:
     with start_cli("perf", "--listen", "127.0.0.1:0") as server:
         address = listening_address(server)
@@ -261,6 +272,7 @@ if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "s
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("end", "method", "kind"),
     [("client", "send", "latency"), ("server", "send", "latency"), ("client", "_submit_send", "stream")],
@@ -361,6 +373,7 @@ def test_control_messages() -> None:
         assert exchange.read_message(bytearray(data), *GOOD) is None
 
 
+@pytest.mark.full
 def test_no_client_ends_the_server_or_reaches_its_terminal() -> None:
     """Whatever it says: the server's output stays one printable line for each, and it serves the next client."""
     escape = "\x1b]0;title\x07\r\x9b2J\u202e"
@@ -445,6 +458,7 @@ def test_no_server_at_the_address() -> None:
     assert re.fullmatch(r"python -m trio_ucx perf: .*127\.0\.0\.1:\d+.*\n", done.stderr)
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_start() -> None:
     done = run_cli("perf", "--transports", "nonsense")
     assert (done.returncode, done.stdout) == (1, "")
@@ -453,6 +467,7 @@ def test_a_server_that_does_not_start() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["server", "client"])
 def test_a_process_that_dies(name: str) -> None:
     with start_cli("perf", "--seconds", "30") as process:
@@ -466,6 +481,7 @@ def test_a_process_that_dies(name: str) -> None:
         wait_gone(pids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [False, True])
 def test_ctrl_c_ends_both_processes(group: bool) -> None:
     # Without warnings: the signal may interrupt an import, and importlib then leaves a file to the garbage collector.
@@ -480,6 +496,7 @@ def test_ctrl_c_ends_both_processes(group: bool) -> None:
         wait_gone(pids)
 
 
+@pytest.mark.full
 def test_no_process_outlives_a_killed_command() -> None:
     with start_cli("perf", "--seconds", "30") as process:
         pids = wait_both_started(process)
@@ -549,6 +566,7 @@ def test_bugs_show_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["info"])
 
 
+@pytest.mark.full
 def test_a_reader_that_went_away() -> None:
     with start_cli("perf", *QUICK) as process:
         assert process.stdout is not None
@@ -558,6 +576,7 @@ def test_a_reader_that_went_away() -> None:
         assert (process.returncode, process.stderr.read()) == (1, "")
 
 
+@pytest.mark.full
 def test_progress_on_a_terminal() -> None:
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()

@@ -18,7 +18,7 @@ import pytest
 
 from trio_ucx._native import ucx
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "ucx-reports.md"
 PROGRAMS = sorted((ROOT / "docs" / "ucx-reports").glob("*.c"))
 
@@ -85,6 +85,7 @@ def compile_command() -> list[str]:
     return command
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_program_compiles(program: Path, compile_command: list[str]) -> None:
     command = [*compile_command, "-fsyntax-only", program]
@@ -111,6 +112,7 @@ def built(compile_command: list[str], tmp_path_factory: pytest.TempPathFactory) 
     return build
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.program)
 def test_program_shows_the_fault(shown: Shown, built: Callable[[str], Path]) -> None:
     if ucx.version < shown.since:

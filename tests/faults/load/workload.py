@@ -1,4 +1,4 @@
-"""A server or a client of the soak: ``python -m benchmarks.reliability.workload SETTINGS`` (JSON).
+"""A server or a client of the soak: ``python -m faults.load.workload SETTINGS`` (JSON).
 
 A client connects, says the connection's name and plan, and then both sides do at the same time what the plan says,
 until one of them ends the connection in the way that the plan says. Everything is logged, nothing is judged here.

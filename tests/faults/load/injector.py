@@ -148,7 +148,7 @@ class Injector:
             patience=self.plan.patience,
             broken=self.plan.broken,
         )
-        command = [sys.executable, "-m", "benchmarks.reliability.workload", json.dumps(attrs.asdict(settings))]
+        command = [sys.executable, "-m", "faults.load.workload", json.dumps(attrs.asdict(settings))]
         with (self.plan.folder / f"{name}.err").open("w") as errors:
             process = await trio.lowlevel.open_process(
                 command,

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from c_programs import compiled
 from helpers import free_port, until
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
+
+from .c_programs import compiled
 
 #: What the example sends; it receives whatever comes.
 TAG = 0xCAFE
@@ -119,7 +120,7 @@ def arguments(mode: str, port: int, size: int, vector: int, iterations: int) -> 
     return ["-p", str(port), "-c", mode, "-s", str(size), "-v", str(vector), "-i", str(iterations)]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["tag", "stream", "am"])
 @pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_client(
@@ -160,7 +161,7 @@ async def test_c_program_as_client(
                     endpoint.abort()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["tag", "stream", "am"])
 @pytest.mark.parametrize(("size", "vector", "iterations"), SHAPES)
 async def test_c_program_as_server(

@@ -1,0 +1,91 @@
+"""Which cases run: the tiers of docs/testing.md.
+
+* By default: one transport of each case that both could run, and samples of tests that have many cases.
+* ``--rest MINUTES``: what the default leaves out, in random order, as much as can begin in that time.
+* ``--full``: everything, all rounds of each test; ``--part 2/5``: the second of five parts of it.
+
+``--seed`` decides all choices, for each test by itself: however many tests are asked for, in whatever order and in how
+many processes, each runs the same cases.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Iterable
+
+import pytest
+
+
+def _key(item: pytest.Function, without: str = "") -> str:
+    """What the cases of a test have in common; ``without``: with equal parameters but for this one."""
+    assert item.parent is not None
+    parameters = item.callspec.params if without else {}
+    rest = sorted((name, str(item.callspec.indices[name])) for name in parameters if name != without)
+    return f"{item.parent.nodeid}::{item.originalname} {rest}"
+
+
+def _groups(items: Iterable[pytest.Item], without: str = "") -> dict[str, list[pytest.Item]]:
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        groups.setdefault(_key(item, without), []).append(item)
+    return groups
+
+
+def default(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """The cases that run by default."""
+    chosen = {item for item in items if item.get_closest_marker("full") is None}
+    of_one_transport = [
+        item
+        for item in chosen
+        if "transports" in getattr(getattr(item, "callspec", None), "params", ())
+        and item.get_closest_marker("both_transports") is None
+    ]
+    for key, group in _groups(of_one_transport, without="transports").items():
+        chosen.difference_update(_sample(group, len(group) - 1, seed, key))
+    sampled = [item for item in chosen if item.get_closest_marker("sample") is not None]
+    for key, group in _groups(sampled).items():
+        marker = group[0].get_closest_marker("sample")
+        assert marker is not None
+        chosen.difference_update(_sample(group, len(group) - marker.args[0], seed, key))
+    return chosen
+
+
+def _sample(group: list[pytest.Item], count: int, seed: int, key: str) -> list[pytest.Item]:
+    ordered = sorted(group, key=lambda item: item.nodeid)
+    return random.Random(f"{seed} {key}").sample(ordered, max(0, count))
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves those of ``items`` that the command line asks for."""
+    option = config.option
+    if option.full or option.rest:
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(3600 if option.full else 600))
+    if option.full:
+        part, parts = map(int, option.part.split("/"))
+        selected = {item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part % parts}
+    else:
+        selected = default(items, option.seed)
+        if option.rest:
+            selected = set(items) - selected
+    left_out = [item for item in items if item not in selected]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in selected]
+    if option.rest:
+        random.Random(option.seed).shuffle(items)
+
+
+class Deadline:
+    """With ``--rest``: what has not begun by then does not run, and is not reported."""
+
+    def __init__(self, minutes: float) -> None:
+        self._ends = time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        return True if time.monotonic() > self._ends else None
