@@ -45,6 +45,7 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("SEG_SIZE", "0", "give it at least 512"),
         ("CMA_TX_QUOTA", "0", "give it at least 1"),
         ("RX_MPOOL_SIZES", "64,64k", "give it 1 to 32768"),
+        ("BCOPY_THRESH", "64", "give it at most 1"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
     ],
 )
@@ -59,6 +60,11 @@ def test_values_that_cannot_work(name: str, value: str, cure: str, monkeypatch: 
     if name == "MM_SEG_SIZE":  # what is in config= goes over the environment
         with ucp.open_context({name: 8256}):
             pass
+
+
+def test_what_ucx_chooses_itself() -> None:
+    with ucp.open_context({"BCOPY_THRESH": "auto"}):
+        pass
 
 
 def test_patterns_of_names() -> None:

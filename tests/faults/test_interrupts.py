@@ -46,7 +46,7 @@ def test_interrupted_at_every_point(
     name: str, transports: str, protected: bool, rounds: Rounds, chance: random.Random
 ) -> None:
     [(_, count)] = run(name, transports, [0], protected)
-    assert count > 40  # it differs a little between versions of Python
+    assert count > 20
     # Where Trio defers it, it is raised at one of the main task's checkpoints, of which there are few.
     few = 5 if protected else 10
     points = list(range(1, count + 1))

@@ -29,6 +29,7 @@ class Limit:
         options: a pattern of names.
         least, most: of a number, or of each in a list of numbers; ``inf`` counts, and -1 is ``inf``.
         units: whether UCX reads units. Where it does not, 64k is 64 to it.
+        automatic: whether UCX may choose: "auto".
         reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
             same lines, unless the reason names others.
     """
@@ -38,9 +39,12 @@ class Limit:
     most: float
     reason: str
     units: bool = True
+    automatic: bool = False
 
     def allows(self, text: str) -> bool:
         """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
+        if self.automatic and text.lower() == "auto":
+            return True
         for part in text.split(","):
             value = number(part)
             if value is None or not self.least <= value <= self.most or not (self.units or _PLAIN.fullmatch(part)):
@@ -88,6 +92,13 @@ LIMITS = (
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
     Limit("SEG_SIZE", 512, math.inf, "UCX writes headers of active messages to such a segment, whatever its size"),
     Limit("MAX_(EAGER|RNDV)_RAILS", 1, math.inf, "UCX would cancel messages that need more than one segment"),
+    Limit(
+        "BCOPY_THRESH",
+        0,
+        1,
+        "UCX 1.22 may send shorter lists of buffers by rendezvous, which trio_ucx expects of long messages only",
+        automatic=True,
+    ),
     Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
 )
