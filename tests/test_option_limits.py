@@ -46,6 +46,8 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("CMA_TX_QUOTA", "0", "give it at least 1"),
         ("RX_MPOOL_SIZES", "64,64k", "give it 1 to 32768"),
         ("BCOPY_THRESH", "64", "give it at most 1"),
+        ("RNDV_SCHEME", "put_zcopy", "give it auto or am"),
+        ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
     ],
 )
@@ -63,7 +65,7 @@ def test_values_that_cannot_work(name: str, value: str, cure: str, monkeypatch: 
 
 
 def test_what_ucx_chooses_itself() -> None:
-    with ucp.open_context({"BCOPY_THRESH": "auto"}):
+    with ucp.open_context({"BCOPY_THRESH": "auto", "RNDV_SCHEME": "Auto"}):
         pass
 
 

@@ -136,7 +136,7 @@ OPTIONS: Mapping[str, Option] = {
         Option(
             "RNDV_SCHEME",
             "who fetches or writes large messages",
-            same("RNDV_SCHEME", "auto", "get_zcopy", "put_zcopy", "am"),
+            same("RNDV_SCHEME", "auto", "am"),
             (*GENERAL, *latencies(2**20), *bandwidths(128 * 2**10)),
         ),
         Option(

@@ -29,7 +29,7 @@ class Limit:
         options: a pattern of names.
         least, most: of a number, or of each in a list of numbers; ``inf`` counts, and -1 is ``inf``.
         units: whether UCX reads units. Where it does not, 64k is 64 to it.
-        automatic: whether UCX may choose: "auto".
+        words: what else it may be, such as "auto".
         reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
             same lines, unless the reason names others.
     """
@@ -39,11 +39,11 @@ class Limit:
     most: float
     reason: str
     units: bool = True
-    automatic: bool = False
+    words: tuple[str, ...] = ()
 
     def allows(self, text: str) -> bool:
         """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
-        if self.automatic and text.lower() == "auto":
+        if text.lower() in self.words:
             return True
         for part in text.split(","):
             value = number(part)
@@ -57,6 +57,8 @@ _PLAIN = re.compile(r"-?\d+|inf", re.IGNORECASE)
 #: A control frame, a batch of small messages (4,096 bytes), or UCX's own wire-up messages, with their headers.
 LEAST_SEGMENT = 4352
 _ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which a shorter segment would cut or not hold"
+
+_NO_NUMBER = (1.0, 0.0)
 
 LIMITS = (
     Limit(
@@ -97,7 +99,14 @@ LIMITS = (
         0,
         1,
         "UCX 1.22 may send shorter lists of buffers by rendezvous, which trio_ucx expects of long messages only",
-        automatic=True,
+        words=("auto",),
+    ),
+    Limit(
+        "RNDV_SCHEME",
+        *_NO_NUMBER,
+        "with a scheme that a transport cannot do (over TCP, and mostly over shared memory, all others), UCX sends "
+        "long messages before the peer asks for them, and trio_ucx loses those that are unread when this side closes",
+        words=("auto", "am"),
     ),
     Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
@@ -123,6 +132,8 @@ def check(config: Mapping[str, str]) -> None:
 
 
 def _range(limit: Limit) -> str:
+    if limit.least > limit.most:
+        return " or ".join(limit.words)
     if limit.least == math.inf:
         return "inf, its default, or leave it out"
     if limit.most == math.inf:
