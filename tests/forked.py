@@ -47,7 +47,7 @@ class ForkedProcess:
         if self.returncode is None:
             await trio.lowlevel.wait_readable(self._pidfd)
         while self.poll() is None:
-            await trio.lowlevel.wait_readable(self._server.socket)
+            self._server.hear(wait=True)  # it is about to say how this one has ended
         assert self.returncode is not None
         return self.returncode
 
