@@ -287,7 +287,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Waits until no buffer of a cancelled send or receive belongs to the library any more.
 
         That can take until the peer receives a large message whose send was cancelled, or until the connection has
-        ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer, and half a second more.
+        ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer, and half a second more. After a local peer was
+        killed while large messages moved over shared memory, it can take until the worker closes.
 
         Cancellation: nothing has happened.
 
