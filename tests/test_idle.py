@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 
 
 @pytest.mark.parametrize("keepalive", ["20s", "inf"])
@@ -71,6 +73,29 @@ async def test_thousand_sends_to_an_armed_worker(worker: ucp.Worker, transports:
             for number in range(1000):
                 assert await server.receive(3) == number.to_bytes(8, "little")
         assert worker.statistics().missed_events == 0  # the safety net would have helped
+
+
+async def test_a_missed_event_is_found_and_counted(worker: ucp.Worker, transports: str) -> None:
+    """The worker's descriptor is replaced by one that never becomes readable, so every event is missed."""
+    async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(worker, other) as (client, server):
+        engine = internals(other)
+        efd, (silent, end) = engine.efd, os.pipe()
+        await trio.testing.wait_all_tasks_blocked()
+        try:
+            engine.efd = silent
+            engine.wake()
+            with trio.fail_after(60):
+                while other.statistics().missed_events == 0:  # an interrupted look counts nothing
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(server.receive)
+                        await trio.testing.wait_all_tasks_blocked()
+                        await client.send(b"x")
+        finally:
+            trio.lowlevel.notify_closing(silent)
+            engine.efd = efd
+            os.close(silent)
+            os.close(end)
+        engine.counters["missed_events"] = 0  # the fixture expects none
 
 
 async def test_jumping_clock_does_not_make_the_safety_net_fire(mock_clock: trio.testing.MockClock) -> None:
