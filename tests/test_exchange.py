@@ -851,7 +851,7 @@ async def test_backlog(worker: ucp.Worker) -> None:
             await until(lambda: len(clients) == 7 and all(each.is_let_in for each in clients))
             await until(lambda: listener.statistics() == trio_ucx.ListenerStatistics(7, 3, 0, 0))
             assert len(opened) == 3
-            with pytest.raises(TimeoutError, match=f"{listener.address[1]}.*has its backlog room"):
+            with pytest.raises(TimeoutError, match=f"{listener.address[1]}.*is its backlog full"):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=0.1)
             with trio.fail_after(10):
                 while len(accepted) < 10:

@@ -14,7 +14,7 @@ from .ucp._util import check_integer, check_timeout
 
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0
-#: Bytes of an authkey, at least: a client may try some 300,000 keys a second.
+#: The shortest authkey, in bytes: a client may try some 300,000 keys a second.
 MIN_AUTHKEY = 16
 
 
@@ -56,8 +56,8 @@ def check_authkey(authkey: bytes | None) -> bytes | None:
         raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
     if len(authkey) < MIN_AUTHKEY:
         raise ValueError(
-            f"authkey has {len(authkey)} bytes, and shorter ones than {MIN_AUTHKEY} can be guessed: make one with "
-            "secrets.token_bytes(32), for instance, and give it to both sides"
+            f"authkey has {len(authkey)} bytes, but needs at least {MIN_AUTHKEY}, because shorter keys can be guessed. "
+            "Make one with secrets.token_bytes(32), for instance, and give it to both sides"
         )
     return bytes(authkey)
 

@@ -103,7 +103,7 @@ class _Destination:
 
 
 async def _open_unix_socket(path: str) -> trio.SocketStream:
-    """Connects to a Unix socket; as long as the kernel's queue of the listener is full, tries again and again."""
+    """Connects to a Unix socket. Tries again as long as the kernel's queue of the listener is full."""
     while True:
         stream = await trio.open_unix_socket(path)
         try:
@@ -188,8 +188,8 @@ def connect(
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
 
-    The two sides meet on a TCP or Unix socket, the *control socket*. There they authenticate each other if asked to,
-    and tell each other how their UCX workers can be reached; messages then go over UCX. Leaving the block normally
+    A connection begins on a TCP or Unix socket, the *control socket*. There the two sides authenticate each other if
+    asked to, and describe how their UCX workers can be reached. Messages then go over UCX. Leaving the block normally
     closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a cancellation closes by force.
 
     Args:
@@ -207,9 +207,9 @@ def connect(
             host that vanished is noticed after about twice as long, rounded up to whole seconds, and after 4 seconds at
             least; a process that is stopped does not count as lost. 0 or ``math.inf``: never. (A process that ends is
             noticed at once.)
-        authkey: a secret that both sides must have, of 16 bytes or more (``secrets.token_bytes(32)``): each proves to
-            the other that it knows it. A client is as open to a listener as that is to the client, so this also keeps
-            it from listeners that it should not trust.
+        authkey: a key that both sides must have, of 16 bytes or more, such as ``secrets.token_bytes(32)``: each proves
+            to the other that it knows the key. A listener can take over its clients as a client can take over a
+            listener, so the key also protects the client from false listeners.
         ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
             sends them as they are.
         server_hostname: the name that the listener's certificate must have; by default the host of ``address``.
@@ -219,7 +219,7 @@ def connect(
     Raises:
         TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
         OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates. Too few
-            file descriptors are left (EMFILE).
+            file descriptors are left (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports.
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.

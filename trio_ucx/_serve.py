@@ -27,10 +27,10 @@ from .ucp._util import check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 
-#: Clients that may wait to be accepted at one listener, by default.
+#: ``backlog``, by default.
 DEFAULT_BACKLOG = 1024
-#: What the kernel may hold before we accept it, whatever ``backlog`` is: when that is used up, clients wait there.
-#: (The kernel has a limit of its own, net.core.somaxconn.)
+#: The kernel's queue of sockets that we have not accepted, whatever ``backlog`` is: clients wait there when a listener
+#: has no room. (The kernel has a limit of its own, net.core.somaxconn.)
 MAX_KERNEL_BACKLOG = 0xFFFF
 
 
@@ -52,36 +52,36 @@ async def open_ucx_listeners(
     isolate: bool = False,
     allow_anyone: bool = False,
 ) -> list[Listener]:
-    """Opens a listener for each address of a host, by ``trio.open_tcp_listeners``; or at a Unix socket.
+    """Opens a listener for each address of a host, with ``trio.open_tcp_listeners``, or one at a Unix socket.
 
-    A client that is let in can take over the process, because UCX trusts its peers. So without ``authkey=``, and
-    without an ``ssl_context=`` that requires certificates, a TCP listener is in *protected mode*: it lets in only
-    clients of its own machine, and tells the others why.
+    A client that is let in can take over the process, because UCX trusts its peers. Without ``authkey=``, and without
+    an ``ssl_context=`` that requires certificates, a TCP listener is therefore in *protected mode*: it lets in only
+    clients of its own machine. The error that other clients get names the reason.
 
     Args:
         port: 0 chooses a free one.
         host: a name or address of this machine; None means every interface, IPv4 and IPv6. ``"unix:/path"``, with
             port 0, is a Unix socket; its file's permissions decide who can connect.
         worker: the worker of the connections; by default the run's shared worker.
-        backlog: clients that may wait to be accepted, those included that are let in and connecting; further clients
-            wait in the kernel's queue, until there is room or their ``connect_timeout`` is over. None means 1024.
+        backlog: the greatest number of clients that were let in and not accepted yet. Further clients wait until there
+            is room, or until their or the listener's ``connect_timeout`` ends. None means 1024.
         connect_timeout: seconds that a client has for the exchange and the greeting over UCX.
         close_timeout, window, max_message_size, shared_memory, keepalive_interval: of the connections, see
             :func:`connect`.
-        authkey: a secret that clients must have as well, of 16 bytes or more: ``secrets.token_bytes(32)``.
+        authkey: a key that clients must have, too, of 16 bytes or more, such as ``secrets.token_bytes(32)``.
         ssl_context: runs the exchanges over TLS; with ``verify_mode=ssl.CERT_REQUIRED`` clients need certificates.
-            Without it, TLS does not keep anybody out: protected mode stays, and the listener logs a warning.
+            Otherwise TLS keeps nobody out: the listener logs a warning, and stays in protected mode.
         isolate: gives each connection a worker of its own, which is closed with it. A client that is killed while it
             writes to shared memory then harms no other connection. Each worker costs about 5 MB of memory, 16 file
             descriptors, and 10 ms to open, during which the program is blocked.
-        allow_anyone: no protected mode: everybody who can reach the port is let in, unless ``authkey`` or
-            ``ssl_context`` keeps them out.
+        allow_anyone: switches protected mode off. Every client that can reach the port is let in, unless ``authkey``
+            or ``ssl_context`` keeps it out.
 
     Cancellation: no listener is left behind.
 
     Raises:
         OSError: the address is in use, or not of this machine; an unknown host; too few file descriptors are left
-            (EMFILE).
+            (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports.
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         RuntimeError: a raw receive waits on ``worker`` that could take messages of its first Connection.

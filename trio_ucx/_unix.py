@@ -39,7 +39,7 @@ def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Ca
 
     Returns:
         The listener, and a function that removes the path if it still belongs to the listener. Call it before the
-        listener is closed: until then nobody else takes the path, and its inode number is not used again.
+        listener is closed: until then no other process gets the path, and the kernel does not reuse its inode number.
 
     Raises:
         OSError: another process has the path; something other than a socket is there; the path is too long, or may not
@@ -71,8 +71,10 @@ def open_unix_listener(path: str, backlog: int) -> tuple[trio.SocketListener, Ca
 
 
 def _remove_if_stale(path: str) -> None:
-    """Removes a socket that no process has bound. Under a lock: two servers could find the same one, and the second
-    would remove what the first has bound meanwhile.
+    """Removes a socket that no process has bound.
+
+    It holds a lock: without one, two servers could find the same socket, and the second could remove what the first has
+    bound in the meantime.
     """
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         raise OSError(errno.EEXIST, "something other than a socket is there")
@@ -82,7 +84,7 @@ def _remove_if_stale(path: str) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.stat(lock), os.fstat(file.fileno())):
-                raise taken  # whoever had the lock has removed this file meanwhile, and somebody else made another one
+                raise taken  # its holder has removed this file, and another process has made a new one
         except (BlockingIOError, FileNotFoundError):
             raise taken from None
         try:
@@ -96,8 +98,8 @@ def _remove_if_stale(path: str) -> None:
 def _is_bound(path: str) -> bool:
     """Whether a process has bound the socket at a path, listening yet or not.
 
-    A socket of another kind cannot be connected to it, so this does not disturb that process. The kernel looks for the
-    process first: without one it refuses the connection.
+    A datagram socket cannot be connected to it, so this does not disturb that process. Without a process the kernel
+    refuses the connection; otherwise it says that the type is wrong (EPROTOTYPE).
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:

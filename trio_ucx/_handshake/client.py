@@ -102,15 +102,15 @@ class Connector:
         return link
 
     def _named(self, error: OSError) -> OSError:
-        """An error with the listener's address in its message, and what it may come from."""
+        """The error, with the listener's address and a possible cause in its message."""
         if self.label in str(error):
             return error
         if error.errno == errno.ENOTCONN:  # from getpeername
             error = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         if isinstance(error, ssl.SSLError):
-            hint = "does it have an ssl_context, and does each trust the other?"
+            hint = "does the listener have an ssl_context, and does each side trust the other's certificate?"
         else:
-            hint = "the listener may have closed, or is not a trio_ucx listener: see its log, or try again"
+            hint = "the listener may have closed, or may not be a trio_ucx listener; see its log, or try again"
         error.strerror = f"connecting to {self.label}: {error.strerror or error}: {hint}"
         return error
 
@@ -123,7 +123,7 @@ class Connector:
         if options.ssl_context is not None:
             self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
             await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
-        self.stage = "it did not answer; is it a trio_ucx listener, and has its backlog room?"
+        self.stage = "it did not answer; is it a trio_ucx listener, or is its backlog full?"
         handshake.move_to_running_worker()
         exchange.open(handshake.make_facts(options.shared_memory))
         await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))

@@ -127,7 +127,7 @@ class ControlSocket:
 
     def close(self) -> None:
         bare, self._socket = self._socket, None
-        self._tls = None  # buffers go at once, whoever still has this object
+        self._tls = None  # frees the buffers at once, even if this object lives on
         self.exchange.drop_data()
         if bare is not None:
             self._sockets.remove(bare.fileno())

@@ -26,9 +26,9 @@ Address = tuple[str, int] | None
 #: Unanswered probes after which the peer's host has vanished: where the interval has the seconds for so many, and at
 #: least. Of one or two packets each may be lost on a network that works.
 PROBES, LEAST_PROBES = 10, 3
-#: Bytes that are read at once. OpenSSL needs a millisecond for so many KeyUpdates.
+#: Bytes that are read at once. OpenSSL needs a millisecond for the KeyUpdate messages that fit into them.
 CHUNK = 2048
-#: Bytes of TLS records that are taken from a peer, from the handshake to the end of the connection. An honest one sends
+#: Bytes of TLS records that are accepted from a peer in the whole life of a connection. An honest peer sends
 #: certificates (at most 100 KB), its worker addresses (``exchange.MAX_FRAME``), and little else.
 MAX_TLS_BYTES = 2**19
 #: The first bytes of a TLS client: a handshake record.
@@ -38,8 +38,8 @@ _TLS_RECORD = b"\x16\x03"
 class TLS:
     """One side of a TLS connection, without I/O: received bytes go in, bytes to send come out.
 
-    All that it keeps is bounded, because the bytes that it takes are: OpenSSL answers what it gets, and would keep what
-    it does not process.
+    It accepts a limited number of bytes, which bounds what OpenSSL keeps: received data that it has not processed, and
+    answers that are not sent.
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_client: bool, server_hostname: str | None) -> None:
@@ -54,7 +54,7 @@ class TLS:
         """Takes bytes from the peer.
 
         Raises:
-            ssl.SSLError: it sent more than anybody needs.
+            ssl.SSLError: it sent more than MAX_TLS_BYTES.
         """
         self._received += len(data)
         if self._received > MAX_TLS_BYTES:
@@ -71,7 +71,7 @@ class TLS:
 
         Raises:
             ssl.SSLError: the data were changed on the way, the peer has ended the TLS connection, or it sent more than
-                anybody needs.
+                MAX_TLS_BYTES.
         """
         self.receive(data)
         plain = bytearray()
@@ -188,7 +188,7 @@ class ControlStream:
             last: sent before, as far as the socket takes it at once. (So is a TLS alert that says why TLS failed.) Not
                 if an earlier send was cut off.
         """
-        tls, self.tls = self.tls, None  # buffers go at once, whoever still has this object
+        tls, self.tls = self.tls, None  # frees the buffers at once, even if this object lives on
         if self.socket.fileno() < 0:
             return
         if tls is not None:
@@ -233,7 +233,7 @@ def ip_of(address: Address) -> str | None:
 
 
 def source_of(control: trio.socket.SocketType) -> bytes | int:
-    """Whom the peer's end of a socket belongs to: its IPv4 address, its IPv6 network (/64), or its user."""
+    """The source of a client: its IPv4 address, its IPv6 /64 network, or its user."""
     if control.family == socket.AF_UNIX:
         _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(uid)
@@ -278,7 +278,7 @@ def has_route(ip: str) -> bool:
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
     """Whether the peer's end of a socket is on this machine, in the same network namespace.
 
-    That an address can be bound does not say so: broadcast addresses can, and with ``ip_nonlocal_bind`` all others.
+    It is not enough that an address can be bound: broadcast addresses can, and with ``ip_nonlocal_bind`` all addresses.
     """
     if control.family == socket.AF_UNIX:
         return True
@@ -289,7 +289,7 @@ def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
         try:
             if control.family == socket.AF_INET:
                 probe.bind((peer[0], 0))
-            probe.connect(peer)  # sends nothing; fails if we have bound an address of others
+            probe.connect(peer)  # sends nothing; fails if the bound address is not ours
         except OSError:
             return False
-        return bool(probe.getsockname()[0] == peer[0])  # by IPv6, the way to an own address begins at that address
+        return bool(probe.getsockname()[0] == peer[0])  # IPv6: packets to an own address come from that address

@@ -96,7 +96,7 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
     (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
     (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
-    # The connection opens first for the client; the listener may still close, or its time be over.
+    # The connection opens first for the client. The listener may still close, or its connect_timeout may end.
     (True, State.OPENED): frozenset({Kind.REFUSE, Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
     (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE, Kind.ABORT}),
@@ -195,14 +195,14 @@ class Refusal(ProtocolError):
 
 
 class ProtectedMode(Refusal):
-    """The client is on another machine, and this listener lets in such clients only with credentials."""
+    """Protected mode refuses the client: it is on another machine, and the listener demands no credentials."""
 
     def __init__(self) -> None:
         super().__init__(
-            "protected mode: this listener is open to clients of its own machine only, because it asks for no "
+            "protected mode: this listener lets in only clients of its own machine, because it demands no "
             "credentials. Give both sides the same authkey=, or the listener an ssl_context= with "
-            "verify_mode=ssl.CERT_REQUIRED and each client a certificate; allow_anyone=True at the listener lets in "
-            "everybody who can reach it"
+            "verify_mode=ssl.CERT_REQUIRED and each client a certificate; with allow_anyone=True the listener lets in "
+            "every client that can reach it"
         )
 
 
@@ -215,7 +215,7 @@ class Exchange:
         authkey: the secret that both sides must know, or None.
 
     Attributes:
-        protected: for the server: refuses the client right after its preamble.
+        protected: whether this server refuses the client right after its preamble (protected mode).
     """
 
     def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:

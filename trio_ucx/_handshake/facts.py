@@ -1,4 +1,4 @@
-"""What each side says about itself in the exchange, and which transports follow from that. Without I/O."""
+"""The peer descriptions that the sides exchange, and which transports follow from them. Without I/O."""
 
 from __future__ import annotations
 
@@ -325,5 +325,5 @@ def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
             "option TLS (UCX_TLS), as in 'tcp,sm,self'"
         )
     if ours.tcp_addresses and theirs.tcp_addresses and (difference := _differences(ours, theirs, "tcp")) is not None:
-        raise ProtocolError(f"{difference}: one would overrun the other's memory, so give both the same value")
+        raise ProtocolError(f"{difference}: one side would overrun the memory of the other. Give both the same value")
     return False

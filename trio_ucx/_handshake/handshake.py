@@ -47,7 +47,7 @@ from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
 
-#: Seconds after which the endpoint of a connect over TCP is closed that was given up.
+#: Seconds after which the endpoint of a connect over TCP that was given up is closed.
 _GIVEN_UP = 1.0
 
 
@@ -58,7 +58,7 @@ class ExchangeOptions:
     Attributes:
         server_hostname: the name that the server's certificate must have.
         keepalive_interval: see :func:`control_stream.set_keepalive`.
-        allow_anyone: a listener's: no protected mode.
+        allow_anyone: for a listener: switches protected mode off.
     """
 
     shared_memory: SharedMemory
@@ -136,7 +136,7 @@ class Handshake:
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
-        #: The address that its control socket comes from, if that is another machine's.
+        #: The address that the peer's control socket comes from, if it is another machine's.
         self._other_host: str | None = None
 
     def _register(self, registry: Registry) -> None:
@@ -167,7 +167,7 @@ class Handshake:
             event = await self.next_event(stream, exchange)
             answer(event)
             if isinstance(event, Greeted) and self.number is None:
-                await trio.lowlevel.checkpoint()  # thousands of fillers may be missing
+                await trio.lowlevel.checkpoint()  # making thousands of placeholder endpoints takes long
 
     async def next_event(self, stream: ControlStream, exchange: Exchange) -> Event | Greeted:
         """Sends what the exchange has to send, and waits for its next event.
@@ -181,7 +181,7 @@ class Handshake:
             event = exchange.next_event() or self._awaited_greeting()
             if event is not None:
                 return event
-            with suppress(ConnectionError):  # the peer may have said why before it left: the next read tells
+            with suppress(ConnectionError):  # the peer may have sent a REFUSE before it left
                 await stream.send_all(exchange.data_to_send())
             data = await self._receive(stream)
             if data == b"":

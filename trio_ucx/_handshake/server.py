@@ -1,12 +1,12 @@
 """The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not.
 
 Admission and backlog. A client is *let in* when its OPEN has arrived; with an authkey, it has proved by then that it
-knows the key. ``backlog`` counts the clients that were let in and whose connection was not accepted yet. When it is
-used up, those whose OPEN arrives wait, and nobody loses a place. Clients that were not let in yet are strangers and
-do not count. They can be as many as MAX_EXCHANGES, and as file descriptors allow. Beyond that, further clients wait in
-the kernel's queue, until an exchange ends, or a stranger is idle: it was accepted more than GRACE seconds ago, and has
-sent nothing that we have not read. Then idle strangers of the source with the most strangers lose their places: first
-those that have never sent anything, the oldest first.
+knows the key. ``backlog`` limits the clients that were let in and whose connection was not accepted yet. When it is
+used up, a client whose OPEN arrives waits for a place. A client that was not let in yet is a *stranger*, and does not
+count. All unfinished exchanges together are at most MAX_EXCHANGES, or as many as file descriptors allow. Further
+clients wait in the kernel's queue, until an exchange ends. The acceptor itself ends exchanges of idle strangers: they
+were accepted more than GRACE seconds ago, and have sent nothing that we have not read. It takes them from the source
+with the most strangers: first those that have never sent anything, the oldest first.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ logger = logging.getLogger("trio_ucx")
 
 #: Unfinished exchanges at one listener.
 MAX_EXCHANGES = 1024
-#: Seconds after which an idle stranger may lose its place. Honest clients send as soon as they are connected, and when
-#: they get an answer. Strangers keep them out only if more than MAX_EXCHANGES come in so many seconds, again and again.
+#: Seconds after which the exchange of an idle stranger may end. Honest clients send as soon as they are connected, and
+#: as soon as they get an answer. Strangers keep them out only if more than MAX_EXCHANGES of them come in each GRACE.
 GRACE = 0.5
-#: Seconds between two looks for room.
+#: Seconds between two checks whether there is room.
 ROOM_PAUSE = 0.02
 #: Descriptors that a connection needs, with one TCP lane for each of several network devices.
 DESCRIPTORS_EACH = 7
 #: Descriptors that clients leave to the program.
 SPARE_DESCRIPTORS = 16
-#: Descriptors that strangers leave besides, because UCX must never run out of them: its TCP transport stops listening
-#: when an accept() fails, and its workers never send large messages again if it has none at the first one.
+#: Descriptors that strangers also leave, because UCX must never run out of them. Its TCP transport stops listening when
+#: an accept() fails. A worker that has none for its first large message never sends large messages again.
 RESERVED_DESCRIPTORS = 64
 #: Seconds to wait when accept() fails because a resource is used up, as trio.serve_listeners does.
 ACCEPT_PAUSE = 0.1
@@ -120,7 +120,7 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has had its time, and we wait for it."""
+        """Whether it has had GRACE seconds, and we wait for it to send or to read."""
         return trio.current_time() - self.since >= GRACE and (self.stream.is_sending or not self.stream.has_unread)
 
 
@@ -217,12 +217,12 @@ class Acceptor:
             await trio.sleep(ROOM_PAUSE)
 
     def _has_room(self) -> bool:
-        """Whether one more client can be accepted. There is always room for one, which is told what is wrong."""
+        """Whether one more client can be accepted. A single one always can, to get the reason why it is refused."""
         count = RESERVED_DESCRIPTORS + self._descriptors_for(self._opening + 1)
         return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
 
     def _end_idle_exchanges(self) -> bool:
-        """Ends exchanges of idle strangers at the source with the most strangers; a few, as this takes a while."""
+        """Ends a few exchanges of idle strangers, of the source with the most strangers; returns whether any."""
         strangers = [client for client in self._clients if not client.is_let_in]
         counts = Counter(client.source for client in strangers)
         most = max(counts.values(), default=0)
@@ -277,7 +277,7 @@ class Acceptor:
                 elif client.has_sent:
                     reason += f" ({handshake.route})"
             elif client.scope.cancelled_caught and not self.closed:
-                kind, reason = "too many at once", "it was idle, and others wanted its place; try again"
+                kind, reason = "too many at once", "its exchange was idle while others waited; try again"
         except NotTrioUCX as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
@@ -325,7 +325,7 @@ class Acceptor:
         first = await handshake.next_event(stream, exchange)
         if isinstance(first, Opened):
             client.is_let_in = True
-            await stream.send_all(exchange.data_to_send())  # the client may be told what is wrong while it waits
+            await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
             await self._wait_for_place(client)
         self._answer(client, handshake, exchange, first)
         await handshake.run_exchange(stream, exchange, lambda event: self._answer(client, handshake, exchange, event))
