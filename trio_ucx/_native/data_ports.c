@@ -1,9 +1,9 @@
 /* The ports of UCX's TCP transport: each gets a packet filter before it listens.
  *
  * UCX binds a socket for each network device, and makes it listen at once, inside ucp_worker_create. It has no hook
- * there, and a filter that is attached afterwards comes too late for those who have connected meanwhile. So the entries
- * for bind and listen in the import table (GOT) of libucs are replaced by the functions below. They act only while this
- * thread creates a worker, so other users of the same libucs are not affected. */
+ * there. A filter that is attached afterwards does not stop a stranger who has connected in the meantime. The entries
+ * for bind and listen in the import table (GOT) of libucs are therefore replaced with the functions below. They act only
+ * while this thread creates a worker, so other users of the same libucs are not affected. */
 #define _GNU_SOURCE
 #include <elf.h>
 #include <errno.h>
@@ -72,7 +72,7 @@ static int listen_behind_filter(int fd, int backlog)
     return listen(fd, backlog);
 }
 
-/* Replaces an entry of an import table. If that fails, Python notices sockets that it was not told of. */
+/* Replaces an entry of an import table. If that fails, Python notices that the worker's address has other ports. */
 static void replace(void **entry, void *function)
 {
     uintptr_t page_size = (uintptr_t)sysconf(_SC_PAGESIZE);

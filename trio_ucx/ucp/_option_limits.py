@@ -1,7 +1,7 @@
-"""Values of UCX's options that cannot work: those that UCX must not get, and those on which two sides must agree.
+"""Values of UCX's options that cannot work: values that UCX must not get, and values that must be equal on both sides.
 
-UCX takes most of these values without a word, and then crashes, hangs, or loses messages. Both tables apply to what the
-user chose by ``config=`` and by the environment.
+UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
+the user chose with ``config=`` and with the environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limit:
     words: tuple[str, ...] = ()
 
     def allows(self, text: str) -> bool:
-        """Whether UCX may get it. What is no number to us may be one to UCX, which ignores what follows a number."""
+        """Whether UCX may get this value. What is no number to us is refused: UCX ignores what follows a number."""
         if text.lower() in self.words:
             return True
         for part in text.split(","):
@@ -56,7 +56,7 @@ _PLAIN = re.compile(r"-?\d+|inf", re.IGNORECASE)
 
 #: A control frame, a batch of small messages (4,096 bytes), or UCX's own wire-up messages, with their headers.
 LEAST_SEGMENT = 4352
-_ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which a shorter segment would cut or not hold"
+_ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which does not fit into a shorter segment"
 
 _NO_NUMBER = (1.0, 0.0)
 
@@ -98,14 +98,15 @@ LIMITS = (
         "BCOPY_THRESH",
         0,
         1,
-        "UCX 1.22 may send shorter lists of buffers by rendezvous, which trio_ucx expects of long messages only",
+        "with a larger value UCX 1.22 may send short lists of buffers by rendezvous, which trio_ucx expects only for "
+        "long messages",
         words=("auto",),
     ),
     Limit(
         "RNDV_SCHEME",
         *_NO_NUMBER,
-        "with a scheme that a transport cannot do (over TCP, and mostly over shared memory, all others), UCX sends "
-        "long messages before the peer asks for them, and trio_ucx loses those that are unread when this side closes",
+        "if a transport does not support a scheme (TCP supports no other, shared memory hardly any), UCX sends long "
+        "messages before the peer asks for them, and trio_ucx loses those that are unread when this side closes",
         words=("auto", "am"),
     ),
     Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
@@ -157,9 +158,9 @@ def chosen(config: Mapping[str, str], defaults: Mapping[str, str]) -> str:
 #: Of each kind of shared memory, and UCX's defaults.
 QUEUE = {"FIFO_SIZE": 256 if ucx.version >= (1, 16) else 64, "FIFO_ELEM_SIZE": 128, "SEG_SIZE": 8256}
 #: Options that must be equal on both sides, and UCX's defaults. A sender over shared memory counts the elements of the
-#: receiver's queue by its own FIFO_SIZE and FIFO_ELEM_SIZE, and fills the receiver's segments up to its own SEG_SIZE;
-#: over TCP it sends up to its own RX_SEG_SIZE at once. UCX compares nothing: the receiver's memory is overrun, or
-#: messages are never read.
+#: receiver's queue with its own FIFO_SIZE and FIFO_ELEM_SIZE, and fills the receiver's segments up to its own SEG_SIZE;
+#: over TCP it sends up to its own RX_SEG_SIZE at once. UCX does not compare the values: if they differ, the sender
+#: overruns the receiver's memory, or the receiver never reads the messages.
 AGREED: Mapping[str, int] = {
     **{f"{kind.upper()}_{name}": size for kind in SHARED_MEMORY for name, size in QUEUE.items()},
     "TCP_RX_SEG_SIZE": 64 << 10,
@@ -182,9 +183,9 @@ def size(name: str, config: Mapping[str, str]) -> int:
 
 
 def differences(ours: Sizes, theirs: Sizes, kind: str) -> str | None:
-    """How the sides differ in what concerns a transport, in words for the user; None if they do not.
+    """The first option of a transport whose values differ, as text for the user; None if all are equal.
 
-    Sizes that are not known (of a peer without trio_ucx) are ``()``.
+    ``()`` stands for unknown sizes (of a peer without trio_ucx).
     """
     for name, mine, other in zip(AGREED, ours, theirs, strict=False):
         if name.startswith(kind.upper()) and mine != other:
@@ -193,9 +194,10 @@ def differences(ours: Sizes, theirs: Sizes, kind: str) -> str | None:
 
 
 def in_force(name: str, config: Mapping[str, str]) -> str | None:
-    """The value of an option that the user or trio_ucx chose, by whatever name: MM_... is all kinds of shared memory.
+    """The value of an option that the user or trio_ucx chose, under its own name or as MM_..., which sets all kinds of
+    shared memory.
 
-    As in UCX the last in ``config`` counts, and in the environment the more special name.
+    As in UCX, the last one in ``config`` counts, and in the environment the more specific name.
     """
     kind, _, rest = name.partition("_")
     names = (name, f"MM_{rest}") if kind.lower() in SHARED_MEMORY else (name,)

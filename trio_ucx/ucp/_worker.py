@@ -157,13 +157,17 @@ class Worker(metaclass=OpenedNotConstructed):
         """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
 
         UCX listens at these ports and trusts everything that comes: a host that reaches them can take over this
-        process. On a worker with Connections (and on the workers opened beside it, such as those of ``isolate=True``)
-        only this machine and the peers of Connections reach them, besides the networks named here. A worker that has
-        raw endpoints alone is open to every host from its first raw endpoint or listener on, unless ``admit`` was
-        called before that; before its first one, ``admit`` lets peers on other hosts reach its :attr:`address`.
+        process.
+
+        * A worker with Connections admits this machine, the peers of its Connections, and the networks named here. So
+          do the workers that are opened for it, such as those of ``isolate=True``.
+        * A worker without Connections admits every host from its first raw endpoint to another host, or its first raw
+          listener, on. If ``admit`` was called before, it admits only this machine and the networks named.
+        * A worker that has opened neither admits this machine and the networks named: call ``admit`` for peers on
+          other hosts that are to reach its :attr:`address`.
 
         Where the kernel cannot keep strangers away from the ports, Connections need a worker with ``admit("0.0.0.0/0",
-        "::/0")``, which admits everybody. What is admitted is logged (logger ``trio_ucx``, WARNING).
+        "::/0")``, which admits every host. What is admitted is logged (logger ``trio_ucx``, WARNING).
 
         Args:
             networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8"), at most 50 in all.
@@ -223,9 +227,9 @@ class Worker(metaclass=OpenedNotConstructed):
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
                 see :meth:`WorkerAddress.from_ucx`. It never does if the address names another network
-                namespace of this machine, where UCX could not wake the peer, or other sizes of its queues (UCX's
-                options SEG_SIZE, FIFO_SIZE and FIFO_ELEM_SIZE of the kind of shared memory). By a socket address
-                nothing is known of such sizes: both sides need the same, and the same TCP_RX_SEG_SIZE.
+                namespace of this machine, where UCX could not wake the peer, or if the sizes of the peer's queues
+                differ (UCX's options SEG_SIZE, FIFO_SIZE and FIFO_ELEM_SIZE of the kind of shared memory). A socket
+                address does not contain these sizes: both sides must have the same, and the same TCP_RX_SEG_SIZE.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.

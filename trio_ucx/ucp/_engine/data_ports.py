@@ -1,14 +1,15 @@
 """Data ports: the sockets on which UCX's TCP transport listens, and who may connect to them.
 
 UCX trusts everything that arrives there. A stranger who speaks its protocol can write anywhere in our memory
-(``UCT_TCP_EP_PUT_REQ_AM_ID``), and others can end the process. So each of these sockets has a packet filter
-(``SO_ATTACH_FILTER``), in the kernel, before it listens: ``_native/data_ports.c`` attaches one that drops everything.
-Here it is replaced by one that lets pass the packets of this machine, of the networks that the user names
-(``Worker.admit``), and of the peers of Connections, each admitted by its exchange. A connection that the kernel makes
-for such a socket keeps the filter that was attached then.
+(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. Each of these sockets therefore has a packet filter in the kernel
+(``SO_ATTACH_FILTER``) before it listens: ``_native/data_ports.c`` attaches one that drops everything. This module
+replaces it with one that admits the packets of this machine, of the networks that the user names (``Worker.admit``),
+and of the peers of Connections, each admitted by its exchange. A connection that the kernel makes for such a socket
+keeps the filter that was attached at that moment.
 
-A worker without Connections is as open as UCX is: its first raw endpoint or listener removes the filter. A worker with
-Connections keeps it; and if it cannot be had, such a worker gets no Connections.
+A worker without Connections loses the filter with its first raw endpoint to another host, or its first raw listener
+that other hosts can reach, unless the user has named networks. A worker with Connections keeps the filter. A worker
+whose ports cannot be filtered gets no Connections.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ logger = logging.getLogger("trio_ucx")
 
 Network = IPv4Network | IPv6Network
 
-#: Greatest number of peers' addresses in the filter. A further one replaces the one that connected least recently; that
-#: peer's connections stay. (The kernel takes 4096 instructions, and 20 KiB of options for a socket.)
+#: Greatest number of peers' addresses in the filter. A further one replaces the one that was admitted least recently;
+#: that peer's connections stay. (The kernel accepts 4096 instructions, and 20 KiB of options for a socket.)
 MAX_PEERS = 200
 #: Greatest number of addresses that one peer can have admitted.
 MAX_EACH = 16
@@ -100,7 +101,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
 
 @attrs.frozen
 class _Port:
-    """A socket of UCX's, which may close it any time: the inode tells whether the descriptor is still this socket."""
+    """A listening socket of UCX's, which UCX may close: the inode tells whether ``fd`` is still this socket."""
 
     fd: int
     inode: int
@@ -135,7 +136,7 @@ class DataPorts:
 
     Attributes:
         obstacle: why strangers cannot be kept away from the ports; None if they can, or there are no ports.
-        opened: why every host may connect; None while the filter is there.
+        opened: why the filter was removed and every host may connect; None while the filter is attached.
     """
 
     def __init__(self, found: Any, address: bytes) -> None:
@@ -166,41 +167,42 @@ class DataPorts:
 
     @property
     def lost(self) -> bool:
-        """Whether UCX has stopped listening at one of them.
+        """Whether UCX has stopped listening at one of the ports.
 
         UCX stops for good when it cannot accept a connection because the process has no descriptors left.
         """
         return any(port.closed for port in self._ports)
 
     def keep_shut(self) -> None:
-        """Before the worker has Connections: from now on raw endpoints do not open the ports.
+        """Called before the worker gets its first Connection: from now on raw endpoints do not remove the filter.
 
         Raises:
-            OSError: EPERM: the ports are open, or cannot be shut.
+            PermissionError: the filter was removed, or cannot be attached.
         """
         if self._everybody_admitted:
             pass
         elif self.opened is not None:
             raise PermissionError(
                 errno.EPERM,
-                f"{self.opened}, so every host can reach the TCP ports of this worker: open another worker for "
-                "Connections, or call worker.admit() before",
+                f"{self.opened}, so every host can reach the TCP ports of this worker. Open another worker for "
+                "Connections, or call worker.admit() before the first raw endpoint or listener",
             )
         elif self.obstacle is not None:
             raise PermissionError(
                 errno.EPERM,
-                f"the TCP ports of UCX cannot be kept shut to strangers, because {self.obstacle}. Open a worker that "
-                'uses only this machine (config={"NET_DEVICES": "lo"}), or one that lets everybody in '
-                '(worker.admit("0.0.0.0/0", "::/0")), where any stranger can take over this process; and pass it as '
-                "worker=",
+                f"strangers cannot be kept away from UCX's TCP ports, because {self.obstacle}. Pass another worker as "
+                'worker=: one that uses only this machine (config={"NET_DEVICES": "lo"}), or, in a network that you '
+                'trust, one that admits every host (worker.admit("0.0.0.0/0", "::/0")): any of these hosts can take '
+                "over this process",
             )
         self._has_connections = True
 
     def open_for_raw_use(self, reason: str, host: str) -> None:
-        """Lets every host connect, unless the worker has Connections, or the user has named who may.
+        """Removes the filter, unless the worker has Connections, or the user has named networks.
 
         Args:
-            host: the peer's, or where a raw listener is bound. On this machine it needs no open port.
+            reason: for error messages.
+            host: the address of the peer, or of the raw listener. One of this machine does not need an open port.
         """
         if self._has_connections or self.networks or self.opened is not None or not self._keeps_out(host):
             return
@@ -209,11 +211,11 @@ class DataPorts:
         self._detach()
 
     def admit(self, networks: Iterable[Network]) -> None:
-        """Lets the hosts of some networks connect: the user's choice.
+        """Admits the networks that the user names.
 
         Raises:
             ValueError: there are too many.
-            RuntimeError: every host may already.
+            RuntimeError: the filter was removed already.
             OSError: the kernel refuses the filter.
         """
         new = [network for network in networks if network not in self.networks]
@@ -227,12 +229,12 @@ class DataPorts:
             self._reattach()
 
     def admit_peer(self, hosts: Iterable[str], control: str | None) -> None:
-        """Lets a peer connect, which the exchange has let in.
+        """Admits a peer that the exchange has let in.
 
         Args:
             hosts: the addresses of its TCP transport.
-            control: the address that its control socket comes from; None if it is on this machine. It is admitted, too:
-                with address translation, say, the addresses that the peer knows of itself are not those that we see.
+            control: the address that its control socket comes from; None if it is on this machine. It is admitted, too,
+                because with address translation, for instance, the peer does not know the address that we see.
 
         Raises:
             OSError: the kernel refuses the filter.
@@ -242,8 +244,8 @@ class DataPorts:
         new = [host for host in (*stated, *seen) if host not in self._peers]
         if seen and seen[0] in new:
             logger.warning(
-                "the TCP ports of a worker are open to %s: a peer of a connection comes from there, although its own "
-                "addresses are others (%s)",
+                "the TCP ports of a worker are open to %s: the control socket of a peer comes from there, but the peer "
+                "states other addresses (%s). Other hosts behind that address can reach the ports, too",
                 seen[0],
                 ", ".join(stated) or "none of other machines",
             )
@@ -256,7 +258,7 @@ class DataPorts:
             self._reattach()
 
     def _keeps_out(self, host: str) -> bool:
-        """Whether a host could connect to one of the ports, and needs to be admitted for that."""
+        """Whether the filter drops what a host sends, and would not if the host were admitted."""
         address = ip_network(host)
         return any(port.family == family_of(host) for port in self._ports) and not any(
             network.version == address.version and address.subnet_of(network)  # type: ignore[arg-type]
@@ -265,7 +267,7 @@ class DataPorts:
 
     @property
     def _everybody_admitted(self) -> bool:
-        """Whether the user has admitted everybody. (It is unknown which families of addresses UCX uses.)"""
+        """Whether the user has admitted all hosts, by IPv4 and IPv6. (UCX may use either.)"""
         return {network.version for network in self.networks if network.prefixlen == 0} == {4, 6}
 
     def _reattach(self) -> None:
