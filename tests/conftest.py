@@ -97,7 +97,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _closed.clear()
     yield
     assert_no_live_handles()
-    gc.freeze()  # it has collected; next time it shall look at what is new, not at hundred thousands of objects again
+    gc.freeze()  # the next collection then skips the hundreds of thousands of objects that exist now
     for statistics in _closed:
         if SANITIZED != "valgrind":  # which is so slow that what the safety net finds has often arrived just then
             assert statistics.missed_events == 0, "an event was missed"

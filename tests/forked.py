@@ -19,14 +19,14 @@ from collections.abc import Mapping
 
 import trio
 
-#: Variables that count when a worker is opened. UCX and Python read others when they are loaded.
+#: Environment variables that are read when a worker is opened. UCX and Python read all others when they are loaded.
 READ_LATER = {"PYTEST_CURRENT_TEST", "UCX_TLS", "UCX_KEEPALIVE_INTERVAL", "UCX_NET_DEVICES"}
-#: The longest request, in bytes: what a peer is to do, and its environment.
+#: The longest request, in bytes: the arguments of a peer, its environment and its folder.
 LONGEST = 2**17
 
 
 class ForkedProcess:
-    """What :class:`trio.Process` would be, if the process were a child of this one."""
+    """A forked peer, with the interface of :class:`trio.Process`. It is no child of this process."""
 
     def __init__(self, pid: int, pidfd: int, stdin: int, stdout: int, server: ForkServer) -> None:
         self.pid = pid
@@ -47,7 +47,7 @@ class ForkedProcess:
         if self.returncode is None:
             await trio.lowlevel.wait_readable(self._pidfd)
         while self.poll() is None:
-            self._server.hear(wait=True)  # it is about to say how this one has ended
+            self._server.hear(wait=True)  # the fork server is about to report the exit status
         assert self.returncode is not None
         return self.returncode
 
@@ -117,7 +117,11 @@ def fork_server() -> ForkServer:
 
 
 def serve(requests: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Forks until the other side has gone. Returns in each child: the request, and the descriptors 0, 1 and 2."""
+    """Forks a child for each request, until the other side closes.
+
+    Returns:
+        In each child: the request, and the descriptors 0, 1 and 2. None at the end.
+    """
     children: dict[int, int] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(requests, selectors.EVENT_READ)

@@ -1,11 +1,11 @@
-"""Which cases run: the tiers of docs/testing.md.
+"""Selects the cases that run: the tiers of docs/testing.md.
 
-* By default: one transport of each case that both could run, and samples of tests that have many cases.
+* By default: one transport of each case that can run over both, and samples of tests that have many cases.
 * ``--rest MINUTES``: what the default leaves out, in random order, as much as can begin in that time.
-* ``--full``: everything, all rounds of each test; ``--part 2/5``: the second of five parts of it.
+* ``--full``: all cases, and all rounds of each test; ``--part 2/5``: the second of five parts of them.
 
-``--seed`` decides all choices, for each test by itself: however many tests are asked for, in whatever order and in how
-many processes, each runs the same cases.
+``--seed`` decides all choices, for each test independently: a test runs the same cases, whichever other tests run, in
+whatever order and number of processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 
 def _key(item: pytest.Function, without: str = "") -> str:
-    """What the cases of a test have in common; ``without``: with equal parameters but for this one."""
+    """Identifies the test of a case; with ``without``, also its parameters except this one."""
     assert item.parent is not None
     parameters = item.callspec.params if without else {}
     rest = sorted((name, str(item.callspec.indices[name])) for name in parameters if name != without)
@@ -59,7 +59,7 @@ def _sample(group: list[pytest.Item], count: int, seed: int, key: str) -> list[p
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves those of ``items`` that the command line asks for."""
+    """Removes all ``items`` that the command line does not ask for."""
     option = config.option
     if option.full or option.rest:
         for item in items:
@@ -81,7 +81,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 class Deadline:
-    """With ``--rest``: what has not begun by then does not run, and is not reported."""
+    """Skips, without a report, the tests that have not begun when the minutes of ``--rest`` are over."""
 
     def __init__(self, minutes: float) -> None:
         self._ends = time.monotonic() + 60 * minutes

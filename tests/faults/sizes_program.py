@@ -1,8 +1,8 @@
 """Exchanges messages of many sizes between two workers with given UCX options, and checks every byte.
 
-Usage: sizes_program.py JSON, an object with "ours" and "theirs" (options of the two sides), "sizes" (numbers that
-something may change at), and "raw" (whether there are raw endpoints, too). Each line that it prints is a step that
-begins, so that the last line says where a hang or a crash happened. The last but for errors is "done" or "refused ...".
+Usage: sizes_program.py JSON, an object with "ours" and "theirs" (options of the two sides), "sizes" (lengths at which
+the behaviour may change), and "raw" (whether to use raw endpoints, too). It prints a line when a step begins, so that
+the last line shows where a hang or a crash happened. Without one, the last line is "done" or "refused ...".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers import open_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 
-#: What UCX and trio_ucx put before a message is shorter than this.
+#: Message lengths are tried at these distances from each number: UCX's and trio_ucx's headers are less than 96 bytes.
 HEADS = (-96, -64, -48, -33, -32, -25, -24, -18, -17, -16, -9, -8, -7, -1, 0, 1, 8, 64)
 #: How many messages are in flight at once: more than any queue of UCX's has by default.
 BURST = 600

@@ -4,8 +4,8 @@
 * 20,000 cycles: connect, exchange, end. The connection is closed, aborted or cancelled, its block raises, its process
   ends or is killed. Others open a socket and say nothing or half a hello, or connect and are silent.
 
-Meanwhile the state of the server is read: its memory, descriptors, handles, threads and shared memory. The slopes are
-those of the straight lines through what was read after the first fifth of the cycles.
+Meanwhile the state of the server is read: its memory, descriptors, handles, threads and shared memory. A slope is
+that of a straight line, fitted to what was read after the first fifth of the cycles.
 """
 
 from __future__ import annotations

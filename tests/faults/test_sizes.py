@@ -62,7 +62,7 @@ ALIKE: dict[str, dict[str, str]] = {
         "TCP_RX_BUFS_GROW": "0 1 100000",
         "TCP_RX_MAX_CHUNK_SIZE": "0 1k 1m inf",
         "TCP_RX_GROW_FACTOR": "0 1 10",
-        "TCP_SNDBUF": "64k 1m auto",  # with less, and with less than 64k to receive, the kernel makes it crawl
+        "TCP_SNDBUF": "64k 1m auto",  # with less, here or in TCP_RCVBUF, transfers are very slow
         "TCP_RCVBUF": "64k 1m auto",
         "SELF_SEG_SIZE": "0 64 4351 4352 64k 1m inf",
     },

@@ -1,6 +1,6 @@
 """Breaks the library on purpose, in this process only, to show that the checker notices it.
 
-Nothing of it is in the library: what is patched here is the library's inside, from outside.
+The library has no code for this: this module patches its internals.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from trio_ucx._link.receiving import Receiving
 from trio_ucx._link.sending import Sending
 from trio_ucx.ucp._engine.pending import Pending
 
-#: One in so many grants, messages and wake-ups.
+#: One in so many grants, messages and wake-ups is broken.
 GRANTS, MESSAGES, WAKEUPS = 3, 300, 20
 
 
 def drop_grants() -> None:
-    """Loses one grant of credit in so many, those that admit one message included."""
+    """Loses one in GRANTS grants of credit, or admissions."""
     send_frame = Sending.send_frame
     lost = _each(GRANTS)
 
@@ -31,7 +31,7 @@ def drop_grants() -> None:
 
 
 def double_messages() -> None:
-    """Delivers one small message in so many twice; the second time it costs no credit, or the peer would be cut off."""
+    """Delivers one in MESSAGES small messages twice, without charging the second, or the peer would be cut off."""
     packed_arrived = Receiving.packed_arrived
     doubled = _each(MESSAGES)
 

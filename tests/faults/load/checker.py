@@ -1,7 +1,7 @@
 """Reads the logs of a soak for violations of what the library promises. It does no I/O: :class:`Checker` is fed events.
 
-Where a promise has a bound, the time does not count in which the machine did not let a process run: while it was
-stopped by the injector, and while it was ready and got no processor (``starved``, the kernel's figure).
+A bound does not count the time in which a process could not run: while the injector had stopped it, and while it was
+ready and got no processor (``starved``, a figure of the kernel's).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Connection:
 
 @attrs.frozen
 class Suspect:
-    """Something that took too long by the clock; excused or not when the whole log is known."""
+    """An operation that took too long by the clock. The whole log decides whether that is excused."""
 
     kind: str
     sentence: str
@@ -362,7 +362,7 @@ class Checker:
     def _on_hung(self, event: Event) -> None:
         self._goes(self._process(event["child"]), event)
         lines = event["stacks"].splitlines()
-        self._violations.append(Violation("hung", f"process {event['name']} did not end when told to", tuple(lines)))
+        self._violations.append(Violation("hung", f"process {event['name']} did not end on request", tuple(lines)))
 
     def _on_sample(self, event: Event) -> None:
         process = self._process(event.pid)

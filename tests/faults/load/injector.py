@@ -1,7 +1,7 @@
 """The parent of the soak: starts a server and clients, harms them at random moments, and starts them again.
 
-It harms only processes that it started. It waits for nothing without a limit: a process that does not end when it is
-told to is logged as hung, with its stacks, and killed.
+It harms only processes that it started. Every wait has a limit: a process that does not end on request is logged as
+hung, with its stacks, and killed.
 """
 
 from __future__ import annotations
