@@ -54,7 +54,7 @@ class CloseHandshake:
         self.peer_waits = False
 
     def lost(self) -> None:
-        """The peer cannot be reached any more. That is a loss, unless it has closed."""
+        """The peer cannot be reached any more: it is lost, unless it has closed."""
         if self.peer is Peer.OPEN:
             self.peer = Peer.LOST
         self.owes_acknowledgement = self.peer_waits = False

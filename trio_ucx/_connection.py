@@ -261,7 +261,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_message(self, tag: int = 0) -> int:
         """Waits until a tag queue has a message, which stays; returns its length.
 
-        Cancellation: nothing has happened.
+        Cancellation: no effect.
 
         Raises:
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
@@ -286,11 +286,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_buffers_released(self) -> None:
         """Waits until no buffer of a cancelled send or receive belongs to the library any more.
 
-        That can take until the peer receives a large message whose send was cancelled, or until the connection has
-        ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer, and half a second more. After a local peer was
-        killed while large messages moved over shared memory, it can take until the worker closes.
+        It returns when the peer has received each large message whose send was cancelled, or at most half a second
+        after the connection has ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer. If a local peer was
+        killed while large messages moved over shared memory, it may return only when the worker closes.
 
-        Cancellation: nothing has happened.
+        Cancellation: no effect.
 
         Raises:
             trio.BrokenResourceError: the worker broke. The buffers are released when it has been closed.
@@ -368,7 +368,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_send_all_might_not_block(self) -> None:
         """Waits until the peer's window has room; see ``trio.abc.SendStream``.
 
-        Cancellation: nothing has happened.
+        Cancellation: no effect.
 
         Raises: as :meth:`send_all`.
         """
@@ -490,7 +490,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_closed(self) -> None:
         """Waits until either side has ended the connection (:attr:`closed`), or a cancelled :meth:`aclose` has ended.
 
-        Cancellation: nothing has happened.
+        Cancellation: no effect.
 
         Raises: nothing, whatever ended the connection.
         """

@@ -35,8 +35,8 @@ ANNOUNCEMENT = 8960
 
 #: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
 _REMEMBERED_QUEUES = 1024
-#: Admissions that a side may have given and that were not used. One stays when the receive that it was given for was
-#: cancelled, and nothing is sent. Receives beyond that number wait for credit.
+#: Greatest number of unused admissions. An admission stays unused when its receive was cancelled, and the peer sends
+#: nothing on that tag. Receives beyond this number wait for credit.
 MAX_ADMISSIONS = 1 << 16
 
 
@@ -69,14 +69,14 @@ class SendCredit(Generic[_Send]):
         #: The number of messages that were charged.
         self.sent = 0
         self.waiting: collections.OrderedDict[_Send, None] = collections.OrderedDict()
-        #: The same by tag queue.
+        #: The waiting sends of each tag queue.
         self._lines: dict[int, collections.OrderedDict[_Send, None]] = {}
         #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
         self._arrived_there = 0
         self._last: dict[int, int] = {}
         self._remembered = _REMEMBERED_QUEUES
         self._admitted: set[int] = set()
-        #: Those of them for which sends wait.
+        #: The admitted tag queues for which sends wait.
         self._overtaking: set[int] = set()
         #: For :meth:`take_back`: what the message charged last has replaced in ``_last``, and the number of the last
         #: message that used an admission.
@@ -92,7 +92,7 @@ class SendCredit(Generic[_Send]):
     def take(self, queue: int, size: int) -> bool:
         """Charges a message if it may be sent now, and returns whether it may."""
         if queue in self._lines:
-            return False  # behind those of its queue
+            return False  # earlier sends of this queue wait
         if queue not in self._admitted and (self.waiting or cost(size, self.threshold) > self.credit):
             return False
         self._charge(queue, size)

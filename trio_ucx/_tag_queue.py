@@ -9,8 +9,8 @@ receive. If that receive is cancelled meanwhile, the transfer goes on, and the r
 its task. When the transfer ends, the message is saved out of the buffer, which then is its owner's again, and the next
 receive of the queue gets the message, whichever that is.
 
-When the peer is lost, messages that had not arrived whole may be missing among those that had. A tag queue ends at the
-first that is missing: it delivers nothing behind it, and every later receive gets the error.
+When the peer is lost, a message that had not arrived whole may be missing between messages that had. A tag queue ends
+at the first missing message: it delivers nothing behind it, and every later receive gets the error.
 
 The queue decides; it never touches memory. A :class:`Receive` owns a buffer of the user's, and copies to it and from
 it. A :class:`Mover` begins transfers. :class:`Packed` messages give out their bytes.
@@ -174,7 +174,7 @@ class TagQueue:
         self.mover = mover
         #: Whether its messages are pieces of the byte stream, none of which may be dropped.
         self.stream = stream
-        #: Why nothing is delivered any more: a message is missing.
+        #: The error of all later receives, because a message is missing; None if none is.
         self.failure: Exception | None = None
         #: The first packed messages, which come before all others; while there are any, no receive waits.
         self.packed: Packed | None = None
@@ -421,7 +421,7 @@ class TagQueue:
         if receive.message is not None and receive.message is not message:
             # A cancellation shifted the pairs: another message lies in its buffer, or is on its way there.
             if receive.message.state is not State.READY:
-                if receive.message not in self.messages:  # UCX may write to the buffer for ever: nothing can go there
+                if receive.message not in self.messages:  # UCX may still write to the buffer: no message can go there
                     assert self.failure is not None, "only the end of a queue drops what is on its way"
                     self._end_at(message, self.failure)
                 return False
@@ -473,8 +473,8 @@ class TagQueue:
         self.mover.consumed(message)
 
     def _move(self, message: Message, receive: Receive) -> None:
-        # A peer that dies may have written a part of a short message only. The receive must not wait for the rest with
-        # the user's buffer, so such a message is copied.
+        # A peer that dies may have written only part of a short message. A receive that waited for the rest would keep
+        # the user's buffer, so such a message is received into memory of ours and copied.
         if receive.want is Want.INTO and not message.whole:
             message.receive = receive
             receive.message = message
@@ -526,7 +526,7 @@ class TagQueue:
     # ---- the end ----
 
     def drop_held(self) -> None:
-        """The peer closes, and gives up the messages that it still has: they were cancelled, and nobody misses them."""
+        """The peer closes: drops the messages that are still with it, because their sends were cancelled."""
         for message in [message for message in self.messages if message.with_sender]:
             if message in self.messages:
                 self.messages.remove(message)
@@ -536,14 +536,14 @@ class TagQueue:
     def lose(self, error: Exception) -> None:
         """The peer is lost: the queue ends at the first message that has not arrived whole.
 
-        UCX may keep the buffers of those on their way for a while, or for ever.
+        UCX may keep the buffers of messages whose transfer has begun, for a while or for ever.
         """
         missing = next((one for one in self.messages if one.with_sender or one.state is State.MOVING), None)
         if missing is not None:
             self._end_at(missing, error)
 
     def _end_at(self, missing: Message, error: Exception) -> None:
-        """A message will not arrive: drops it, and everything behind it."""
+        """Drops a message that will not arrive, and everything behind it."""
         self.failure = error
         message = None
         while message is not missing:
@@ -560,7 +560,7 @@ class TagQueue:
     def fail_unserved(self, error: Exception) -> bool:
         """No message will arrive any more: ends the receives if no message is left, and returns whether there were any.
 
-        As long as one is on its way, all of them wait: if its receive is cancelled, it is for the next one.
+        As long as a message is on its way, all receives wait: if its receive is cancelled, the next receive gets it.
         """
         self.advance()
         if self.messages or not self.receives:
@@ -572,7 +572,7 @@ class TagQueue:
     def give_up(self, receive: Receive, error: Exception) -> None:
         """Ends a receive whatever its state; a message in its buffer is not received any more.
 
-        A transfer to its buffer, of whichever message, keeps the buffer until UCX lets go of it.
+        If UCX still writes a message to its buffer, the buffer stays pinned until UCX releases it.
         """
         message = receive.message
         if message is not None:
@@ -584,7 +584,7 @@ class TagQueue:
         receive.fail(error)
 
     def close(self, error: Exception) -> None:
-        """Nobody gets anything any more."""
+        """Ends the queue: all receives, now and later, get the error."""
         self.failure = error
         self.packed = None
         self._later = _NOTHING

@@ -188,7 +188,7 @@ def _choices(value: Any) -> list[Choice]:
     return [(_text(name), _text(choice)) for name, choice in value]
 
 
-#: What a control message consists of, by the entry that says which one it is.
+#: The entries of each control message, by the entry that identifies the message.
 SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "perf": {"perf": _number, "tune": _number, "trio_ucx": _text, "ucx": _text},
     "kind": {"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number},
@@ -203,7 +203,7 @@ SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
-    """Decodes a control message, whose texts are printable then; None if it is none of the ``wanted``."""
+    """Decodes a control message and makes its texts printable; None if it is none of the ``wanted``."""
     try:
         message = {"tune": 0, **json.loads(data)}
         [shape, *_] = [SHAPES[entry] for entry in wanted if entry in message]

@@ -87,7 +87,7 @@ def add_command(commands: Any) -> None:
     door.add_argument(
         "--allow-anyone",
         action="store_true",
-        help="with --listen: let in everybody who can reach the port, without a key; they can take over the process",
+        help="with --listen: let in every client that can reach the port, without a key; it can take over the process",
     )
     parser.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES", help=f"message sizes in bytes (default {DEFAULT_SIZES})"

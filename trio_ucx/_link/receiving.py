@@ -60,7 +60,7 @@ class Receiving:
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
         self.queues: dict[int, TagQueue] = {}
-        #: Those in which receives may wait.
+        #: The tag queues in which receives may wait.
         self._awaited: set[TagQueue] = set()
         self.stream = StreamBuffer()
         self.bytes_received = 0
@@ -68,7 +68,7 @@ class Receiving:
         self.detached_receives: set[Receive] = set()
         #: Whether the peer was cut off, because it did not keep to the protocol.
         self.refused = False
-        #: Whether somebody was told that the connection broke: what arrives after that comes too late.
+        #: Whether a receive has reported that the connection broke: messages that arrive later are dropped.
         self._over = False
         self._sending = sending
         self._on_frame = on_frame

@@ -186,8 +186,8 @@ static void make_room(tu_worker_t *worker)
     }
 }
 
-/* Whether UCX has more to write to an endpoint's TCP sockets than they take now. If no socket of the worker was full just
- * now, it is only looked at with TU_CLOSE_EXACT; with TU_CLOSE_STOP UCX writes nothing more. */
+/* Whether UCX has more to write to an endpoint's TCP sockets than they accept now. TU_CLOSE does not look again if no
+ * socket of the worker was full a moment ago; TU_CLOSE_EXACT always looks. TU_CLOSE_STOP also keeps UCX from writing. */
 static bool writes(tu_endpoint_t *endpoint, int how)
 {
     tu_worker_t *worker = endpoint->worker;

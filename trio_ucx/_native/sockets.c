@@ -99,8 +99,8 @@ unsigned tu_sockets_make_room(int efd)
 
 /* ---- sockets that are full ---- */
 
-/* UCX's endpoint begins with a few fields, and pointers to the lanes that it uses most: five. In all its releases since
- * 1.13 these are among the first so many words, and none has a shorter endpoint. */
+/* UCX's endpoint begins with a few fields and the pointers to the five lanes that it uses most. In all releases since
+ * 1.13 these pointers are within the first ENDPOINT_WORDS words, and no release has a shorter endpoint. */
 #define ENDPOINT_WORDS 8
 
 typedef struct look {
@@ -136,11 +136,11 @@ static void look_behind(const watched_t *watched, void *look)
 
 /* Returns in how many sockets of an endpoint UCX waits for room, because it has more to write.
  *
- * UCX does not say which sockets these are. But the data that it gives to epoll with a socket is the address of the
- * lane, and the endpoint has the addresses of its lanes.
+ * UCX does not say which sockets these are. But the data that it registers with epoll for a socket is the address of
+ * the lane, and the endpoint has the addresses of its lanes.
  *
  * full: is set to the number of such sockets that the worker has in all.
- * stop: UCX is not told any more when there is room, so it writes nothing more. */
+ * stop: epoll no longer reports to UCX that there is room, so UCX writes nothing more. */
 unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full)
 {
     look_t look = {.endpoint = (const void *)endpoint, .stop = stop};

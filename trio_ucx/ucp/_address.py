@@ -57,7 +57,7 @@ class WorkerAddress:
     shared_memory: bool
     #: What the worker's context was opened with; ``Feature.ALL`` if not known.
     features: Feature
-    #: Of its segments and queues, which must be the same here; () if not known.
+    #: The sizes of its segments and queues, which must be the same here; () if not known.
     sizes: Sizes
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:

@@ -113,7 +113,7 @@ class Context(metaclass=OpenedNotConstructed):
         family: the address family of its TCP interfaces, ``AF_INET`` or ``AF_INET6`` (``TCP_AF_PRIO``). UCX uses one
             per context.
         rendezvous_threshold: bytes from which on messages go by rendezvous, or None when UCX decides by itself.
-        agreed_sizes: of segments and queues, which must be the same in a peer (the options in
+        agreed_sizes: sizes of segments and queues that must be equal on both sides (the options in
             :data:`._option_limits.AGREED`).
     """
 
@@ -463,7 +463,7 @@ def _check_config(config: Config | None) -> dict[str, str]:
             raise TypeError(f"the name of a UCX option must be a str, not {type(name).__name__}")
         if name.startswith("UCX_"):
             raise ValueError(f"write UCX options without their prefix: {name[4:]!r} instead of {name!r}")
-        if set("*?[\\") & set(name):  # UCX takes it for a pattern, and nobody here would know what it has set
+        if set("*?[\\") & set(name):  # UCX expands such a pattern, and we would not know which options it set
             raise ValueError(f"write each UCX option by its own name: {name!r} is a pattern")
         if isinstance(value, bool):
             value = "y" if value else "n"

@@ -172,8 +172,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def transports(self) -> tuple[Transport, ...]:
         """The transports of its lanes (``ucp_ep_query``; UCX 1.14). Complete once the first message went through.
 
-        After the end, as last known: a Connection's endpoint has those with which it was opened; of one that failed
-        before it was asked, none are known.
+        An endpoint that has ended returns those that were last known: a Connection's endpoint those with which it was
+        opened, another endpoint none if it failed before the first call.
 
         Raises:
             UCXError: trio_ucx was built against UCX 1.13.
@@ -186,7 +186,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def name(self) -> str:
         """The name that it was given, or by which UCX calls it in its logs (``ucp_ep_query``).
 
-        After the end, as last known; if UCX was not asked before, whom it led to.
+        An endpoint that has ended returns the name that was last known, or its peer if UCX was not asked before.
 
         Raises: nothing.
         """
@@ -397,7 +397,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         UCX does not count messages that wait for the peer to receive them (rendezvous): await their sends.
 
-        Cancellation: nothing has happened; the messages go on.
+        Cancellation: no effect; the messages go on.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.

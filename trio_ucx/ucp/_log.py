@@ -20,12 +20,12 @@ logger = logging.getLogger("trio_ucx.ucx")
 #: trace, and lines that UCX prints at any level.
 _LEVELS = [logging.ERROR, logging.ERROR, logging.WARNING, logging.INFO, logging.INFO]
 _PRINT = 13
-#: Lines of ordinary use that UCX calls errors: the end of the file name, and what the text begins with. Level DEBUG.
+#: Lines that UCX logs as errors in ordinary use, and we log at DEBUG: the end of the file name, the begin of the text.
 HARMLESS = (
-    # UCX has closed the socket of a connection that its peer closed, and then handles an event that it was told of
-    # before. It reports the endpoint's failure by other means.
+    # UCX has closed the socket of a connection that its peer closed, and then handles an earlier event of that socket.
+    # It reports the endpoint's failure in another way.
     (b"/tcp_ep.c", re.compile(rb"tcp_ep \S+ \(state=\w+\): (recv|send|sendv)\(-1\) failed: ")),
-    # The peer ended while UCX connected to it. The endpoint fails, and whoever waits for it gets the error.
+    # The peer ended while UCX connected to it. The endpoint fails, and the waiting tasks get the error.
     (b"/tcp_cm.c", re.compile(rb"tcp_ep \S+: connection establishment for socket fd -?\d+ was ")),
 )
 #: Seconds that closing the last context waits for the thread to log the remaining lines.

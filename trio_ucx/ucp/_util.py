@@ -60,9 +60,9 @@ def check_timeout(value: object, name: str) -> float:
 
 
 def printable(text: str, most: int = 1000) -> str:
-    """Returns text that a peer has sent as it may appear in a log, an error or a terminal.
+    """Makes text that a peer has sent safe for a log, an error or a terminal.
 
-    Only printable characters, ``?`` for each other one, and at most ``most``.
+    Replaces each unprintable character with ``?``, and cuts the text after ``most`` characters.
     """
     return "".join(char if char.isprintable() else "?" for char in text[:most])
 

@@ -38,7 +38,7 @@ class Closable(Protocol):
 _DESCRIPTION_SIZE = 1024
 #: Operations that the message of a timeout describes.
 _DESCRIBED = 4
-#: Seconds that an endpoint over TCP is kept after its close, so that UCX can write what it has begun.
+#: Seconds after a forced close in which UCX may finish what it has begun to write over TCP.
 WRITING_TIME = 0.5
 
 
@@ -265,7 +265,7 @@ class EndpointCore:
         self.served = False
         #: Whether UCX may close it by force.
         self.forcible = True
-        #: UCX's endpoint, if that has been closed here, and UCX still writes.
+        #: UCX's endpoint, if this object was closed and UCX still has something to write.
         self._left: Any = None
         #: What looks whether the peer's process lives.
         self.watch: Closable | None = None
@@ -514,9 +514,9 @@ class EndpointCore:
     def _finish_writing(self, handle: Any) -> None:
         """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
 
-        If UCX 1.22 still has something to write when the peer closes its end, too, it may use the endpoint after it has
-        freed it (docs/ucx-reports.md: "TCP: both sides close by force"). If it is kept from writing, it keeps the
-        socket until the peer has closed its end, which is not possible if the peer is kept from writing, too.
+        If UCX 1.22 still has something to write when the peer closes its end, UCX may use an endpoint that it has freed
+        (docs/ucx-reports.md: "TCP: both sides close by force"). If UCX is kept from writing, it keeps the socket until
+        the peer has closed its end, which the peer cannot do if it is kept from writing, too.
         """
         self._left = handle
 
@@ -535,7 +535,7 @@ class EndpointCore:
             self._close_left()
 
     async def _flush(self, handle: Any) -> None:
-        """Waits until UCX has written what it has to, as long as it is not closed."""
+        """Waits until UCX has written everything, unless the endpoint is closed."""
         verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
         if verdict > 0:
             flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")

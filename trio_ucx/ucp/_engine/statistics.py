@@ -28,8 +28,8 @@ class WorkerStatistics:
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
-        unknown_messages: messages for connections that do not exist: a peer that was let in may be guessing ids. (Late
-            messages for one of the last 1,000 connections that ended are not counted.)
+        unknown_messages: messages for connections that do not exist, because a peer that was let in may be guessing
+            ids. Late messages for the 1,000 connections that ended last do not count.
     """
 
     operations_in_flight: int

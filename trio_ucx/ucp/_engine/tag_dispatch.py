@@ -14,9 +14,9 @@ logger = logging.getLogger("trio_ucx")
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
-#: The ids of so many connections that ended last are remembered: messages for them may be on their way.
+#: How many ids of ended connections are remembered, because messages for them may still arrive.
 ENDED_IDS = 1000
-#: So many messages for connection ids that were never given out are logged; then ten times as many, and so on.
+#: So many messages for unknown connection ids cause a warning; then ten times as many cause the next one, and so on.
 SUSPICIOUS = 10
 
 
@@ -61,7 +61,7 @@ class TagDispatch:
         #: What takes the messages of a connection id, while it is open.
         self.sinks: dict[int, TagSink] = {}
         self._ended: dict[int, None] = {}
-        #: Messages for connection ids that this worker did not give out, as far as it remembers.
+        #: Messages for connection ids that this worker does not know, ended ones (ENDED_IDS) excepted.
         self.unknown_messages = 0
         self._next_warning = SUSPICIOUS
         #: Whether the messages of Connections are dispatched here.
@@ -124,7 +124,7 @@ class TagDispatch:
                 del self._ended[next(iter(self._ended))]
 
     def nobody_takes(self, id: int, count: int) -> None:
-        """Messages came for a connection that does not exist. UCX does not tell who sent them."""
+        """Counts messages for a connection that does not exist. UCX does not tell who sent them."""
         if id in self._ended:
             return
         self.unknown_messages += count
