@@ -166,7 +166,7 @@ def have_an_unknown_address_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def miss_where_ucx_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX calls listen() by a way that the library does not see."""
+    """UCX calls listen() without the library's replacement."""
     created = DataPorts.__init__
 
     def see_nothing(ports: DataPorts, found: Any, address: bytes) -> None:

@@ -419,7 +419,7 @@ class Side:
         # Messages, by tag.
         self.sent: dict[int, list[Sent]] = {tag: [] for tag in range(3)}
         self.received: dict[int, list[bytes | None]] = {tag: [] for tag in range(3)}
-        #: Tags of which a receive has said that nothing comes any more.
+        #: Tags on which a receive has reported the end.
         self.ended_tags: set[int] = set()
         self.receivers: list[Receiver] = []
         #: The most receives that have waited at each tag queue.

@@ -548,7 +548,7 @@ async def test_authkey(worker: ucp.Worker, transports: str) -> None:
 
 
 def test_the_authkey_is_not_shown() -> None:
-    """In no text of an object that holds it."""
+    """No repr or str of an object that holds a key shows the key."""
     options = check_exchange_options("auto", 20, KEY, None)
     assert options.authkey == KEY
     for holder in (options, Exchange(is_client=True, software="", authkey=KEY), trio_ucx.connect("a:1", authkey=KEY)):
@@ -665,7 +665,7 @@ async def test_attempt_at_a_taken_path_does_not_disturb(worker: ucp.Worker, tmp_
 async def test_servers_that_find_the_same_stale_path(
     worker: ucp.Worker, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another server comes before each step of the one that replaces the path: one of them gets it, and keeps it."""
+    """Another server acts before each step of one that replaces the path: one of them gets the path, and keeps it."""
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(path)
@@ -705,7 +705,7 @@ async def test_servers_that_find_the_same_stale_path(
 
 
 async def test_lock_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever had it removes its file. A lock on that file counts no longer: another server may have made a new one."""
+    """The holder of the lock removes its file. A lock on a removed file is void: there may be a new file."""
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
@@ -725,7 +725,7 @@ async def test_lock_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 async def test_path_that_a_client_is_bound_to(
     worker: ucp.Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may contain what moves a terminal's cursor, or is no UTF-8: it is shown without that."""
+    """Text that moves a terminal's cursor, or is not UTF-8, is shown without those characters."""
     caplog.set_level("INFO", "trio_ucx")
     async with listening(worker, f"unix:{tmp_path}/socket") as listener:
         for number, part in enumerate((b"\x1b[2J\n", "\u202e\u009b".encode(), b"\xff")):

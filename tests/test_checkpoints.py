@@ -667,7 +667,7 @@ async def test_checkpoints(transports: str, call: Call) -> None:
 
 @asynccontextmanager
 async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[[], Awaitable[Any]]]]:
-    """Calls of everything that is awaited, on objects that were closed."""
+    """Calls of every async operation, on closed objects."""
     features, config = ucp.Feature.ALL, {"TLS": transports}
     async with ucp.open_worker(config=config, features=features) as worker, set_stage(worker) as stage:
         client, endpoint = stage.client, stage.raw_client
@@ -761,7 +761,7 @@ async def test_a_cancelled_task_gets_cancelled_rather_than_closed(transports: st
                 except Exception as error:
                     raise AssertionError(name) from error
             assert scope.cancelled_caught, name
-            # not cancelled, it says that the thing is closed, or returns
+            # without a cancellation, it raises that the object is closed, or returns
             with trio.fail_after(5):
                 with contextlib.suppress(
                     trio.ClosedResourceError, anyio.ClosedResourceError, StopAsyncIteration, ValueError

@@ -1,4 +1,4 @@
-"""What a peer can make this side keep on a control socket: little, whatever it sends, and nothing once it is closed."""
+"""The memory that a peer can occupy through a control socket: little, whatever it sends, and none after the close."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trio_ucx._handshake.exchange import MAX_FRAME, Exchange, Kind
 from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.testing import internals
 
-#: What one side may keep of what it has received and not processed: a message of the TLS handshake, or a frame.
+#: Bytes that one side may keep without processing them: a message of the TLS handshake, or a frame.
 MOST_KEPT = 2**17
-#: Bytes after which a flood must have been ended, with what the kernel's buffers take.
+#: Bytes after which a flood must have been ended, those in the kernel's buffers included.
 MOST_SENT = 16 * 2**20
 
 
@@ -31,7 +31,7 @@ def record(kind: int, body: bytes, length: int | None = None) -> bytes:
     return struct.pack(">BHH", kind, 0x301, len(body) if length is None else length) + body
 
 
-#: The begin of a handshake message as long as OpenSSL takes one.
+#: The beginning of a handshake message of the greatest length that OpenSSL accepts.
 BEGIN = record(22, b"\x01" + (130_000).to_bytes(3, "big"))
 
 
@@ -135,7 +135,7 @@ def shake_hands(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("is_client", [True, False])
 @pytest.mark.parametrize("kind", FLOODS)
 def test_flood(kind: str, is_client: bool, certificates: Certificates) -> None:
-    """The state machine alone, whose answers nobody reads. ``is_client``: which side is attacked."""
+    """The state machine alone; its answers are not read. ``is_client``: which side is attacked."""
     context, others = certificates.client, certificates.server
     if not is_client:
         context, others = others, context
@@ -175,13 +175,13 @@ def test_flood(kind: str, is_client: bool, certificates: Certificates) -> None:
 
 
 def alive() -> list[Any]:
-    """What the handshakes of this process still have, the garbage included that no collector has come for."""
+    """The objects of handshakes in this process, uncollected garbage included."""
     return [each for each in gc.get_objects() if isinstance(each, (TLS, Exchange))]
 
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[Callable[[], list[Any]]]:
-    """Gives a function that lists what handshakes have begun to keep since."""
+    """Returns a function that lists the objects of handshakes made since."""
     gc.collect()
     before = alive()  # of earlier tests: a traceback may hold some
     gc.disable()
@@ -226,7 +226,7 @@ async def flood_of(kind: str, stream: trio.SocketStream, context: ssl.SSLContext
 @pytest.mark.parametrize("transports", ["tcp"], indirect=True)
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_strangers(kind: str, worker: ucp.Worker, certificates: Certificates) -> None:
-    """They are cut off, and nothing of them stays until the garbage collector comes."""
+    """They are cut off, and leave no garbage for the collector."""
     [listener] = await trio_ucx.open_ucx_listeners(
         0, host="127.0.0.1", worker=worker, ssl_context=certificates.server, connect_timeout=1
     )
@@ -270,7 +270,7 @@ async def test_false_listeners(kind: str, worker: ucp.Worker, certificates: Cert
 @pytest.mark.parametrize("is_client", [True, False])
 @pytest.mark.parametrize("kind", AFTER)
 async def test_open_connections(kind: str, is_client: bool, worker: ucp.Worker, certificates: Certificates) -> None:
-    """The connection ends, and keeps nothing, whichever side floods."""
+    """The connection ends and keeps no memory, whichever side floods."""
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, ssl_context=certificates.server)
     async with listener:
         with without_collector() as kept:

@@ -372,7 +372,7 @@ async def test_what_cannot_be_shut_gets_no_connections(
         with pytest.raises(PermissionError, match=why):
             async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
                 pass
-        async with await worker.open_endpoint(worker.address):  # raw endpoints promise nothing
+        async with await worker.open_endpoint(worker.address):  # raw endpoints need no filter
             pass
     for admitted in (["0.0.0.0/0", "::/0"], []):
         everywhere = {} if admitted else {"NET_DEVICES": "lo"}  # no stranger reaches the loopback device
@@ -399,7 +399,7 @@ def attached_filter(fd: int) -> bytes:
 
 
 async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What C code attaches drops everything: no packet reaches UCX before this module has attached its own."""
+    """The filter that C code attaches drops everything: no packet reaches UCX before Python has attached its own."""
     monkeypatch.setattr(DataPorts, "_attach", lambda ports: None)
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         ports = internals(worker).data_ports._ports
@@ -412,7 +412,7 @@ async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.Monkey
 
 
 def some_ports() -> tuple[DataPorts, list[list[str]]]:
-    """Ports that do not exist, and the peers that the filter admits after each change."""
+    """Data ports without sockets, and a list of the peers that the filter admits after each change."""
     ports = DataPorts(ffi.new("tu_data_ports_t *"), b"")
     ports.obstacle = None
     ports._ports = [_Port(-1, 0, socket.AF_INET, ("", 0))]
@@ -445,7 +445,7 @@ def test_number_of_admitted_peers() -> None:
     assert len(changes[-1]) == MAX_EACH
     for number in range(MAX_PEERS):
         ports.admit_peer([f"10.2.0.{number}"], None)
-        ports.admit_peer(["10.1.0.0"], None)  # comes again and again
+        ports.admit_peer(["10.1.0.0"], None)  # admitted again and again
     assert len(changes[-1]) == MAX_PEERS
     assert "10.1.0.0" in changes[-1] and "10.1.0.1" not in changes[-1]
 
@@ -499,7 +499,7 @@ def test_the_filter(host: str, strangers: list[str], friends: list[str]) -> None
 
 
 async def test_no_port_is_left() -> None:
-    """UCX itself would try for ever. Here it finds the last free port, and then gives up at once."""
+    """The last free port of the range is found, and then opening fails at once. (UCX alone would try for ever.)"""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         free = first.getsockname()[1]

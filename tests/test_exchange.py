@@ -233,7 +233,7 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
 
 
 def test_refusal_of_a_client_whose_connection_is_open() -> None:
-    """It opens first for the client: the listener may have closed meanwhile, or its time may be over."""
+    """The connection opens first for the client; the listener may still close, or its connect_timeout may end."""
     for key in KEYS:
         client, server = two_sides(key, key)
         talk(client, server)

@@ -375,7 +375,7 @@ async def test_server_without_file_descriptors_turns_clients_away(worker: ucp.Wo
 
 
 async def test_silent_strangers_leave_descriptors(worker: ucp.Worker, transports: str) -> None:
-    """UCX needs some for the first large message of a worker, and for other clients."""
+    """UCX needs descriptors for the first large message of a worker, and for other clients."""
     async with open_peer("echo_with_few_descriptors", 130, transports=transports) as peer:
         address, _ = await peer.hear()
         descriptors = Path(f"/proc/{peer.process.pid}/fd")
@@ -400,7 +400,7 @@ async def test_silent_strangers_leave_descriptors(worker: ucp.Worker, transports
 
 @pytest.mark.parametrize("transports", ["tcp,sm,self"], indirect=True)
 async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is refused, though the kernel's queue has to hold most of them."""
+    """No client is refused, although most of them wait in the kernel's queue."""
     monkeypatch.setattr(server_side, "MAX_EXCHANGES", 3)
     monkeypatch.setattr(server_side, "GRACE", 30)
     key = b"correct horse battery staple"
@@ -433,7 +433,7 @@ class Stranger:
 
 
 def ended_first(*clients: Stranger) -> list[int]:
-    """In which order these clients lose their places."""
+    """The order in which the exchanges of these clients are ended."""
     acceptor = server_side.Acceptor.__new__(server_side.Acceptor)
     acceptor._clients = dict.fromkeys(clients)  # type: ignore[arg-type]
     order = []
@@ -449,17 +449,17 @@ def ended_first(*clients: Stranger) -> list[int]:
 def test_who_loses_a_place() -> None:
     assert ended_first() == []
     assert ended_first(Stranger("a"), Stranger("a"), Stranger("a", has_sent=False)) == [2, 0, 1]
-    # The source with the most; then those with equally many.
+    # First the source with the most strangers; then all sources that have equally many.
     assert ended_first(Stranger("a", has_sent=False), Stranger("b"), Stranger("b")) == [1, 0, 2]
-    # The source with the most is spared for a moment rather than that another one loses.
+    # If the source with the most has no idle stranger, no other source loses one.
     assert ended_first(Stranger("a"), Stranger("b", is_idle=False), Stranger("b", is_idle=False)) == []
-    # Clients that were let in keep their places, and do not count as strangers.
+    # Clients that were let in are never ended, and do not count as strangers.
     inside = [Stranger("b", is_let_in=True) for _ in range(3)]
     assert ended_first(*inside, Stranger("b"), Stranger("a"), Stranger("a")) == [4, 3, 5]
 
 
 async def test_sources(tmp_path: Path) -> None:
-    """Whom strangers belong to."""
+    """The source of a stranger."""
 
     async def source(family: int, own: Any, peer: Any) -> object:
         with trio.socket.socket(family) as listener, trio.socket.socket(family) as client:
@@ -489,7 +489,7 @@ async def test_sources(tmp_path: Path) -> None:
 
 
 async def test_errors_name_the_address(worker: ucp.Worker, certificates: Certificates) -> None:
-    """Whatever a listener does that is none of ours, or that closes."""
+    """Also if the listener is not trio_ucx's, or closes."""
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
     address = listener.socket.getsockname()
     preamble = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32)
@@ -514,7 +514,7 @@ async def test_errors_name_the_address(worker: ucp.Worker, certificates: Certifi
 
 
 async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worker) -> None:
-    """It arrives although what the client sends does not."""
+    """The reason arrives although nothing that the client sends arrives."""
     handshake = Handshake(Registry.of(worker), Options(), "it")
     client = Exchange(is_client=True, software="", authkey=None)
     server = Exchange(is_client=False, software="", authkey=None)

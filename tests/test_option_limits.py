@@ -1,4 +1,4 @@
-"""Sizes that UCX cannot use are refused by name; what two sides must have in common is compared before it matters.
+"""Values that UCX cannot use are refused by name; values that must be equal are compared before data is sent.
 
 ``faults/test_sizes.py`` has the sweep over all options and values.
 """
@@ -70,7 +70,7 @@ def test_what_ucx_chooses_itself() -> None:
 
 
 def test_patterns_of_names() -> None:
-    """UCX would apply them, and nothing here would know."""
+    """UCX would apply patterns of names, and trio_ucx would not know which options they set."""
     for pattern_of_names in ("*_SEG_SIZE", "SYSV_SEG_SIZ?", "[SP]*_SEG_SIZE"):
         with pytest.raises(ValueError, match="write each UCX option by its own name"):
             with ucp.open_context({pattern_of_names: "64k"}):
@@ -146,7 +146,7 @@ async def test_sides_that_differ_over_tcp() -> None:
 
 
 async def test_tcp_segments_are_no_longer_than_what_is_received() -> None:
-    """UCX would refuse its own receive segments beside our longer ones to send."""
+    """UCX would refuse receive segments that are shorter than trio_ucx's default for send segments."""
     with ucp.open_context({"TCP_RX_SEG_SIZE": "8k"}) as context:
         assert context.config["TCP_TX_SEG_SIZE"] == "8192"
         async with ucp.open_worker(context=context):
@@ -154,7 +154,7 @@ async def test_tcp_segments_are_no_longer_than_what_is_received() -> None:
 
 
 async def test_what_ucx_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX says only in its log what it refuses."""
+    """The error names the options, because UCX names the refused one only in its log."""
     monkeypatch.setenv("UCX_SYSV_FIFO_SIZE", "100")
     with pytest.raises(ucp.UCXError, match=r"a worker, with the options TCP_MAX_IOV=5, UCX_.*SYSV_FIFO_SIZE=100"):
         async with ucp.open_worker(config={"TLS": BOTH, "TCP_MAX_IOV": 5}):

@@ -1,4 +1,4 @@
-"""Protected mode: a TCP listener that asks for no credentials lets in only clients of its own machine."""
+"""Protected mode: a TCP listener that demands no credentials lets in only clients of its own machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE, TWO, ALSO_TWO = "10.200.9.1", "10.200.9.2", "10.200.9.3"
 # ---- two hosts ----
 
 
-#: Says of each address whether a connection from there counts as one from this machine.
+#: A program that prints which addresses count as addresses of this machine.
 WHO_IS_HERE = """
 import socket, sys
 from trio_ucx._handshake.control_stream import leads_to_this_machine
@@ -91,7 +91,7 @@ async def test_two_hosts(hosts: tuple[Host, Host]) -> None:
 
 
 async def test_addresses_of_this_machine(hosts: tuple[Host, Host]) -> None:
-    """Also where the kernel lets every address be bound; the broadcast address can be bound in any case."""
+    """Also if the kernel lets every address be bound. (A broadcast address can always be bound.)"""
     _, two = hosts
     ours = ["127.0.0.1", "127.0.0.9", "::1", TWO, ALSO_TWO, "fd00:209::2", "fd00:209::3", "fe80::2%cable"]
     others = [
@@ -174,7 +174,7 @@ async def test_the_first_refusal_is_a_warning(worker: ucp.Worker, caplog: pytest
 async def test_a_stranger_gets_no_further_than_the_preamble(
     worker: ucp.Worker, more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that follows it is read, whatever it is."""
+    """The listener reads nothing after the preamble, whatever it is."""
     monkeypatch.delattr(Facts, "decode")
     async with listening(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
         got = bytearray()

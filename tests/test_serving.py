@@ -148,7 +148,7 @@ async def test_client_that_closes_while_it_is_sent_to(worker: ucp.Worker, caplog
 
 @pytest.mark.parametrize("end", ["aborted", "closed"])
 async def test_a_handler_asks_about_a_client_that_has_gone(worker: ucp.Worker, end: str) -> None:
-    """What was known last: no error that would be taken for the loss of the client."""
+    """They return what was last known, and raise no error that would be taken for the loss of the client."""
     told: list[Any] = []
 
     async def handler(connection: trio_ucx.Connection) -> None:

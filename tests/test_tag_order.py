@@ -1,4 +1,4 @@
-"""Each tag is an ordered queue: it ends at the first message that is missing. And what many tags cost."""
+"""Each tag is an ordered queue, which ends at the first missing message; and the cost of many tags."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_cancelled_large_message_is_no_hole(worker: ucp.Worker) -> None:
 
 
 async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
-    """What arrives when a receive was told that the connection broke comes too late, on every tag."""
+    """Messages that arrive after a receive has reported that the connection broke are dropped, on every tag."""
     async with open_pair(worker) as (client, server):
         client.abort()
         with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
@@ -118,7 +118,7 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
 
 
 async def send_and_receive(client: trio_ucx.Connection, server: trio_ucx.Connection, tag: int) -> None:
-    """One message on a tag, received in one of several ways."""
+    """One message on a tag, received by one of several functions."""
     way, size = tag % 6, 5000 if tag % 4 == 0 else 4
     data = tag.to_bytes(4, "big") * (size // 4)
     if way in (0, 1):  # somebody waits
@@ -185,7 +185,7 @@ def test_sends_that_wait_are_found_at_once() -> None:
 
 
 def test_sends_that_were_cancelled_leave_nothing() -> None:
-    """Also behind one of the same tag that goes on waiting."""
+    """Also a send behind one on the same tag that goes on waiting."""
     out: SendCredit[Send] = SendCredit(4096, 0)
     first = Send(1)
     out.wait(first)
@@ -197,7 +197,7 @@ def test_sends_that_were_cancelled_leave_nothing() -> None:
 
 
 def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full tag, and a receiver that looks at one tag after the other: that is no reason to cut it off."""
+    """A peer that receives from one tag after the other, while one tag fills the window, is not cut off."""
     monkeypatch.setattr(_credit, "MAX_ADMISSIONS", 100)
     out: SendCredit[Send] = SendCredit(4096, 0)
     into = ReceiveCredit(4096, 0)
@@ -213,7 +213,7 @@ def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPat
 
 
 async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer without credit makes the receiver look at the tags that somebody waits for, not at all unread ones."""
+    """For a peer without credit, the receiver looks only at tags with waiting receives, not at all unread ones."""
     looks = 0
     look = Receiving._admit_next
 

@@ -113,7 +113,7 @@ def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
 
 
 def test_short_messages_do_not_hold_the_buffer_of_a_receive() -> None:
-    """A peer that dies while it writes one leaves UCX waiting for the rest, with the memory that it was given."""
+    """If a peer dies while it writes a short message, UCX keeps the memory of that receive, and waits for the rest."""
     mover = Mover()
     queue = TagQueue(1, mover)
     receive, buffer = into(queue, 3)
@@ -224,7 +224,7 @@ def test_failed_transfer_and_another_in_the_buffer_of_the_first_receive(arrived:
     assert is_free(first_buffer) and is_free(second_buffer) == arrived
     if not arrived:
         mover.finish(0)
-    later = wait(queue, Want.BYTES)  # it does not get the second message, which is behind the hole
+    later = wait(queue, Want.BYTES)  # it does not get the second message, which is behind the missing one
     assert queue.failure is not None and queue.fail_unserved(queue.failure)
     with pytest.raises(OSError, match="lost"):
         value(later)
@@ -270,7 +270,7 @@ def test_receives_end_in_order() -> None:
 
 
 def test_lost_while_a_later_message_is_written_to_the_buffer_of_the_first_receive() -> None:
-    """UCX may never let go of it. The receive gets the error, so no later receive gets the first message."""
+    """UCX may never release the buffer. The receive gets the error, so no later receive gets the first message."""
     mover = Mover()
     queue = TagQueue(1, mover)
     (first, first_buffer), (second, second_buffer) = into(queue, 3), into(queue, 3)

@@ -192,7 +192,7 @@ def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
 
 @pytest.mark.full
 def test_the_key_that_a_server_makes() -> None:
-    """It prints what to type on the other machine; nobody gets in without the key, from this machine either."""
+    """It prints the command for the other machine; a client without the key is refused, on this machine, too."""
     with start_cli("perf", "--listen", "0", without=["TRIO_UCX_AUTHKEY"]) as server:
         [port] = re.findall(r"^listening at 0\.0\.0\.0:(\d+)\n$", read_line(server))
         assert server.stdout is not None
@@ -342,7 +342,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 def test_control_messages() -> None:
-    """Only what has the shape of a message is one, and no entry is of another type than it should be."""
+    """Only a complete message is decoded, and each entry has its type."""
     assert set(GOOD) == set(exchange.SHAPES)
     for entry, good in GOOD.items():
 
@@ -375,7 +375,7 @@ def test_control_messages() -> None:
 
 @pytest.mark.full
 def test_no_client_ends_the_server_or_reaches_its_terminal() -> None:
-    """Whatever it says: the server's output stays one printable line for each, and it serves the next client."""
+    """Whatever a client sends, the server prints one printable line for it, and serves the next client."""
     escape = "\x1b]0;title\x07\r\x9b2J\u202e"
 
     async def visit(address: str) -> None:
