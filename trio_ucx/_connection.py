@@ -261,7 +261,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_message(self, tag: int = 0) -> int:
         """Waits until a tag queue has a message, which stays; returns its length.
 
-        Cancellation: no effect.
+        Cancellation: it has no effect.
 
         Raises:
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
@@ -290,7 +290,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         after the connection has ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer. If a local peer was
         killed while large messages moved over shared memory, it may return only when the worker closes.
 
-        Cancellation: no effect.
+        Cancellation: it has no effect.
 
         Raises:
             trio.BrokenResourceError: the worker broke. The buffers are released when it has been closed.
@@ -368,7 +368,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_send_all_might_not_block(self) -> None:
         """Waits until the peer's window has room; see ``trio.abc.SendStream``.
 
-        Cancellation: no effect.
+        Cancellation: it has no effect.
 
         Raises: as :meth:`send_all`.
         """
@@ -490,7 +490,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_closed(self) -> None:
         """Waits until either side has ended the connection (:attr:`closed`), or a cancelled :meth:`aclose` has ended.
 
-        Cancellation: no effect.
+        Cancellation: it has no effect.
 
         Raises: nothing, whatever ended the connection.
         """

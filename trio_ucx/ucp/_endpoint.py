@@ -397,7 +397,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         UCX does not count messages that wait for the peer to receive them (rendezvous): await their sends.
 
-        Cancellation: no effect; the messages go on.
+        Cancellation: it has no effect; the messages go on.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.

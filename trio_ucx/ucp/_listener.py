@@ -229,7 +229,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             error_mode: see :class:`ErrorMode`; the client's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
 
-        Cancellation: no effect; the request can still be answered.
+        Cancellation: it has no effect; the request can still be answered.
 
         Raises:
             trio.ClosedResourceError: it was answered before, or the listener, or the worker, was closed.

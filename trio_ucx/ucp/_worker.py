@@ -522,7 +522,7 @@ class Worker(metaclass=OpenedNotConstructed):
         that have no room in the peer's shared-memory queue. As :meth:`Endpoint.flush`, it does not count rendezvous
         messages that their receivers have not asked for.
 
-        Cancellation: no effect; the messages go on.
+        Cancellation: it has no effect; the messages go on.
 
         Raises:
             trio.BrokenResourceError: a peer was lost meanwhile; the worker broke.

@@ -495,7 +495,7 @@ class RequestChain(ChainBuilder):
         Requests of a cancelled run complete when the peer answers, or is lost. Those over a connection that has ended
         complete up to some seconds later.
 
-        Cancellation: no effect.
+        Cancellation: it has no effect.
 
         Raises:
             trio.ClosedResourceError: the chain was closed, perhaps meanwhile, or its worker was.
