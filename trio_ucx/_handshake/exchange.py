@@ -5,8 +5,8 @@
     client                                         server
     PREAMBLE magic, version, flags, nonce    ->
                                              <-    PREAMBLE, and with an authkey PROOF
-    OPEN     the client's facts              ->
-                                             <-    WELCOME  the server's facts, and a number or its limits
+    OPEN     the client's peer description   ->
+                                             <-    WELCOME  the server's, and a number or its limits
     [DECLINE the number cannot be used       ->
                                              <-    ASSIGN   another one, and our limits]
     TAKE     the number, and our limits      ->
@@ -23,9 +23,9 @@ Authentication. Both sides know the ``authkey``. Each frame after the preambles,
 HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
 Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is changed on the way
 invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server
-proves first that it knows the key. So a client sends no facts to a server that does not know the key, nor does the
-server to such a client. REFUSE carries no code, because it may have to say that the keys differ. A server in protected
-mode refuses a client of another machine right after its preamble.
+proves first that it knows the key. A client therefore does not describe its worker to a server that does not know the
+key, nor does the server to such a client. REFUSE carries no code, because it may have to say that the keys differ. A
+server in protected mode refuses a client of another machine right after its preamble.
 """
 
 from __future__ import annotations
