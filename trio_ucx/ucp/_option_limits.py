@@ -93,7 +93,14 @@ LIMITS = (
     Limit("(CMA|KNEM)_(SEG_SIZE|TX_QUOTA)", 1, math.inf, "UCX would never copy anything, and wait for ever"),
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
     Limit("SEG_SIZE", 512, math.inf, "UCX writes headers of active messages to such a segment, whatever its size"),
-    Limit("MAX_(EAGER|RNDV)_RAILS", 1, math.inf, "UCX would cancel messages that need more than one segment"),
+    Limit("MAX_RNDV_(RAILS|LANES)", 1, math.inf, "UCX would cancel messages that need more than one segment"),
+    Limit(
+        "MAX_EAGER_(RAILS|LANES)",
+        1,
+        1,
+        "with more UCX may send a short message in several pieces, over several network devices at once, which "
+        "trio_ucx expects only for long messages",
+    ),
     Limit(
         "BCOPY_THRESH",
         0,
@@ -139,6 +146,8 @@ def _range(limit: Limit) -> str:
         return "inf, its default, or leave it out"
     if limit.most == math.inf:
         return f"at least {limit.least}"
+    if limit.least == limit.most:
+        return f"{limit.least}"
     return f"{limit.least} to {limit.most}" if limit.least else f"at most {limit.most}"
 
 
