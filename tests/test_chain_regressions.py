@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import struct
@@ -492,7 +493,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
 
 
 async def run_until_closed(chain: ucp.RequestChain) -> None:
-    with pytest.raises(trio.ClosedResourceError):
+    with contextlib.suppress(trio.ClosedResourceError):  # the error may also be the outcome of a request in flight
         await chain.run()
 
 
