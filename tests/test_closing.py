@@ -591,7 +591,7 @@ def test_both_sides_abort_with_much_under_way(chance: random.Random, rounds: Rou
     """
     seed = chance.randrange(2**32)
     command = [sys.executable, "-X", "faulthandler", "-c", BOTH_ABORT, str(rounds(8, 300)), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=rounds(120, 3000), check=False)
     assert done.returncode == 0, f"seed {seed}: {done.returncode}\n{done.stderr[-2000:]}"
 
 

@@ -57,6 +57,23 @@ async def echoed(connection: trio_ucx.Connection, count: int) -> None:
         assert await connection.receive(1) == data
 
 
+@pytest.mark.parametrize("rounds", range(1, 6))
+async def test_cancelled_before_the_connection_ended(worker: ucp.Worker, rounds: int) -> None:
+    """A task that polls at that moment gets the cancellation, as one that is parked does."""
+    scope = trio.CancelScope()
+
+    async def receive(connection: trio_ucx.Connection) -> None:
+        with scope:
+            await connection.receive()
+
+    async with open_pair(worker) as (client, _), trio.open_nursery() as nursery:
+        nursery.start_soon(receive, client)
+        for _ in range(rounds):
+            await trio.lowlevel.checkpoint()
+        scope.cancel()
+        client.abort()  # raises trio.ClosedResourceError in a receive that was not cancelled
+
+
 async def test_a_poll_finds_what_has_arrived(transports: str) -> None:
     """With a long yield_interval, nothing but the poll can find it: no other task runs in between."""
     async with ucp.open_worker(config={"TLS": transports}, yield_interval=60) as worker:

@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import trio
+from outcome import Error
 
 from ..._native import lib
 from .._util import check_timeout
@@ -146,6 +147,8 @@ class Waiting:
                 break  # cancelled, which parking tells
             engine.arming.handle(Event.POLLED)  # the progress task need not look
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
+        if isinstance(pending.outcome, Error):
+            await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
 
     async def poll_chains(self) -> None:
         """For the progress task: request chains go on whose tasks are parked. A schedule point, as :meth:`wait` is."""
