@@ -76,12 +76,7 @@ class ExchangeOptions:
 
     def lets_in(self, client: ControlStream) -> bool:
         """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
-        if self.allow_anyone or self.authkey is not None or leads_to_this_machine(client.socket):
-            return True
-        if not self.keeps_strangers_out or client.tls is None:
-            return False
-        # A context with post_handshake_auth requires a certificate, but not in the handshake.
-        return client.tls.object.getpeercert(binary_form=True) is not None
+        return self.allow_anyone or self.keeps_strangers_out or leads_to_this_machine(client.socket)
 
 
 @attrs.frozen
