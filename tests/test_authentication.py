@@ -125,6 +125,22 @@ async def test_client_certificates(worker: ucp.Worker, version: ssl.TLSVersion) 
         await expect_works(worker, listener, ssl_context=context.client, server_hostname="localhost")
 
 
+@pytest.mark.parametrize("options", [{}, {"authkey": KEY}, {"allow_anyone": True}])
+async def test_certificates_are_required_also_with_post_handshake_auth(
+    worker: ucp.Worker, options: dict[str, Any]
+) -> None:
+    """Then OpenSSL does not ask for one in the handshake, and local clients came without."""
+    authority = trustme.CA()
+    context = contexts(authority, "localhost")
+    context.server.verify_mode = ssl.CERT_REQUIRED
+    context.server.post_handshake_auth = True
+    given = {"authkey": options.get("authkey"), "ssl_context": context.client, "server_hostname": "localhost"}
+    async with listening(worker, ssl_context=context.server, **options) as listener:
+        with pytest.raises(ConnectionRefusedError, match="requires a certificate"):
+            await trio_ucx.connect(listener.address, worker=worker, **given).__aenter__()
+        await expect_nothing_left(worker, listener, 1)
+
+
 async def test_only_one_side_with_tls(
     worker: ucp.Worker, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,7 @@ from trio_ucx._handshake.exchange import MAX_FRAME, Kind
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._handshake.registry import Registry
+from trio_ucx._wire import MAGIC
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.numbering import Numbers
 from trio_ucx.ucp._tag import post_bytes_send
@@ -343,6 +344,20 @@ async def test_guessed_connection_ids_are_counted(worker: ucp.Worker, caplog: py
         await until(lambda: worker.statistics().unknown_messages == 99)
         [record] = caplog.records
         assert record.levelname == "WARNING" and "guessing the ids" in record.message
+
+
+async def test_strangers_take_no_connection_ids(worker: ucp.Worker) -> None:
+    """They could have the ids forgotten of connections that have ended, whose late messages would count as guesses."""
+    dispatch = internals(worker).tag_dispatch
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with listener:
+        for begin in (b"", MAGIC, b"GET / HTTP/1.1"):
+            async with await trio.open_tcp_stream(*listener.address) as stranger:
+                await stranger.send_all(begin)
+                await until(lambda: sum(attrs.astuple(listener.statistics())) > 0)
+                assert not dispatch.sinks
+            await until(lambda: listener.statistics().handshaking == 0)
+    assert not dispatch._ended
 
 
 @pytest.mark.parametrize("queue", [1, wire.STREAM])

@@ -458,6 +458,28 @@ def test_who_loses_a_place() -> None:
     assert ended_first(*inside, Stranger("b"), Stranger("a"), Stranger("a")) == [4, 3, 5]
 
 
+async def test_when_a_client_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its time is over and the listener waits for it: for its bytes, or until it reads."""
+    ours, its = trio.socket.socketpair()
+    with its:
+        stream = control_stream.ControlStream(trio.SocketStream(ours))
+        client = server_side.Client(stream)
+        assert not client.is_idle
+        monkeypatch.setattr(server_side, "GRACE", 0)
+        assert client.is_idle and not client.has_sent
+        await its.send(b"x")
+        assert not client.is_idle
+        await stream.receive_some()
+        assert client.is_idle and client.has_sent
+        await its.send(b"x")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_all, bytes(10_000_000))
+            await until(lambda: stream.is_sending)
+            assert client.is_idle
+            nursery.cancel_scope.cancel()
+        stream.close()
+
+
 async def test_sources(tmp_path: Path) -> None:
     """The source of a stranger."""
 

@@ -22,6 +22,7 @@ from networks import Host, open_network
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
+from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.exchange import Exchange, Kind
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._wire import MAGIC, VERSION
@@ -159,14 +160,24 @@ async def test_what_lets_a_client_in(worker: ucp.Worker, tmp_path: Path, caplog:
     assert len(warnings(caplog)) == 2
 
 
+@pytest.mark.parametrize(("interval", "levels"), [(60, ["WARNING"]), (0, ["WARNING", *4 * ["INFO"]])])
 @pytest.mark.usefixtures("from_elsewhere")
-async def test_the_first_refusal_is_a_warning(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_first_refusal_is_a_warning(
+    worker: ucp.Worker,
+    interval: float,
+    levels: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     caplog.set_level("INFO", "trio_ucx")
+    monkeypatch.setattr(server_side, "LOG_INTERVAL", interval)
     async with listening(worker) as listener:
         for _ in range(5):
             assert not await connects(worker, listener)
-    [record] = [each for each in caplog.records if "turned away" in each.getMessage()]
-    assert record.levelname == "WARNING" and all(word in record.getMessage() for word in ("127.0.0.1:", *CURES))
+        await until(lambda: listener.statistics().refused == 5)
+    records = [each for each in caplog.records if "turned away" in each.getMessage()]
+    assert [each.levelname for each in records] == levels
+    assert all(word in records[0].getMessage() for word in ("127.0.0.1:", *CURES))
 
 
 @pytest.mark.parametrize("more", [b"", b"\0" * 100_000, struct.pack("<IB", 2**32 - 1, Kind.OPEN), bytes(range(256))])
@@ -213,16 +224,15 @@ def contexts() -> Certificates:
 
 @pytest.mark.usefixtures("from_elsewhere")
 async def test_only_required_certificates_lift_it(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
-    for verify_mode, post_handshake, options, wanted, warned in (
-        (ssl.CERT_NONE, False, {}, False, True),
-        (ssl.CERT_OPTIONAL, False, {}, False, True),
-        (ssl.CERT_REQUIRED, False, {}, True, False),
-        (ssl.CERT_REQUIRED, True, {}, False, False),  # OpenSSL does not ask for the certificate then
-        (ssl.CERT_NONE, False, {"allow_anyone": True}, True, False),
+    for verify_mode, options, wanted, warned in (
+        (ssl.CERT_NONE, {}, False, True),
+        (ssl.CERT_OPTIONAL, {}, False, True),
+        (ssl.CERT_REQUIRED, {}, True, False),
+        (ssl.CERT_NONE, {"allow_anyone": True}, True, False),
     ):
         caplog.clear()
         both = contexts()
-        both.server.verify_mode, both.server.post_handshake_auth = verify_mode, post_handshake
+        both.server.verify_mode = verify_mode
         async with listening(worker, ssl_context=both.server, **options) as listener:
             opening = warnings(caplog)
             assert len(opening) == warned

@@ -374,11 +374,11 @@ class Session:
         handshake.remote = attacker.address
         dispatch = internals(attacker.worker).tag_dispatch
         self.sink = Sink(dispatch, greedy=chance.random() < 0.5)
-        dispatch.sinks[handshake.id] = self.sink
         exchange = Exchange(is_client=True, software=SOFTWARE, authkey=None)
         honest = chance.random() < 0.5
         tampers_at = 99 if honest or chance.random() < 0.5 else chance.randrange(3)
         facts = handshake.make_facts(SharedMemory.AUTO)
+        dispatch.sinks[handshake.id] = self.sink
         exchange.open(facts if honest or chance.random() < 0.5 else self._lie(facts))
         await self._say(exchange.data_to_send(), at_start=True, tampers=tampers_at == 0)
         for turn in range(1, 6):

