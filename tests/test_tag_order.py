@@ -14,8 +14,9 @@ from timing import Stopwatch
 import trio_ucx
 from trio_ucx import _credit, ucp
 from trio_ucx._credit import ReceiveCredit, SendCredit
-from trio_ucx._link.receiving import IDLE_QUEUES, Receiving
+from trio_ucx._link.receiving import IDLE_QUEUES, Receiving, Transfer
 from trio_ucx._link.transport import Transport
+from trio_ucx.ucp import Status
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
 
@@ -119,6 +120,23 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker, how: str, mo
                 await server.receive(tag)
         assert discarded == [1, 2]
         server.abort()
+
+
+async def test_a_failed_transfer_breaks_the_connection(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX gives up one message, and says nothing about the endpoint."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        complete = Transfer.complete
+        monkeypatch.setattr(
+            Transfer, "complete", lambda self, status, length, tag: complete(self, Status.CANCELED, length, tag)
+        )
+        with trio.fail_after(5):
+            nursery.start_soon(client.send, bytes(100_000), 1)
+            with pytest.raises(trio.BrokenResourceError, match="receiving a message"):
+                await server.receive(1)
+            assert server.closed
+            with pytest.raises(trio.BrokenResourceError, match="broke: receiving a message"):
+                await server.receive(2)
+            await client.wait_closed()
 
 
 # ---- many tags ----
