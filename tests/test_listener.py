@@ -539,6 +539,7 @@ async def test_reason_why_a_connecting_client_is_turned_away(worker: ucp.Worker,
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
     async with listener, trio_ucx.connect(listener.address, worker=worker, close_timeout=0) as first:
         acceptor = listener._acceptor
+        await until(lambda: listener.statistics().waiting == 1)
         if why != "the listener closed":
             acceptor._timeout = 1
 
