@@ -540,6 +540,38 @@ async def test_buffers_are_released_soon(worker: ucp.Worker, transports: str, wh
             assert_free(buffer)
 
 
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+async def test_buffers_are_released_soon_by_a_suspended_peer(worker: ucp.Worker, transports: str) -> None:
+    """Its UCX never takes what ours has begun to write."""
+    size = 2**24
+    outgoing = [bytearray(size) for _ in range(4)]
+    async with open_peer("busy_both_ways", size, transports=transports) as peer:
+        address, _ = await peer.hear()
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+
+        async def send(tag: int) -> None:
+            while True:
+                await connection.send(outgoing[tag], tag)
+
+        async def receive(tag: int) -> None:
+            buffer = bytearray(size)
+            while True:
+                await connection.receive_into(buffer, tag)
+
+        async with trio.open_nursery() as nursery:
+            for tag in range(4):
+                nursery.start_soon(send, tag)
+                nursery.start_soon(receive, tag)
+            await until(lambda: connection.statistics().messages_received > 8)
+            await peer.stop()
+            nursery.cancel_scope.cancel()
+        connection.abort()
+        with Stopwatch(WRITING_TIME + PROMPT):
+            await connection.wait_buffers_released()
+        assert_free(*outgoing)
+        peer.resume()
+
+
 BOTH_ABORT = """
 import os, random, sys, warnings
 

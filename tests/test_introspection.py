@@ -165,6 +165,20 @@ async def test_transports_are_one_per_lane(transports: str, worker: ucp.Worker) 
             assert all(lane.name and lane.device for lane in endpoint.transports)
 
 
+@pytest.mark.skipif(_native.ucx.version < (1, 14), reason="UCX 1.13 cannot be asked")
+@pytest.mark.parametrize("end", ["abort", "aclose"])
+async def test_what_is_known_of_an_endpoint_that_was_closed(worker: ucp.Worker, end: str) -> None:
+    """Nobody asked before."""
+    async with open_raw_pair(worker) as (client, server):
+        for _ in range(2):
+            await client.tag_send(b"x", 1)
+            await worker.tag_receive(bytearray(1), 1)
+        addresses = server.remote_address, server.local_address
+        client.abort() if end == "abort" else await client.aclose()
+        assert client.transports
+        assert (client.local_address, client.remote_address) == addresses
+
+
 async def test_error_mode_failover(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     if ucp.library().version >= (1, 21):
         endpoint = await worker.open_endpoint(worker.address, error_mode=ucp.ErrorMode.FAILOVER)

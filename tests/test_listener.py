@@ -555,6 +555,54 @@ async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worke
     handshake.close()
 
 
+@pytest.mark.parametrize("why", ["the listener closed", "too many clients are waiting to be accepted"])
+@pytest.mark.parametrize("moment", ["it is let in", "it waits for a place"])
+async def test_reason_why_a_connecting_client_is_turned_away(worker: ucp.Worker, why: str, moment: str) -> None:
+    """The listener closes, or its connect_timeout ends."""
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
+    async with listener, trio_ucx.connect(listener.address, worker=worker, close_timeout=0) as first:
+        acceptor = listener._acceptor
+        await until(lambda: listener.statistics().waiting == 1)
+        if why != "the listener closed":
+            acceptor._timeout = 1
+
+        async def connect() -> None:
+            with pytest.raises(ConnectionRefusedError, match=f"{listener.address[1]} refused the connection: {why}"):
+                await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connect)
+            if moment == "it is let in":
+                await until(lambda: any(client.is_let_in for client in acceptor._clients))
+            else:
+                await until(lambda: len(acceptor._places))
+            if why == "the listener closed":
+                await listener.aclose()
+        first.abort()
+
+
+async def test_reason_why_a_client_that_is_connected_is_turned_away(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is open, and the listener, to which its HELLO has not come yet, closes."""
+    open_if_greeted = Handshake._open_if_greeted
+
+    def open_client(handshake: Handshake) -> Any:
+        control = handshake.control
+        return open_if_greeted(handshake) if control is not None and control.exchange.is_client else None
+
+    monkeypatch.setattr(Handshake, "_open_if_greeted", open_client)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+    await listener.aclose()
+    with (
+        trio.fail_after(5),
+        pytest.raises(trio.BrokenResourceError, match="refused the connection: the listener closed"),
+    ):
+        await client.receive()
+    client.abort()
+
+
 async def test_full_queue_of_a_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
     """Connecting waits, as with TCP. (The kernel says EAGAIN, which Trio takes for EINPROGRESS.)"""
     path = f"{tmp_path}/socket"

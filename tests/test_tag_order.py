@@ -14,7 +14,9 @@ from timing import Stopwatch
 import trio_ucx
 from trio_ucx import _credit, ucp
 from trio_ucx._credit import ReceiveCredit, SendCredit
-from trio_ucx._link.receiving import IDLE_QUEUES, Receiving
+from trio_ucx._link.receiving import IDLE_QUEUES, Receiving, Transfer
+from trio_ucx._link.transport import Transport
+from trio_ucx.ucp import Status
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
 
@@ -100,18 +102,41 @@ async def test_a_cancelled_large_message_is_no_hole(worker: ucp.Worker) -> None:
         assert received in ([b"next"], [bytes(100_000), b"next"])
 
 
-async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
+@pytest.mark.parametrize("how", RECEIVES)
+async def test_nothing_is_received_after_broken(worker: ucp.Worker, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that arrive after a receive has reported that the connection broke are dropped, on every tag."""
     async with open_pair(worker) as (client, server):
         client.abort()
         with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
-            await server.receive(1)
+            await RECEIVES[how](server)
         receiving = server._link.receiving
+        discarded: list[int] = []
+        monkeypatch.setattr(Transport, "discard", lambda self, handle: discarded.append(handle))
+        monkeypatch.setattr(Transport, "receive", lambda self, handle, pins: pytest.fail("received"))
         for tag in (1, 2):
             receiving.packed_arrived(tag, 1, 4, b"late")  # UCX delivers what it read from the socket only now
+            receiving.message_arrived(tag, tag, 5000)
             with pytest.raises(trio.BrokenResourceError):
                 await server.receive(tag)
+        assert discarded == [1, 2]
         server.abort()
+
+
+async def test_a_failed_transfer_breaks_the_connection(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX gives up one message, and says nothing about the endpoint."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        complete = Transfer.complete
+        monkeypatch.setattr(
+            Transfer, "complete", lambda self, status, length, tag: complete(self, Status.CANCELED, length, tag)
+        )
+        with trio.fail_after(5):
+            nursery.start_soon(client.send, bytes(100_000), 1)
+            with pytest.raises(trio.BrokenResourceError, match="receiving a message"):
+                await server.receive(1)
+            assert server.closed
+            with pytest.raises(trio.BrokenResourceError, match="broke: receiving a message"):
+                await server.receive(2)
+            await client.wait_closed()
 
 
 # ---- many tags ----
@@ -119,7 +144,7 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
 
 async def send_and_receive(client: trio_ucx.Connection, server: trio_ucx.Connection, tag: int) -> None:
     """One message on a tag, received by one of several functions."""
-    way, size = tag % 6, 5000 if tag % 4 == 0 else 4
+    way, size = tag % 7, 100_000 if tag % 70 < 2 else 5000 if tag % 4 == 0 else 4
     data = tag.to_bytes(4, "big") * (size // 4)
     if way in (0, 1):  # somebody waits
         async with trio.open_nursery() as nursery:
@@ -129,9 +154,11 @@ async def send_and_receive(client: trio_ucx.Connection, server: trio_ucx.Connect
             else:
                 assert await server.receive_into(bytearray(size), tag) == size
         return
-    if way == 2:
+    if way in (2, 6):
         with trio.move_on_after(0.0001):
             await server.receive(tag)
+    if way == 6:  # nothing ever comes
+        return
     await client.send(data, tag)
     if way == 3:
         assert await server.wait_message(tag) == size
@@ -156,7 +183,7 @@ async def test_idle_tags_are_forgotten(worker: ucp.Worker, rounds: Rounds) -> No
         receiving, credit = server._link.receiving, client._link.sending.credit
         assert len(receiving.queues) <= IDLE_QUEUES + 1
         assert len(receiving._awaited) <= IDLE_QUEUES + 1
-        assert len(credit._last) <= 5000 and not credit._admitted and not credit._lines
+        assert len(credit._last) <= 2 * _credit._REMEMBERED_QUEUES and not credit._admitted and not credit._lines
 
 
 class Send:

@@ -206,6 +206,8 @@ def test_failed_transfer() -> None:
     assert is_free(buffer)
     with pytest.raises(OSError, match="lost"):
         value(other)
+    queue.arrived(2, 3, whole=True)  # behind the hole
+    assert not queue.messages and [message.handle for message in mover.discarded] == [2]
 
 
 @pytest.mark.parametrize("arrived", [True, False])

@@ -96,6 +96,8 @@ class ControlStream:
         self.peer_has_sent = False
         #: Whether a send is under way, or was cut off, so that nothing that follows could be understood.
         self.is_sending = False
+        #: What a send was to send that was cancelled before it began.
+        self._unsent = b""
 
     @property
     def has_unread(self) -> bool:
@@ -162,6 +164,9 @@ class ControlStream:
     async def _send_raw(self, data: bytes) -> None:
         if not data:
             return
+        self._unsent = data
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._unsent = b""
         self.is_sending = True
         try:
             await self._stream.send_all(data)
@@ -188,8 +193,8 @@ class ControlStream:
         """Closes the socket, unless it was detached.
 
         Args:
-            last: sent before, as far as the socket takes it at once. (So is a TLS alert that says why TLS failed.) Not
-                if an earlier send was cut off.
+            last: sent before, as far as the socket takes it at once, after what an earlier send was cancelled before
+                it began. (So is a TLS alert that says why TLS failed.) Not if an earlier send was cut off.
         """
         tls, self.tls = self.tls, None  # frees the buffers at once, even if this object lives on
         if self.socket.fileno() < 0:
@@ -199,6 +204,7 @@ class ControlStream:
                 last = tls.encrypt(last)
             except ssl.SSLError:  # the TLS handshake did not end
                 last = tls.outgoing.read()
+        last = self._unsent + last
         with self.detach() as bare, suppress(OSError):
             if last and not self.is_sending:
                 bare.send(last)

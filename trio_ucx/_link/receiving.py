@@ -405,6 +405,9 @@ class Receiving:
         """A receive has ended with this error."""
         if isinstance(error, trio.BrokenResourceError):
             self.handshake.error_reported = self._over = True
+            cause = error.__cause__
+            if self.handshake.peer is Peer.OPEN and isinstance(cause, UCXError):
+                self.core.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
     def transferring(self) -> bool:
         """Whether messages are being written to memory."""

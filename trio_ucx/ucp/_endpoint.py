@@ -158,13 +158,19 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @property
     def local_address(self) -> tuple[str, int] | None:
-        """Our ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``)."""
+        """Our ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``).
+
+        After the end, as last known.
+        """
         self._local = self._local or query_sockaddr(self._core, remote=False)
         return self._local
 
     @property
     def remote_address(self) -> tuple[str, int] | None:
-        """The peer's ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``)."""
+        """The peer's ``(host, port)``, or None for an endpoint made from a worker address (``ucp_ep_query``).
+
+        After the end, as last known.
+        """
         self._remote = self._remote or query_sockaddr(self._core, remote=True)
         return self._remote
 
@@ -203,6 +209,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         if self._has_not_ended:
             with suppress(Exception):  # UCX before 1.14 does not say
                 self._transports = query_transports(self._core)
+            self._local, self._remote = self.local_address, self.remote_address
 
     @enable_ki_protection
     def evaluate(self, nbytes: int) -> float:
