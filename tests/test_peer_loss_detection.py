@@ -56,7 +56,7 @@ async def met(
 
 async def assert_soon_lost(connection: trio_ucx.Connection, since: float, what: object) -> None:
     with pytest.raises(trio.BrokenResourceError):
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await connection.receive(1)
     took = trio.current_time() - since
     assert took < SOON, f"{what}: noticed after {took:.3f} s"
@@ -162,7 +162,7 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
                     await connection.send(b"still there?", 3)
             assert stopped.cancelled_caught
             peer.resume()
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 messages = connection.messages(3)
                 assert {await anext(messages), await anext(messages)} == {large, b"still there?"}
             since = trio.current_time()

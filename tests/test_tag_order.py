@@ -71,7 +71,7 @@ async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing:
         await until(lambda: server.statistics().messages_received == 4 + missing)
         client.abort()
         await server.wait_closed()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             assert await RECEIVES[how](server) == b"first"
             lengths = set()
             for _ in range(3):
@@ -104,7 +104,7 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker) -> None:
     """Messages that arrive after a receive has reported that the connection broke are dropped, on every tag."""
     async with open_pair(worker) as (client, server):
         client.abort()
-        with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+        with trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await server.receive(1)
         receiving = server._link.receiving
         for tag in (1, 2):
