@@ -134,7 +134,7 @@ class AttackedServer:
         async with ucp.open_worker() as worker:
             for _ in range(3):
                 with trio.fail_after(60):
-                    async with trio_ucx.connect(self.address, worker=worker) as client:
+                    async with trio_ucx.connect(self.address, worker=worker, connect_timeout=60) as client:
                         client.send_nowait(pattern(100_000))
                         assert await client.receive() == pattern(100_000)
         assert self.peer.process.poll() is None, "the server ended"
