@@ -232,7 +232,7 @@ async def test_bad_greeting(
     messages, reason = GREETINGS[what]
     greet = Handshake.greet
     async with unharmed(worker), ucp.open_worker(config={"TLS": transports}) as liar:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=0.4)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=2)
         async with listener:
 
             def lie(handshake: Handshake) -> None:
