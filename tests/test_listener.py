@@ -402,7 +402,7 @@ async def test_silent_strangers_leave_descriptors(worker: ucp.Worker, transports
 async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """No client is refused, although most of them wait in the kernel's queue."""
     monkeypatch.setattr(server_side, "MAX_EXCHANGES", 3)
-    monkeypatch.setattr(server_side, "GRACE", 30)
+    monkeypatch.setattr(server_side, "GRACE", 60)
     key = b"correct horse battery staple"
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(
@@ -410,7 +410,7 @@ async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.Monk
         )
 
         async def client() -> None:
-            async with trio_ucx.connect(listener.address, worker=worker, authkey=key) as connection:
+            async with trio_ucx.connect(listener.address, worker=worker, authkey=key, connect_timeout=60) as connection:
                 await connection.send(b"x")
                 assert await connection.receive() == b"x"
 
