@@ -1,8 +1,9 @@
 """A server that is attacked, and its honest client, each in a process of its own.
 
 The client is connected before the attack. Meanwhile it measures its round trips, and how late its own sleeps end.
-Machines that run tests are busy: the lateness of 99 sleeps in a hundred is allowed for, three times, as a round trip
-needs both processes; and one round trip in a hundred may take longer.
+Machines that run tests are busy: what either process waited for a processor in a round trip does not count (Linux's
+``schedstat``). Elsewhere, and where a virtual machine stands still, the lateness of 99 sleeps in a hundred is allowed
+for, three times, as a round trip needs both processes; and one round trip in a hundred may take longer.
 
 As a program this file runs the server, which is ``peers.py`` with a log in a file, or the honest client.
 """
@@ -28,6 +29,7 @@ from helpers import Peer, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake.server import LOG_INTERVAL
 
 #: Seconds that a round trip of the honest client may take.
 PATIENCE = 0.1
@@ -40,9 +42,20 @@ def serve(log: str, peers: str, *arguments: str) -> None:
     runpy.run_path(peers, run_name="__main__")
 
 
-async def measure(address: list[Any]) -> None:
-    """The honest client: makes round trips. Reports how long they took, for each line of the test."""
+async def measure(address: list[Any], server: int) -> None:
+    """The honest client: makes round trips. Reports how long they took, for each line of the test.
+
+    Args:
+        server: the process at the other end.
+    """
     from peers import ask, say
+
+    paths = [Path(f"/proc/{pid}/schedstat") for pid in (os.getpid(), server)]
+    paths = [path for path in paths if path.exists()]
+
+    def waited() -> float:
+        """Seconds for which the two processes have been ready to run, and others had the processors."""
+        return sum(int(path.read_text().split()[1]) for path in paths) / 1e9
 
     seconds: list[float] = []
     noise: list[float] = []
@@ -51,11 +64,11 @@ async def measure(address: list[Any]) -> None:
         async with trio_ucx.connect(tuple(address)) as connection:
             say("ready")
             while True:
-                start = time.perf_counter()
+                start, before = time.perf_counter(), waited()
                 await connection.send(b"are you there?")
                 await connection.receive()
                 end = time.perf_counter()
-                seconds.append(end - start)
+                seconds.append(end - start - (waited() - before))
                 await trio.sleep(0.005)
                 noise.append(time.perf_counter() - end - 0.005)
 
@@ -80,6 +93,8 @@ class AttackedServer:
     peer: Peer
     honest: Peer
     log: Path
+    #: When it had no lines yet.
+    began: float
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
@@ -101,10 +116,10 @@ class AttackedServer:
         assert self.peer.process.poll() is None, "the server ended"
         seconds: list[float] = []
         noise: list[float] = []
-        with trio.fail_after(30):
+        with trio.fail_after(100):
             while len(seconds) < 20:
                 await self.honest.tell()
-                for total, more in zip((seconds, noise), await self.honest.hear(30), strict=True):
+                for total, more in zip((seconds, noise), await self.honest.hear(), strict=True):
                     total += more
                 await trio.sleep(0.05)
         seconds.sort()
@@ -118,8 +133,8 @@ class AttackedServer:
         assert len(late) <= len(seconds) / 20 + 1 and seconds[-1] < 1 + 3 * noise[-1], summary
         async with ucp.open_worker() as worker:
             for _ in range(3):
-                with trio.fail_after(20):
-                    async with trio_ucx.connect(self.address, worker=worker) as client:
+                with trio.fail_after(60):
+                    async with trio_ucx.connect(self.address, worker=worker, connect_timeout=60) as client:
                         client.send_nowait(pattern(100_000))
                         assert await client.receive() == pattern(100_000)
         assert self.peer.process.poll() is None, "the server ended"
@@ -127,7 +142,8 @@ class AttackedServer:
         lines = [line for line in self.lines() if not line.startswith("ERROR tcp_cm.c")]
         assert all(line.startswith("INFO turned away") for line in lines), lines[:5]
         found = Counter(re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines)
-        assert all(count == 1 for count in found.values()), found
+        most = 1 + int((time.monotonic() - self.began) / LOG_INTERVAL)
+        assert all(count <= most for count in found.values()), found
         if kinds is not None:
             assert len(found) == kinds, found
 
@@ -139,10 +155,11 @@ async def open_attacked_server(tmp_path: Path, transports: str, **environment: s
     wrapper = [*python, __file__, "serve", str(log)]
     async with open_peer("echo", [0], transports=transports, under=wrapper, **environment) as server:
         address, _ = await server.hear()
-        honest_client = [*python, __file__, "measure", json.dumps(address)]
+        began = time.monotonic()
+        honest_client = [*python, __file__, "measure", json.dumps(address), str(server.process.pid)]
         async with open_peer("measure", transports=transports, under=honest_client) as honest:
             assert await honest.hear() == "ready"
-            yield AttackedServer(tuple(address), server, honest, log)
+            yield AttackedServer(tuple(address), server, honest, log, began)
 
 
 if __name__ == "__main__":
@@ -151,4 +168,4 @@ if __name__ == "__main__":
         start = next(at for at, each in enumerate(sys.argv) if each.endswith("peers.py"))
         serve(sys.argv[2], *sys.argv[start:])
     else:
-        trio.run(measure, json.loads(sys.argv[2]))
+        trio.run(measure, json.loads(sys.argv[2]), int(sys.argv[3]))

@@ -89,7 +89,7 @@ class Peer:
         assert process.stdout is not None
         self._buffer = b""
 
-    async def hear(self, timeout: float = 20) -> Any:
+    async def hear(self, timeout: float = 60) -> Any:
         """Receives the peer's next line."""
         assert self.process.stdout is not None
         with trio.fail_after(timeout):
@@ -116,14 +116,14 @@ class Peer:
 
     async def stopped(self) -> None:
         """Waits until the kernel has stopped the process."""
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 await trio.sleep(0.001)
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
 
-    async def ended(self, timeout: float = 20) -> int:
+    async def ended(self, timeout: float = 60) -> int:
         with trio.fail_after(timeout):
             return await self.process.wait()
 
@@ -171,7 +171,7 @@ async def open_peer(
             assert process.stdin is not None and process.stdout is not None
             await process.stdin.aclose()
             if process.returncode is None and clean:
-                with trio.move_on_after(15):
+                with trio.move_on_after(60):
                     await process.wait()
             if process.returncode is None:
                 clean = False
@@ -292,7 +292,7 @@ def resident(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-async def until(condition: Callable[[], object], *, within: float = 20) -> None:
+async def until(condition: Callable[[], object], *, within: float = 60) -> None:
     """Waits until the condition holds."""
     with trio.fail_after(within):
         while not condition():

@@ -96,7 +96,7 @@ class Network:
 
     async def ready(self) -> None:
         """The kernel looks at a new cable only once a second."""
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for host, device in self._ends:
                 while "LOWER_UP" not in (shown := host.ip("link", "show", device)) or "state UP" not in shown:
                     await trio.sleep(0.05)

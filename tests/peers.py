@@ -1247,7 +1247,7 @@ def killed_clients() -> None:
 
 @role
 async def killed_while_connecting(address: list[Any], below: int, moment: str) -> None:
-    """Connects from a worker whose uid is below the given one, and kills itself.
+    """Connects from a worker whose uid is below the given one, and kills itself; before HELLO or TAKE once it is told.
 
     Args:
         moment: "before TAKE" or "before HELLO": its UCX has requested the server's endpoint by then; "in the request":
@@ -1255,17 +1255,21 @@ async def killed_while_connecting(address: list[Any], below: int, moment: str) -
     """
 
     def kill(*_: object) -> None:
-        time.sleep(0.3)  # the server's UCX may take that long to attach this process's memory
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_when_told(*_: object) -> None:
+        say(moment)
+        os.read(0, 1)
+        kill()
 
     def write(engine: object, server: ucp.WorkerAddress, *_: object) -> None:
         take_an_element(server, "sysv")
         kill()
 
     if moment == "before TAKE":
-        Exchange.take = kill  # type: ignore[method-assign]
+        Exchange.take = kill_when_told  # type: ignore[method-assign]
     elif moment == "before HELLO":
-        Handshake.greet = kill  # type: ignore[method-assign]
+        Handshake.greet = kill_when_told  # type: ignore[method-assign]
     else:
         handshake_side.connect_paired = write  # type: ignore[assignment]
     for _ in range(1000):

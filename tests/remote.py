@@ -127,7 +127,7 @@ class Ground:
 
 @asynccontextmanager
 async def open_ground(transports: str, way: str = "worker", nbytes: int = 4096) -> AsyncIterator[Ground]:
-    with trio.fail_after(60):
+    with trio.fail_after(200):
         async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
             with owner.context.allocate(nbytes) as memory, endpoint.attach(memory.descriptor) as remote:
                 memory.memoryview[:] = bytes(nbytes)

@@ -430,7 +430,7 @@ async def test_our_own(transports: str, version: str) -> None:
         assert parsed.uid == worker.address.uid
         assert bool(parsed.tcp_addresses) == (transports not in ("sm,self",))
         for host, port in parsed.tcp_addresses:
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 stream = await trio.open_tcp_stream(host, port)
             await stream.aclose()
 

@@ -81,7 +81,7 @@ async def test_what_listeners_give_and_connect_takes(worker: ucp.Worker, tmp_pat
         async with listener:
             text = trio_ucx.format_address(listener.address)
             assert trio_ucx.parse_address(text) == listener.address
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio_ucx.connect(text, worker=worker) as client, await listener.accept():
                     assert client.remote_address == listener.address
 
@@ -177,7 +177,7 @@ async def test_endpoint_to_another_network_has_no_shared_memory(mode: ucp.ErrorM
     async with ucp.open_worker() as ours, ucp.open_worker() as theirs:
         for address, shared in (theirs.address, True), (moved(theirs.address, 1), False):
             endpoint = await ours.open_endpoint(address, error_mode=mode)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 await endpoint.tag_send(b"x", 1)
                 await theirs.tag_receive(bytearray(1), 1)
                 names = {each.name for each in endpoint.transports}

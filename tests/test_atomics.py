@@ -186,7 +186,7 @@ async def test_many_tasks_on_a_fresh_endpoint(worker: ucp.Worker) -> None:
             async def add() -> None:
                 found.append(await remote.fetch_add(1))
 
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     for _ in range(20):
                         nursery.start_soon(add)
@@ -206,7 +206,7 @@ async def test_graceful_close_flushes(transports: str, way: str, protocol: str) 
                 with endpoint.attach(for_protocol(protocol, bytes.fromhex(said["descriptor"]))) as memory:
                     for _ in range(100):
                         await memory.add(1)
-                    with trio.fail_after(10):
+                    with trio.fail_after(15):
                         await (endpoint.flush() if way == "connection" else endpoint.aclose())
                 await peer.tell(["word", 0])
                 assert await peer.hear() == 100
@@ -224,7 +224,7 @@ async def test_atomics_endpoint_ends_with_its_endpoint(transports: str, way: str
                     while True:
                         await remote.fetch_add(1)
 
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     for _ in range(3):
                         nursery.start_soon(use_until_closed)
@@ -254,7 +254,7 @@ async def test_endpoint_that_fails_while_one_beside_it_is_made(
         beside = connect_for_memory(core) if use == "memory" else connect_for_atomics(core, address)
         with pytest.raises(trio.BrokenResourceError):
             beside.check()
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             await until(lambda: not core.engine.endpoints)
         endpoint.abort()
 
@@ -320,7 +320,7 @@ async def test_one_client_after_another(transports: str) -> None:
         for number in range(3):
             async with ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker:
                 async with open_to_peer("worker", worker, said) as endpoint:
-                    with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory, trio.fail_after(3):
+                    with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory, trio.fail_after(15):
                         assert await memory.fetch_add(1) == number
 
 

@@ -59,7 +59,7 @@ async def refuses(function: Callable[[], Any], kind: Any, match: str) -> None:
 
 
 async def works(client: trio_ucx.Connection, server: trio_ucx.Connection) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(15):
         for size in (3, 100_000):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(client.send, pattern(size), 5)

@@ -210,7 +210,7 @@ async def test_a_batch_is_sent_before_the_end(worker: ucp.Worker, how: str) -> N
                 scope.cancel()
                 await client.aclose()
         assert not internals(worker).batches.batches
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             assert [await server.receive() for _ in sent] == sent
 
 
@@ -223,7 +223,7 @@ async def test_undelivered_batches_are_an_error_when_the_peer_dies(transports: s
             assert await connection.receive() == b"first"
             some(connection)
             peer.process.kill()
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 await peer.process.wait()
                 with pytest.raises(trio.BrokenResourceError):
                     while True:

@@ -119,7 +119,7 @@ async def refused(function: Callable[[], Any]) -> None:
 
 async def test_connection(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for bad in (OBJECTS, [bytearray(4), OBJECTS], ucp.Strided(OBJECTS[::2]), WITH["structure"], Outer()):
                 for function in (client.send, client.send_nowait, server.receive_into):
                     await refused(lambda function=function, bad=bad: function(bad))
@@ -138,7 +138,7 @@ async def test_raw(transports: str) -> None:
         open_raw_pair(worker) as (client, server),
     ):
         context = worker.context
-        with trio.fail_after(10), context.allocate(64) as memory, client.attach(memory.descriptor) as remote:
+        with trio.fail_after(15), context.allocate(64) as memory, client.attach(memory.descriptor) as remote:
             chain = worker.new_chain()
             for bad in (OBJECTS, ucp.Strided(OBJECTS[::2])):
                 for function in (

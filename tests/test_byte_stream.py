@@ -85,7 +85,7 @@ async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> Non
         assert scope.cancelled_caught
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send_eof)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 assert await server.receive_some() == b""
 
 

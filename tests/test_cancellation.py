@@ -52,7 +52,7 @@ async def test_raw_send_that_nobody_receives(worker: ucp.Worker, transports: str
             assert_pinned(buffer)
             assert client.statistics().left_over_operations == worker.statistics().left_over_operations == 1
             target = bytearray(BIG)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 assert await worker.tag_receive(target, 2) == (BIG, 2)
                 assert target == buffer
                 await until(lambda: not worker.statistics().left_over_operations)
@@ -184,7 +184,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                         peer.resume()
                         stopped = False
                     if got is None and buffer is not None and way != "same_buffer":
-                        with trio.fail_after(10):
+                        with trio.fail_after(15):
                             await connection.wait_buffers_released()
                         assert_free(buffer)
                 assert got == expected, f"message {number} is torn, lost or doubled"
@@ -215,7 +215,7 @@ async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, tr
             finally:
                 peer.resume()
             if scope.cancelled_caught:
-                with trio.fail_after(10):
+                with trio.fail_after(15):
                     await connection.wait_buffers_released()
                 assert_free(buffer)
                 assert connection.statistics().left_over_operations == 0
@@ -230,7 +230,7 @@ async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) ->
         assert_pinned(buffer)
         assert client.statistics().left_over_operations == 1
         await cancelled_promptly(client.wait_buffers_released)
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             assert await server.receive(1) == buffer  # it may be delivered, and if so, whole
             await client.wait_buffers_released()
         assert_free(buffer)

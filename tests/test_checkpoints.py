@@ -676,7 +676,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
             chain.get(memory, 0, 8)
             async with worker.open_active_messages(1) as active:
                 await stage.raw_server.am_send(1, b"data")
-                with trio.fail_after(5):
+                with trio.fail_after(15):
                     message = await active.receive()
                 message.release()
             client.abort()
@@ -762,7 +762,7 @@ async def test_a_cancelled_task_gets_cancelled_rather_than_closed(transports: st
                     raise AssertionError(name) from error
             assert scope.cancelled_caught, name
             # without a cancellation, it raises that the object is closed, or returns
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 with contextlib.suppress(
                     trio.ClosedResourceError, anyio.ClosedResourceError, StopAsyncIteration, ValueError
                 ):

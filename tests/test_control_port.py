@@ -220,8 +220,7 @@ async def test_clients_of_other_protocols(transports: str, tmp_path: Path) -> No
             before = len(server.lines())
             first = not any(f": {kind}: " in line for line in server.lines())
             for _ in range(20):
-                with trio.fail_after(5):
-                    answer = await send_and_disconnect(server.address, data, 5)
+                answer = await send_and_disconnect(server.address, data, 60)
                 if what == "old version":
                     assert b"version" in answer
                 else:
@@ -265,7 +264,7 @@ async def test_damaged_worker_addresses(transports: str, tmp_path: Path, attacke
         openings.append(who.opening(**changes))
     take = HEAD.pack(1 + 4 + 7, Kind.TAKE) + struct.pack("<IIBH", 0, 0, 0, 0)
     async with open_attacked_server(tmp_path, transports) as server:
-        with trio.fail_after(30):
+        with trio.fail_after(120):
             await all_at_once(
                 [partial(send_and_disconnect, server.address, opening + take, 0.1) for opening in openings]
             )
@@ -284,7 +283,7 @@ async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attac
             parts = [blob[:1] + uid + blob[9:] for blob in (facts.address, facts.network_address)]
             return attackers[1].opening(address=parts[0], network_address=parts[1])
 
-        with trio.fail_after(30):
+        with trio.fail_after(120):
             await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])
         await server.assert_well()
         assert resident(server.pid) < memory + 30 * 2**20
@@ -308,7 +307,7 @@ async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers
     takes = b"".join(frame(Kind.TAKE, number, number) for number in (64_999, 5000, 4000))
     async with open_attacked_server(tmp_path, transports) as server:
         before = server.descriptors
-        with trio.fail_after(30):
+        with trio.fail_after(120):
             for _ in range(6):
                 await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
         await server.assert_well()

@@ -233,7 +233,7 @@ async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
         await until(lambda: client.statistics().queued_sends)
         assert client.statistics().queued_sends == 1
         for number in range(20):
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as sends:  # one send_all is over before the next begins
                     sends.start_soon(client.send, pattern(2000, number), 2)
                     sends.start_soon(client.send_all, bytes([number]) * 3000)
@@ -243,7 +243,7 @@ async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
                         got += await server.receive_some()
                     assert got == bytes([number]) * 3000
         assert server.statistics().held <= 16384
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for number in range(1000):
                 assert await server.receive(1) == pattern(1000, number)
 
@@ -258,7 +258,7 @@ async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.
             await client.send(b"here", 2)
 
         nursery.start_soon(flood)
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             while True:
                 try:
                     assert server.receive_nowait(2) == b"here"
@@ -275,7 +275,7 @@ async def test_all_receives_of_a_queue_are_served_beside_a_full_one(worker: ucp.
         with pytest.raises(trio.WouldBlock):
             while True:
                 client.send_nowait(bytes(100), 1)
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             async with worker.open_request_group() as group:
                 buffers = [bytearray(size) for _ in range(count)]
                 for buffer in buffers:
@@ -295,7 +295,7 @@ async def test_sends_that_find_no_memory_cost_no_credit(worker: ucp.Worker) -> N
             with few_allocations(), pytest.raises(MemoryError):
                 client.send_nowait(parts, 2)
         assert client.statistics() == before
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             await client.send(parts, 1)  # it is not received: then tag 2 needs to be admitted
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(client.send, bytes(60_000), 2)
@@ -321,7 +321,7 @@ async def test_end_of_the_stream_that_finds_no_memory_can_be_sent_again(
         nursery.start_soon(end)
         await until(lambda: client.statistics().queued_sends)
         monkeypatch.setattr(Transport, "send", lambda *_: Status.NO_MEMORY)
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             while not refused.is_set():
                 assert await server.receive(1) == bytes(1000)
             monkeypatch.undo()
@@ -333,7 +333,7 @@ async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
         for size in (4096, 60_000, 200_000):
             nursery.start_soon(client.send, pattern(size), 1)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 assert await server.receive(1) == pattern(size)
 
 
@@ -352,7 +352,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
         nursery.start_soon(wait)
         await nothing_happens()
         assert not done.is_set()
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             while not done.is_set():
                 assert server.receive_nowait(1) == b""
                 await trio.sleep(0.001)
@@ -374,6 +374,6 @@ async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Wor
             nursery.start_soon(client.send, bytes([number]) * (100_000 if number % 2 else 1000), 1)
             await trio.testing.wait_all_tasks_blocked()
         scope.cancel()
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             assert [(await server.receive(1))[0] for _ in range(6)] == list(range(6))
             await server.receive(9)

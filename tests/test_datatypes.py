@@ -64,7 +64,7 @@ async def transfer(client: ucp.Endpoint, worker: ucp.Worker, data: Any, buffer: 
         length, tag = await worker.tag_receive(buffer, 7)
         assert tag == 7
 
-    with trio.fail_after(10):
+    with trio.fail_after(15):
         async with trio.open_nursery() as nursery:
             if early:
                 nursery.start_soon(receive)
@@ -250,7 +250,7 @@ async def test_large_messages_stay_with_their_sender(worker: ucp.Worker) -> None
     assert edge is not None
     async with open_raw_pair(worker) as (client, _):
         for size in (edge - 1, edge):
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     sent = trio.Event()
 
@@ -269,7 +269,7 @@ async def test_probed_and_synchronous(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         for size in (100, 100_000):
             source, target = VIEWS["column"](size, 1), VIEWS["backwards"](size, 2)
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.tag_send_sync, Strided(source), 3)
                     await until(lambda: worker.tag_probe(3))
@@ -284,7 +284,7 @@ async def test_request_groups(worker: ucp.Worker) -> None:
     matrix = np.arange(200 * 300, dtype=np.float64).reshape(200, 300)
     result = np.zeros_like(matrix)
     async with open_raw_pair(worker) as (client, _):
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             async with worker.open_request_group() as group:
                 for column in range(300):
                     group.tag_receive(Strided(result[:, column]), column)
@@ -321,7 +321,7 @@ async def test_connection(worker: ucp.Worker, size: int) -> None:
             async def receive(target: Array, results: list[Any] = results) -> None:
                 results.append(await server.receive_into(Strided(target), 1))
 
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     if early:
                         for target in targets:
@@ -359,10 +359,10 @@ async def test_connection_refuses(worker: ucp.Worker) -> None:
         before = elements(memory_of(view))
         for size in (11, 100_000):
             client.send_nowait(pattern(size))
-            with trio.fail_after(5), pytest.raises(ucp.UCXError, match=f"{size} bytes is too long, the buffer has 10"):
+            with trio.fail_after(15), pytest.raises(ucp.UCXError, match=f"{size} bytes is too long, the buffer has 10"):
                 await server.receive_into(Strided(view))
         assert elements(memory_of(view)) == before
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             await client.send(b"still works")
             assert await server.receive() == b"still works"
 
@@ -384,7 +384,7 @@ async def test_cancelled_send(worker: ucp.Worker) -> None:
         assert client.statistics().left_over_operations == 1
         with pytest.raises(BufferError):
             memory.append(1)
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             assert await server.receive(1) == want
             await client.wait_buffers_released()
         gc.collect()  # contextlib of Python 3.12 leaves a cycle that refers to the exception, and so to the view
@@ -422,7 +422,7 @@ async def test_receive_cancelled_in_the_middle(worker: ucp.Worker, transports: s
                 assert connection.statistics().left_over_operations == 1
             finally:
                 peer.resume()
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 await connection.wait_buffers_released()
                 view.release()
                 memory[:] = bytes(len(memory))  # ours again: it must not matter to the message

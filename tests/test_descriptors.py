@@ -51,7 +51,7 @@ async def descriptors_after_release():
     return last
 
 async def exchange(one, other):
-    with trio.fail_after(10):
+    with trio.fail_after(15):
         await one.send(b"x" * 10_000)
         assert len(await other.receive()) == 10_000
 

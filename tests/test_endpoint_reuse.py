@@ -34,7 +34,7 @@ async def open_echo(transports: str) -> AsyncIterator[tuple[ucp.Worker, trio_ucx
 
 
 async def works(connection: trio_ucx.Connection, seed: int) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(15):
         for size in (10, 100_000):
             await connection.send(pattern(size, seed), 1)
             assert await connection.receive(1) == pattern(size, seed)
@@ -52,7 +52,7 @@ async def test_connections_in_turn_share_endpoints(worker: ucp.Worker, transport
             await until(lambda: server.statistics().endpoints == 0)  # it has closed its side, too
         assert endpoints_made(worker, server) < 10
         assert worker.statistics().endpoints == 0
-        with trio.fail_after(10):  # nobody comes: they are closed
+        with trio.fail_after(15):  # nobody comes: they are closed
             await until(lambda: not live_handles().get("endpoint", 0))
 
 

@@ -853,7 +853,7 @@ async def test_backlog(worker: ucp.Worker) -> None:
             assert len(opened) == 3
             with pytest.raises(TimeoutError, match=f"{listener.address[1]}.*is its backlog full"):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=0.1)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 while len(accepted) < 10:
                     accepted.append(await listener.accept())
                     assert listener.statistics().waiting <= 3
@@ -901,10 +901,10 @@ async def test_closing_a_listener(worker: ucp.Worker) -> None:
         await listener.aclose()
         await listener.aclose()
         nursery.start_soon(expect_closed)
-    with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+    with trio.fail_after(15), pytest.raises(trio.BrokenResourceError):
         while True:  # the one that was not accepted
             await waiting[1].receive()
-    with trio.fail_after(5):
+    with trio.fail_after(15):
         try:
             assert await half_way.receive_some() == b""
         except trio.BrokenResourceError:
@@ -941,7 +941,7 @@ async def test_raw_requests_can_be_rejected(worker: ucp.Worker) -> None:
             request.reject()
         with pytest.raises(trio.ClosedResourceError, match="answered"):
             await request.accept()
-        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError) as caught:
+        with trio.fail_after(15), pytest.raises(trio.BrokenResourceError) as caught:
             while True:
                 await client.tag_send(b"x", 1)
         assert isinstance(caught.value.__cause__, ucp.UCXError)
@@ -986,7 +986,7 @@ async def test_serve_ucx(worker: ucp.Worker) -> None:
             await until(lambda: worker.statistics().endpoints == 0)
             client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
             await client.send(b"fail")
-            with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
+            with trio.fail_after(15), pytest.raises(trio.BrokenResourceError):
                 await client.receive()
             client.abort()
     assert caught.group_contains(Mine)

@@ -15,7 +15,7 @@ import pytest
 import trio
 from helpers import Peer, assert_free, open_pair, open_peer, open_raw_pair, pattern
 from outcome import Value
-from remote import SOON, for_ucx
+from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
@@ -223,7 +223,7 @@ async def open_ends(transports: str, way: str) -> AsyncIterator[list[End]]:
 
 async def expect(action: Any, end: End, data: bytearray, missing: F) -> None:
     """Runs an action, or expects that it is refused for a missing feature; either way it leaves no operation."""
-    with trio.fail_after(SOON):
+    with trio.fail_after(60):
         if missing:
             with pytest.raises(RuntimeError, match=rf"opened without.* ucp\.Feature\.{missing.name}$"):
                 await action(end, data)
@@ -245,7 +245,7 @@ async def test_messages_and_streams(transports: str, way: str) -> None:
                     for size in SIZES:
                         missing = F(0) if needed in end.features else needed
                         await expect(action, end, bytearray(pattern(size)), missing)
-            with trio.fail_after(SOON):
+            with trio.fail_after(60):
                 await end.endpoint.flush()
 
 
@@ -276,7 +276,7 @@ async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
         unknown, known = await able.open_endpoint(blob), await able.open_endpoint(worker.address)
         assert internals(unknown).features == F.ALL
         assert internals(known).features == worker.context.features
-        with trio.fail_after(SOON):
+        with trio.fail_after(60):
             await unknown.tag_send(b"x", 1)
             assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
         unknown.abort()

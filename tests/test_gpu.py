@@ -177,7 +177,7 @@ async def test_connection(worker: ucp.Worker, device: Device, size: int) -> None
         if size <= 2**20:
             client.send_nowait(source, 2)
             source.write(bytes(size))  # it was copied
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 assert await server.receive(2) == data
         assert client.statistics().left_over_operations == server.statistics().left_over_operations == 0
 
@@ -239,7 +239,7 @@ async def test_work_in_the_named_stream_is_waited_for(worker: ucp.Worker, device
 async def test_truncation(worker: ucp.Worker, device: Device, size: int) -> None:
     async with open_raw_pair(worker) as (client, _):
         memory = device.memory(size)
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(client.tag_send, pattern(size), 3)
                 with pytest.raises(ucp.UCXError) as info:

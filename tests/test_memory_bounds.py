@@ -166,7 +166,7 @@ async def test_flood(transports: str, flood: Callable[[Attacker], Awaitable[None
 async def test_raw_messages_before_they_are_asked_for(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     """The first raw messages are kept, in order, and can be received, probed and cancelled like others."""
     async with open_pair(worker), open_raw_pair(worker) as (raw, _), trio.open_nursery() as nursery:
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for number in range(60):
                 nursery.start_soon(raw.tag_send, pattern(100_000 if number == 40 else number, number), number % 3)
                 await trio.sleep(0)
@@ -197,7 +197,7 @@ async def test_raw_messages_before_they_are_asked_for(worker: ucp.Worker, caplog
 async def test_raw_messages_that_nobody_asks_for(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "trio_ucx")
     async with open_pair(worker) as (client, server), open_raw_pair(worker) as (raw, _):
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for number in range(500):
                 await raw.tag_send(number.to_bytes(2, "little"), number)
             await raw.flush()
@@ -214,7 +214,7 @@ async def test_raw_messages_that_nobody_asks_for(worker: ucp.Worker, caplog: pyt
 
 async def test_raw_messages_without_connections_are_all_kept(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (raw, _):
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             for number in range(500):
                 await raw.tag_send(bytes(2), number)
             await raw.flush()

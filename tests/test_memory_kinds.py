@@ -97,7 +97,7 @@ async def test_dlpack_in_every_position(worker: ucp.Worker, kind: type[Tensor]) 
         for size in (0, 1000, 100_000):
             source = np.frombuffer(bytearray(pattern(size)), np.uint8)
             target = np.zeros(size, np.uint8)
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.tag_send, kind(source), 1)
                     assert await worker.tag_receive(kind(target), 1) == (size, 1)
@@ -150,7 +150,7 @@ async def test_dlpack_memory_is_kept_while_in_flight(worker: ucp.Worker) -> None
             await client.send(Tensor(array))
         assert client.statistics().left_over_operations == 1
         assert sys.getrefcount(array) > before
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             assert await server.receive() == array.tobytes()
             await client.wait_buffers_released()
 
@@ -436,7 +436,7 @@ async def test_raw_addresses(worker: ucp.Worker) -> None:
                 DeviceBuffer(ctypes.addressof(ctypes.c_char.from_buffer(memory)) if size else 0, size, 0, memory)
                 for memory in (source, target)
             ]
-            with trio.fail_after(5):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.send, places[0])
                     assert await server.receive_into(places[1]) == size
@@ -488,7 +488,7 @@ async def test_memory_that_the_transports_do_not_reach(
             with pytest.raises(ValueError, match=match if thing is cuda else "cannot copy to and from ROCm"):
                 await server.receive_into(thing if thing is cuda else rocm, 1)
         await raw.tag_send(b"probed", 2)
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             await until(lambda: worker.tag_probe(2))
             message = worker.tag_probe(2, remove=True)
             assert message is not None
@@ -513,7 +513,7 @@ async def test_small_messages_are_copied_to_the_device(
     memory, cuda, rocm = devices
     ignore_unreachable_memory(monkeypatch)
     async with open_pair(worker) as (client, server):
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             await client.send(b"message", 1)
             await server.wait_message(1)
             assert await server.receive_into(cuda, 1) == 7

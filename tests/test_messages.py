@@ -255,7 +255,7 @@ async def test_receives_that_overlap(worker: ucp.Worker, transports: str) -> Non
             for number in range(0, 40, 2):
                 await connection.wait_message(1)
                 buffers = [bytearray(300_000), bytearray(300_000)]
-                with trio.fail_after(5):
+                with trio.fail_after(15):
                     async with worker.open_request_group() as group:
                         group.receive_into(connection, buffers[0], 1)
                         time.sleep(0.005)

@@ -943,7 +943,7 @@ async def test_fillers_are_closed_where_no_task_waits(transports: str, monkeypat
         core = connect_paired_for_real(engine, other.address, other.address.uid, 3, "a client")
         assert core is not None and len(engine.endpoints) == 4
         core.close()
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             while engine.endpoints:
                 await trio.sleep(0.05)
 

@@ -48,6 +48,7 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BCOPY_THRESH", "64", "give it at most 1"),
         ("MAX_EAGER_RAILS", "2", "give it 1"),
         ("MAX_EAGER_LANES", "inf", "give it 1"),
+        ("RNDV_PERF_DIFF", "100", "give it at most 1"),
         ("RNDV_SCHEME", "put_zcopy", "give it auto or am"),
         ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),

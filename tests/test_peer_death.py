@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import trio
@@ -23,6 +24,7 @@ from helpers import (
     until,
 )
 from injected_faults import fail_flushes, lose_completions
+from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
@@ -42,13 +44,13 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                 assert await peer.hear() == "sent"
                 assert_transports(connection, transports)
                 await connection.wait_message(1)
-                failed_at: list[float] = []
+                failed: list[str] = []
 
                 async def expect_broken(function, *args: object) -> None:  # type: ignore[no-untyped-def]
                     with pytest.raises(trio.BrokenResourceError) as caught:
                         await function(*args)
                     assert isinstance(caught.value.__cause__, ucp.UCXError)
-                    failed_at.append(trio.current_time())
+                    failed.append(function.__name__)
 
                 async def send_for_ever() -> None:
                     while True:
@@ -60,7 +62,7 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                             requests.send(connection, bytes(2**26), 9)
                             requests.receive_into(connection, bytearray(10), 9)
                     assert caught.group_contains(trio.BrokenResourceError)
-                    failed_at.append(trio.current_time())
+                    failed.append("group")
 
                 waiting = [
                     (connection.receive, 2),
@@ -74,11 +76,10 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                     nursery.start_soon(expect_broken, function, *args)
                 nursery.start_soon(group)
                 await nothing_happens(0.2)
-                assert not failed_at
+                assert not failed
                 peer.signal(signal.SIGKILL)
-                killed = trio.current_time()
-                await until(lambda: len(failed_at) > len(waiting), within=SOON + 1)
-                assert max(failed_at) - killed < SOON
+                with Stopwatch(SOON):
+                    await until(lambda: len(failed) > len(waiting))
                 assert await connection.receive(1) == pattern(100, 1)
                 assert connection.receive_nowait(1) == pattern(5000, 2)
                 for function in (connection.receive, connection.wait_message):
@@ -86,7 +87,7 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                         await function(1)
                 with pytest.raises(trio.BrokenResourceError):
                     connection.send_nowait(b"x")
-                with trio.fail_after(1):
+                with trio.fail_after(15):
                     await connection.wait_buffers_released()
                 await connection.aclose() if connection.statistics().messages_sent == 0 else connection.abort()
             finally:
@@ -104,7 +105,7 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
             with pytest.raises(trio.BrokenResourceError):
                 await endpoint.tag_send(bytearray(2**26), 2)
 
-        with trio.fail_after(SOON):
+        with Stopwatch(SOON), trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(expect_broken)
                 await trio.testing.wait_all_tasks_blocked()
@@ -143,7 +144,8 @@ async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, se
             for endpoint in endpoints:
                 await UNFLUSHED[sent](endpoint)
         peer.signal(signal.SIGKILL)
-        await until(lambda: not any(endpoint.alive for endpoint in endpoints), within=SOON)
+        with Stopwatch(SOON):
+            await until(lambda: not any(endpoint.alive for endpoint in endpoints))
         looked, forced, unnoticed = endpoints
         with pytest.raises(trio.BrokenResourceError):
             await looked.tag_send(b"x", 1)
@@ -165,7 +167,8 @@ async def test_leaving_the_block_of_a_raw_endpoint_that_broke(worker: ucp.Worker
                 await endpoint.tag_send(b"x", 1)
                 assert await peer.hear() == "accepted"
                 peer.signal(signal.SIGKILL)
-                await until(lambda: not endpoint.alive, within=SOON)
+                with Stopwatch(SOON):
+                    await until(lambda: not endpoint.alive)
 
 
 async def test_flush_that_fails_gives_its_reason(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +202,11 @@ async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> No
             connection = await trio_ucx.connect(target, worker=worker).__aenter__()
             try:
                 number = 0
-                with trio.fail_after(SOON + 2), pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)):
+                with (
+                    Stopwatch(SOON + 2),
+                    trio.fail_after(60),
+                    pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)),
+                ):
                     async with trio.open_nursery() as nursery:
 
                         async def kill() -> None:
@@ -238,7 +245,7 @@ async def test_buffers_are_released_with_the_worker(transports: str) -> None:
                 receiving.cancel()
         assert_pinned(buffer)
         connection.abort()
-    with trio.fail_after(1):
+    with trio.fail_after(15):
         await connection.wait_buffers_released()
     assert_free(buffer)
 
@@ -251,7 +258,7 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
                 bad_address, _ = await bad.hear()
                 connection = await trio_ucx.open_ucx_stream(*bad_address, worker=worker)
                 bad.signal(signal.SIGKILL)
-                with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+                with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
                     await connection.receive()
                 await connection.aclose()
             await healthy.send(b"well?")
@@ -270,7 +277,7 @@ async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker:
             while True:
                 connection.send_nowait(bytes(2000), 1)
         peer.signal(signal.SIGKILL)
-        with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+        with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await connection.receive()
         connection.abort()
     await trio.sleep(3)
@@ -283,14 +290,13 @@ async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker:
     # Others come through, and as soon as something happens, it is quick again.
     async with open_peer("echo", [0], transports=transports) as peer:
         address, _ = await peer.hear()
-        with trio.fail_after(SOON):
+        with trio.fail_after(60):
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                 assert_transports(connection, transports)
-                began = trio.current_time()
-                for _ in range(100):
-                    await connection.send(b"x")
-                    assert await connection.receive() == b"x"
-                assert trio.current_time() - began < 1
+                with Stopwatch(1):
+                    for _ in range(100):
+                        await connection.send(b"x")
+                        assert await connection.receive() == b"x"
 
 
 async def open_worker_with_great_uid(stack: AsyncExitStack, keepalive: str) -> ucp.Worker:
@@ -318,9 +324,15 @@ async def test_client_is_killed_while_it_requests_the_server_s_endpoint() -> Non
         arguments = listener.address, server.address.uid, "in the request"
         async with open_peer("killed_while_connecting", *arguments, transports="tcp,sm,self") as client:
             assert await client.ended() == -signal.SIGKILL
-        with trio.fail_after(SOON), pytest.raises(trio.BrokenResourceError):
+        with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await served.receive()
         assert server.statistics().stopped_queues == 1
+
+
+def mapped() -> set[str]:
+    """Where this process has attached shared-memory segments of UCX's."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if "/SYSV" in line or "ucx_shm" in line}
 
 
 @pytest.mark.parametrize("moment", ["before TAKE", "before HELLO"])
@@ -333,16 +345,14 @@ async def test_endpoint_that_ucx_made_for_a_client_that_was_killed(moment: str) 
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
         await stack.enter_async_context(listener)
         before = segments()
-        most = before
         arguments = listener.address, server.address.uid, moment
         for _ in range(3):
+            others = mapped()
             async with open_peer("killed_while_connecting", *arguments, transports="tcp,sm,self") as client:
-                with trio.fail_after(20):
-                    while client.process.poll() is None:
-                        most = max(most, segments())
-                        await trio.lowlevel.checkpoint()
-            assert client.process.returncode == -signal.SIGKILL
-        assert most > before, "UCX did not make an endpoint for any of them"
-        await until(lambda: segments() == before, within=SOON)
+                assert await client.hear() == moment
+                await until(lambda others=others: mapped() - others)  # UCX has made an endpoint for it
+                await client.tell()
+                assert await client.ended() == -signal.SIGKILL
+        await until(lambda: segments() == before)
         statistics = server.statistics()
         assert statistics.operations_in_flight == 0 and listener.statistics().refused == 3

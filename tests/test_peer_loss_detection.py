@@ -18,6 +18,7 @@ import trio
 from helpers import Peer, assert_transports, open_peer, pattern
 from networks import Host, Network, open_network
 from peers import load
+from timing import Noise
 
 import trio_ucx
 from trio_ucx import ucp
@@ -55,11 +56,13 @@ async def met(
 
 
 async def assert_soon_lost(connection: trio_ucx.Connection, since: float, what: object) -> None:
-    with pytest.raises(trio.BrokenResourceError):
-        with trio.fail_after(10):
-            await connection.receive(1)
-    took = trio.current_time() - since
-    assert took < SOON, f"{what}: noticed after {took:.3f} s"
+    with Noise() as noise:
+        with pytest.raises(trio.BrokenResourceError):
+            with trio.fail_after(60):
+                await connection.receive(1)
+        took, now = trio.current_time() - since, time.perf_counter()
+        allowed = SOON + noise.since(now - took, now)
+    assert took < allowed, f"{what}: noticed after {took:.3f} s, allowed are {allowed:.3f} s"
     with pytest.raises(trio.BrokenResourceError):
         connection.send_nowait(b"x", 4)
 
@@ -162,7 +165,7 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
                     await connection.send(b"still there?", 3)
             assert stopped.cancelled_caught
             peer.resume()
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 messages = connection.messages(3)
                 assert {await anext(messages), await anext(messages)} == {large, b"still there?"}
             since = trio.current_time()

@@ -237,7 +237,7 @@ async def test_a_new_client_is_served_after_polling(transports: str) -> None:
             [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
             async with listener:
                 for number in range(20):
-                    with trio.fail_after(10):
+                    with trio.fail_after(15):
                         await echoed(connection, 10)
                         async with trio_ucx.connect(listener.address, worker=newcomers) as client:
                             async with await listener.accept() as server:
@@ -276,7 +276,7 @@ async def test_yield_interval_notices_cancellation(transports: str) -> None:
                 await client.send(b"never")
             assert scope.cancelled_caught
             await client.send(b"z")
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 assert [await server.receive(), await server.receive()] == [b"y", b"z"]
 
 

@@ -128,7 +128,7 @@ async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any)
 
 async def connects(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> bool:
     """Whether the listener lets such a client in, rather than refusing it by protected mode."""
-    with trio.fail_after(5):
+    with trio.fail_after(15):
         try:
             client = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
         except ConnectionRefusedError as error:
@@ -189,7 +189,7 @@ async def test_a_stranger_gets_no_further_than_the_preamble(
     monkeypatch.delattr(Facts, "decode")
     async with listening(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
         got = bytearray()
-        with trio.fail_after(3), contextlib.suppress(trio.BrokenResourceError):
+        with trio.fail_after(15), contextlib.suppress(trio.BrokenResourceError):
             await stream.send_all(MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + more)
             async for chunk in stream:
                 got += chunk

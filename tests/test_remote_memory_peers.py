@@ -182,7 +182,7 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         async def ask(kind: int, offset: int, length: int, key: bytes, data: bytes = b"") -> tuple[int, bytes]:
             header = REQUEST.pack(kind, 0, 77, 99, offset, length, key)
             await endpoint.am_send(ID, data, header=header, reply=True)
-            with trio.fail_after(5), await answers.receive() as answer:
+            with trio.fail_after(15), await answers.receive() as answer:
                 said, status, id, nonce = ANSWER.unpack(answer.header)
                 assert (said, id, nonce) == (3, 77, 99)
                 return status, await answer.receive()
@@ -221,7 +221,7 @@ async def test_an_owner_checks_every_atomic(transports: str) -> None:
             header = REQUEST.pack(ATOMIC, operation, 77, 99, offset, size, key)
             with suppress(ucp.UCXError):  # data by rendezvous are refused
                 await endpoint.am_send(ID, data, header=header, reply=True)
-            with trio.fail_after(5), await answers.receive() as answer:
+            with trio.fail_after(15), await answers.receive() as answer:
                 said, status, id, nonce = ANSWER.unpack(answer.header)
                 assert (said, id, nonce) == (3, 77, 99)
                 return status, await answer.receive()
@@ -264,7 +264,7 @@ async def test_an_owner_allows_no_more_than_it_said() -> None:
             for kind in data:
                 header = REQUEST.pack(kind, 0, 1, 1, 0, 8, token_of(memory))
                 await endpoint.am_send(ID, data[kind], header=header, reply=True)
-                with trio.fail_after(5), await answers.receive() as answer:
+                with trio.fail_after(15), await answers.receive() as answer:
                     assert (ANSWER.unpack(answer.header)[1] == 0) == (kind == allowed)
 
 
@@ -289,7 +289,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
             with pytest.raises(ucp.UCXError, match="refused"):
                 outcome.unwrap()
             chain.close()
-            with trio.fail_after(10):
+            with trio.fail_after(15):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(large.put, b"\1" * (8 * MB))
                     while not buffer[0]:
@@ -307,7 +307,7 @@ async def test_memory_of_another_context_of_the_process(transports: str) -> None
     async with ucp.open_worker(config=config, features=REMOTE) as worker, ucp.open_worker(config=config) as server:
         with ucp.open_context(config, features=REMOTE) as context, context.register(bytearray(64)) as memory:
             endpoint = await worker.open_endpoint(server.address)
-            with endpoint.attach(memory.descriptor) as remote, trio.fail_after(5):
+            with endpoint.attach(memory.descriptor) as remote, trio.fail_after(15):
                 await remote.put(b"12345678")
                 assert await remote.fetch_add(1) == int.from_bytes(b"12345678", "little")
                 assert await remote.get(0, 8) == b"22345678"
@@ -406,7 +406,7 @@ async def test_a_flush_while_the_endpoint_closes(chance: random.Random) -> None:
     for _ in range(30):
         async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
             with context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
-                with trio.fail_after(5):
+                with trio.fail_after(15):
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(put, remote)
                         await trio.sleep(chance.uniform(0, 0.004))

@@ -140,7 +140,7 @@ async def test_in_when_a_parked_task_waits(transports: str) -> None:
 
         nursery.start_soon(receive)
         await trio.testing.wait_all_tasks_blocked()
-        with Recorded(deliver, RECEIVE, since=deliver) as path, trio.fail_after(5):
+        with Recorded(deliver, RECEIVE, since=deliver) as path, trio.fail_after(15):
             client.send_nowait(b"8 bytes.")
             while not got:
                 await trio.sleep(0)
@@ -155,7 +155,7 @@ async def test_in_when_a_task_polls(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as worker, open_pair(worker) as (client, server):
         for _ in range(100):
             client.send_nowait(b"8 bytes.")
-            with Recorded(deliver, RECEIVE, since=deliver) as path, trio.fail_after(5):
+            with Recorded(deliver, RECEIVE, since=deliver) as path, trio.fail_after(15):
                 assert await server.receive() == b"8 bytes."
             if path.functions:  # it was not there before
                 paths.append(path)

@@ -73,7 +73,7 @@ async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing:
         await until(lambda: server.statistics().messages_received == 4 + missing)
         client.abort()
         await server.wait_closed()
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             assert await RECEIVES[how](server) == b"first"
             lengths = set()
             for _ in range(3):

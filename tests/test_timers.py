@@ -53,7 +53,7 @@ async def just_before(name: str, function: Callable[[], object]) -> AsyncIterato
     trio.lowlevel.add_instrument(instrument)
     try:
         yield
-        with trio.fail_after(5):
+        with trio.fail_after(15):
             await instrument.done.wait()
     finally:
         trio.lowlevel.remove_instrument(instrument)

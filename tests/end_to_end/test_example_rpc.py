@@ -222,7 +222,7 @@ async def test_rpc_cancelled(over: str, size: int) -> None:
             await watched.started.wait()
             assert watched.running == 1
             nursery.cancel_scope.cancel()
-        with trio.fail_after(10):
+        with trio.fail_after(15):
             await watched.cancelled.wait()
         assert await client.call("add", a=1, b=2) == 3
 

@@ -24,7 +24,7 @@ import attrs
 import pytest
 import trio
 from helpers import TRANSPORTS, Peer, Rounds, until
-from timing import PROMPT, Noise
+from timing import PROMPT, Noise, check_prompt
 
 import trio_ucx
 from trio_ucx import ucp
@@ -189,7 +189,7 @@ async def assert_nothing_left(before: Held, peer: int) -> None:
         )
 
     try:
-        await until(gone, within=5)
+        await until(gone)
     except trio.TooSlowError:
         links = []
         for path in Path("/proc/self/fd").iterdir():
@@ -232,10 +232,10 @@ class Pings:
             finally:
                 connection.abort()
 
-    async def go_on(self) -> None:
+    async def go_on(self, *, within: float = 60) -> None:
         """Waits for a ping that is sent from now on."""
         now = time.monotonic()
-        await until(lambda: self.latest >= now, within=TOLD_OF_QUEUE + PING)
+        await until(lambda: self.latest >= now, within=within)
 
 
 @asynccontextmanager
@@ -365,11 +365,12 @@ class Trial:
 
     async def others_go_on(self, figures: Figures) -> None:
         """While the peer is stopped: pings come back, unless its stop holds up our queue in shared memory."""
-        try:
+        if self.case.transports == "tcp":
             await self.pings.go_on()
+            return
+        try:
+            await self.pings.go_on(within=TOLD_OF_QUEUE + PING)
         except trio.TooSlowError:
-            if self.case.transports == "tcp":
-                raise
             self.held_up = True
             figures.held_up += 1
 
@@ -393,8 +394,8 @@ class Trial:
         """Waits until every task has ended that waits for the peer. Returns how long each took since the fault."""
         assert self.ends is not None
         self.ends.lost = True
-        with trio.move_on_after(10):
-            await until(lambda: all(task.outcome is not None or not task.attached for task in self.tasks), within=20)
+        with contextlib.suppress(trio.TooSlowError):
+            await until(lambda: all(task.outcome is not None or not task.attached for task in self.tasks))
         untold = [task.name for task in self.tasks if task.outcome is None and task.attached]
         assert not untold, f"never told: {untold}; {self.worker.describe_operations()}"
         bound = TOLD
@@ -494,7 +495,8 @@ async def open_trial(
                 if trial.listener is not None:
                     await trial.listener.aclose()
                 nursery.cancel_scope.cancel()
-    assert ending and time.monotonic() - ending[0] < CLOSED + 10 * trial.closes_in_background, "closing the worker"
+        now, took = time.perf_counter(), time.monotonic() - ending[0]
+        check_prompt(took, CLOSED + 10 * trial.closes_in_background, noise.since(now - took, now))  # closing the worker
     if len(shutdown.left_alone) > left_alone:
         # docs/reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
         assert kind is not None and case.transports != "tcp"
@@ -540,7 +542,8 @@ async def begin(
         nursery.start_soon(meet)
         await fault()
         if trial.listener is not None and trial.case.fault in ENDING:
-            await until(lambda: not trial.listener.statistics().handshaking, within=TOLD_OF_QUEUE)
+            await until(lambda: not trial.listener.statistics().handshaking)
+            trial.late((time.monotonic_ns() - trial.at) / NS, TOLD_OF_QUEUE, "the listener was told after")
             if not trial.listener.statistics().waiting and not met.is_set():
                 accepting.cancel()  # the client was turned away
         elif trial.case.fault == "stopped for good" and trial.listener is not None:
@@ -589,7 +592,7 @@ async def peer_ends(trial: Trial, figures: Figures) -> None:
 async def assert_accepts(trial: Trial) -> None:
     """The listener goes on; once a queue has stopped, with another worker."""
     assert trial.listener is not None
-    with trio.fail_after(TOLD_OF_QUEUE + 5):
+    with trio.fail_after(60):
         while True:
             try:
                 await assert_accepts_now(trial.listener, trial.worker)
@@ -632,7 +635,7 @@ async def peer_stops_and_continues(trial: Trial, figures: Figures) -> None:
     assert await begin(trial, fault)
     ends, board, peer = trial.ends, trial.board, trial.peer
     assert ends is not None
-    with trio.fail_after(30):
+    with trio.fail_after(100):
         if not load.alone:
             await assert_goes_on(trial)
             ends.ending = True
@@ -683,7 +686,7 @@ async def assert_goes_on(trial: Trial) -> None:
     def moved() -> bool:
         return all(now > then + 1 or not works for now, then, works in zip(done(), before, both, strict=True))
 
-    await until(moved, within=20)
+    await until(moved)
 
 
 async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
@@ -759,7 +762,7 @@ def repeat(
         for number in range(times):
             seed = f"{request.config.option.seed} {case} {number}"
             try:
-                with trio.fail_after(60):
+                with trio.fail_after(200):
                     async with open_trial(case, random.Random(seed), forks, healthy, figures, tmp_path) as trial:
                         await flow(trial, figures)
             except BaseException as error:

@@ -150,7 +150,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
                     client = await trio_ucx.connect(listener.address, worker=one, connect_timeout=2).__aenter__()
                 opened.append(client is not None)
                 if client is not None:
-                    with trio.fail_after(5):
+                    with trio.fail_after(15):
                         server = await listener.accept()
                         await client.send(b"there")
                         assert await server.receive() == b"there"

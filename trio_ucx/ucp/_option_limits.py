@@ -110,6 +110,13 @@ LIMITS = (
         words=("auto",),
     ),
     Limit(
+        "RNDV_PERF_DIFF",
+        0,
+        1,
+        "with a larger value and RNDV_THRESH=auto UCX sends short messages by rendezvous, which trio_ucx expects only "
+        "for long messages",
+    ),
+    Limit(
         "RNDV_SCHEME",
         *_NO_NUMBER,
         "if a transport does not support a scheme (TCP supports no other, shared memory hardly any), UCX sends long "
