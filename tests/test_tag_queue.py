@@ -183,6 +183,22 @@ def test_cancelled_while_a_later_one_is_served_keeps_the_order() -> None:
     assert value(third) == b"\2\2\2"
 
 
+def test_cancelled_with_its_message_in_the_buffer_the_next_one_gets_it() -> None:
+    """The message has arrived, and the receive only waits for the one before it."""
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    first, _ = into(queue, 3)
+    second, buffer = into(queue, 3)
+    for handle in (1, 2):
+        queue.arrived(handle, 3, whole=False)
+    mover.finish(1)
+    queue.cancel(second)
+    assert is_free(buffer)
+    mover.finish()
+    assert value(first) == 3
+    assert value(wait(queue, Want.BYTES)) == b"\2\2\2"
+
+
 def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
     mover = Mover()
     queue = TagQueue(1, mover)
