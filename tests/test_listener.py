@@ -6,6 +6,7 @@ import contextlib
 import errno
 import inspect
 import os
+import re
 import resource
 import signal
 import socket
@@ -533,6 +534,13 @@ async def test_errors_name_the_address(worker: ucp.Worker, certificates: Certifi
                         with trio.fail_after(15), pytest.raises(OSError, match=f"127.0.0.1:{address[1]}") as e:
                             await trio_ucx.open_ucx_stream(*address, worker=worker, **options)
                         assert e.value.errno is not None
+
+
+async def test_nobody_listens_there(worker: ucp.Worker, tmp_path: Path) -> None:
+    for address in (f"127.0.0.1:{free_port()}", f"unix:{tmp_path}/socket"):
+        with pytest.raises(OSError, match=rf"{re.escape(address)}.*; is a listener open there\?"):
+            async with trio_ucx.connect(address, worker=worker):
+                pass
 
 
 async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worker) -> None:

@@ -97,7 +97,7 @@ class _Destination:
             return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=local)
         except OSError as error:
             if error.errno is not None:
-                error.strerror = f"connecting to {self.label}: {error.strerror}"
+                error.strerror = f"connecting to {self.label}: {error.strerror}{_hint(error.errno)}"
                 raise
             raise _with_errno(error) from error.__cause__
 
@@ -123,7 +123,12 @@ def _with_errno(error: OSError) -> OSError:
     # Trio gives no number if local_address= is of another family than every address of the host.
     number = numbers[0] if numbers else errno.EAFNOSUPPORT
     messages = "; ".join(dict.fromkeys(map(str, causes)))
-    return OSError(number, f"{error}: {messages}")
+    return OSError(number, f"{error}: {messages}{_hint(number)}")
+
+
+def _hint(number: int) -> str:
+    """What to look at first, for an errno."""
+    return "; is a listener open there?" if number in (errno.ECONNREFUSED, errno.ENOENT) else ""
 
 
 async def _open(destination: _Destination, exchange_options: ExchangeOptions, options: Options) -> Connection:
