@@ -663,7 +663,8 @@ def ended_well(trial: Trial, task: Task) -> bool:
     if task.outcome in ("done", "cancelled"):
         return True
     ends: tuple[type[Exception], ...] = (trio.ClosedResourceError, trio.EndOfChannel)
-    if trial.board[PEER, "done"] == TO_CLOSE:  # the peer closes when it has sent these messages
+    # A side that closes does so when it has sent these messages, and ends what it still receives, too.
+    if TO_CLOSE in (trial.board[PEER, "done"], trial.board[TEST, "done"]):
         ends += (trio.BrokenResourceError,)
     return LOADS[trial.case.load].alone and isinstance(task.outcome, ends)
 
