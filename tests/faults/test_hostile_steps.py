@@ -233,4 +233,5 @@ async def test_answers_that_are_not_read(transports: str, kind: str, tmp_path: P
             await hostile.tell()
         print(f"{kind}: {grown >> 20} MiB")
         await scene.part(all_prompt=kind != "grant")
-        assert grown < 12 * 2**20, f"{grown >> 20} MiB"
+        # Up to 20 MiB of its frames come in the half second in which the endpoint of a peer is closed that was cut off.
+        assert grown < 40 * 2**20, f"{grown >> 20} MiB"
