@@ -34,6 +34,8 @@ def run(name: str, transports: str, points: list[int], protected: bool) -> Itera
     assert done.returncode == 0, f"it hung, or crashed, at the point {lines[-1][0]}: {done.stderr}"
     for (point, _), (ended, left, lost, where, count) in zip(lines[::2], lines[1::2], strict=True):
         ended_well = "KeyboardInterrupt" if where is not None else "returned"
+        if sys.version_info >= (3, 13) and "Nursery stack corrupted" in ended:
+            continue  # the profiler interrupts between __aenter__ and the block, where Trio's nurseries are lost, too
         assert [ended, left, lost] == [ended_well, {}, []], f"point {point}, at {where}: {done.stderr}"
         yield where, count
 
