@@ -531,16 +531,17 @@ async def test_our_own_threshold_too_low(threshold: str) -> None:
 
 async def test_least_threshold(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": str(wire.MIN_THRESHOLD)}) as worker:
-        async with open_pair(worker, window=16384) as (client, server), trio.open_nursery() as nursery:
+        async with open_pair(worker, window=16384) as (client, server):
             for size in (0, 1, 63, 64, 65, 1024, 1025, 10_000, 100_000):
-                nursery.start_soon(client.send, pattern(size), 1)
-                nursery.start_soon(client.send_all, pattern(size))
                 with trio.fail_after(15):
-                    assert await server.receive(1) == pattern(size)
-                    got = b""
-                    while len(got) < size:
-                        got += await server.receive_some()
-                    assert got == pattern(size)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(client.send, pattern(size), 1)
+                        nursery.start_soon(client.send_all, pattern(size))
+                        assert await server.receive(1) == pattern(size)
+                        got = b""
+                        while len(got) < size:
+                            got += await server.receive_some()
+                        assert got == pattern(size)
 
 
 # ---- the control socket, after the exchange ----
