@@ -57,6 +57,7 @@ _PLAIN = re.compile(r"-?\d+|inf", re.IGNORECASE)
 #: A control frame, a batch of small messages (4,096 bytes), or UCX's own wire-up messages, with their headers.
 LEAST_SEGMENT = 4352
 _ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which does not fit into a shorter segment"
+_ONLY_LONG = "which trio_ucx expects only for long messages"
 
 _NO_NUMBER = (1.0, 0.0)
 
@@ -98,23 +99,20 @@ LIMITS = (
         "MAX_EAGER_(RAILS|LANES)",
         1,
         1,
-        "with more UCX may send a short message in several pieces, over several network devices at once, which "
-        "trio_ucx expects only for long messages",
+        f"with more UCX may send a short message in several pieces, over several network devices at once, {_ONLY_LONG}",
     ),
     Limit(
         "BCOPY_THRESH",
         0,
         1,
-        "with a larger value UCX 1.22 may send short lists of buffers by rendezvous, which trio_ucx expects only for "
-        "long messages",
+        f"with a larger value UCX 1.22 may send short lists of buffers by rendezvous, {_ONLY_LONG}",
         words=("auto",),
     ),
     Limit(
         "RNDV_PERF_DIFF",
         0,
         1,
-        "with a larger value and RNDV_THRESH=auto UCX sends short messages by rendezvous, which trio_ucx expects only "
-        "for long messages",
+        f"with a larger value and RNDV_THRESH=auto UCX sends short messages by rendezvous, {_ONLY_LONG}",
     ),
     Limit(
         "RNDV_SCHEME",
