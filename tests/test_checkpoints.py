@@ -479,6 +479,11 @@ async def use_worker_open_request_group(stage: Stage) -> None:
         for _ in range(2):
             with assert_checkpoints():
                 await received
+        for _ in range(100):  # polling finds most of them
+            received = group.tag_receive(bytearray(1), 3)
+            group.tag_send(stage.raw_client, b"x", 3)
+            with assert_checkpoints():
+                await received
         waiting = group.tag_receive(bytearray(1), 4)
 
         async def wait() -> None:

@@ -60,10 +60,10 @@ async def completed(operation: Pending | None, engine: Engine, *, watch: bool = 
 
     Cancelling the wait cancels it; with ``watch``, it changes nothing about it, and the call is a checkpoint.
     """
-    if operation is not None and operation.outcome is None:
-        return await engine.waiting.wait(operation, watch=watch)
     if watch:
         await trio.lowlevel.checkpoint_if_cancelled()
+    if operation is not None and operation.outcome is None:
+        return await engine.waiting.wait(operation, watch=watch)
     await engine.waiting.schedule_point()
     return None if operation is None else operation.result()
 
