@@ -68,7 +68,7 @@ class ForkServer:
         self.environment = dict(os.environ)
         #: The exit statuses of those that have ended.
         self.ended: dict[int, int] = {}
-        self._started: int | None = None
+        self._started: tuple[int, int] | None = None
         with theirs:
             command = [sys.executable, "-W", "error", "-X", "faulthandler", __file__, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -89,23 +89,24 @@ class ForkServer:
             os.close(their_stdout)
         while self._started is None:
             self.hear(wait=True)
-        pid, self._started = self._started, None
-        return ForkedProcess(pid, os.pidfd_open(pid), stdin, stdout, self)
+        (pid, pidfd), self._started = self._started, None
+        return ForkedProcess(pid, pidfd, stdin, stdout, self)
 
     def hear(self, *, wait: bool = False) -> None:
         """Takes in what the process has said: who has begun, and who has ended, and how."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         with contextlib.suppress(BlockingIOError):
             while True:
-                said = self.socket.recv(100, flags)
+                said, parts, *_ = self.socket.recvmsg(100, socket.CMSG_LEN(4), flags)
                 if not said:
                     raise RuntimeError("the process that forks peers has ended")
                 what, pid, status = json.loads(said)
                 if what == "started":
-                    self._started = pid
+                    [(_, _, pidfd)] = parts
+                    self._started = pid, int.from_bytes(pidfd, sys.byteorder)
                 else:
                     self.ended[pid] = status
-                flags = socket.MSG_DONTWAIT
+                flags |= socket.MSG_DONTWAIT
 
 
 @functools.cache
@@ -147,7 +148,8 @@ def serve(requests: socket.socket) -> tuple[bytes, list[int]] | None:
                 pidfd = os.pidfd_open(pid)
                 children[pidfd] = pid
                 ready.register(pidfd, selectors.EVENT_READ)
-                requests.send(json.dumps(["started", pid, 0]).encode())
+                # With its pidfd: by the time that this is read it may have ended, and its pid is free again.
+                socket.send_fds(requests, [json.dumps(["started", pid, 0]).encode()], [pidfd])
 
 
 def main() -> None:

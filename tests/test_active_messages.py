@@ -749,13 +749,14 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
             first, second, third = [await queue.receive() for _ in range(3)]
             await peer.stop()
             buffer = bytearray(2**24)
+            cancelled = []
             try:
                 for function in (first.receive, lambda: second.receive_into(buffer)):
                     with cancelled_after(0.05) as scope:
                         await function()
-                    if transports == "tcp":
-                        assert scope.cancelled_caught
-                if scope.cancelled_caught:
+                    cancelled.append(scope.cancelled_caught)
+                if transports == "tcp":  # over shared memory we read the sender's memory, and may end any time
+                    assert cancelled == [True, True]
                     assert_pinned(buffer)
                     with pytest.raises(ValueError, match="another buffer"):
                         await second.receive_into(bytearray(2**24))
@@ -764,9 +765,10 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
                     second.release()  # no effect
             finally:
                 peer.resume()
-            if scope.cancelled_caught:
+            if cancelled[1]:
                 assert await second.receive_into(buffer) == 2**24
-                assert buffer == pattern(2**24, 2)
+            assert buffer == pattern(2**24, 2)
+            if cancelled[0]:
                 assert await first.receive() == pattern(2**24, 1)
             assert_free(buffer)
             third.release()

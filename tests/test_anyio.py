@@ -19,13 +19,14 @@ from trio_ucx.testing import open_pair_over_listener
 async def test_streams(worker: ucp.Worker) -> None:
     client, server = map(UCXStream, await open_pair_over_listener(worker=worker))
     data = pattern(500_000)
-    async with client, server, anyio.create_task_group() as group:
-        group.start_soon(client.send, data)
-        got = b""
-        while len(got) < len(data):
-            part = await server.receive(1000)
-            assert 1 <= len(part) <= 1000
-            got += part
+    async with client, server:
+        async with anyio.create_task_group() as group:  # the send is over before the stream is used again
+            group.start_soon(client.send, data)
+            got = b""
+            while len(got) < len(data):
+                part = await server.receive(1000)
+                assert 1 <= len(part) <= 1000
+                got += part
         assert got == data
         await client.send_eof()
         with pytest.raises(anyio.EndOfStream):

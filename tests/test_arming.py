@@ -448,7 +448,7 @@ def play(steps: list[Step], *, polling: bool) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=60), st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(settings.get_profile("model"), max_examples=1000)
 def test_nobody_sleeps_on_a_disarmed_worker_that_has_work(steps: list[Step], polling: bool) -> None:
     play(steps, polling=polling)
 

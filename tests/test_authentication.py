@@ -166,13 +166,13 @@ async def test_only_one_side_with_tls(
 
 async def test_deadline_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        with Stopwatch(0.3 + PROMPT), pytest.raises(TimeoutError, match="TLS handshake did not end"):
+        with Stopwatch(1 + PROMPT), pytest.raises(TimeoutError, match="TLS handshake did not end"):
             await trio_ucx.connect(
                 deaf.getsockname(),
                 worker=worker,
                 ssl_context=certificates.client,
                 server_hostname="localhost",
-                connect_timeout=0.3,
+                connect_timeout=1,
             ).__aenter__()
     async with listening(worker, ssl_context=certificates.server, connect_timeout=0.3) as listener:
         for begin in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
@@ -379,7 +379,7 @@ async def expect_all_refused(
 ) -> None:
     """Connects once for each change; every attempt fails, and nothing is accepted."""
     async with in_the_middle(listener.address) as proxy:
-        proxy.change = lambda number: changes[number % len(changes)]
+        proxy.change = lambda number: changes[min(number, len(changes) - 1)]
         opened: list[tuple[str, int]] = []
 
         limiter = trio.CapacityLimiter(32)

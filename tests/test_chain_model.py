@@ -564,7 +564,7 @@ async def compare(transports: str, programs: list[tuple[list[Step], bytes]], *, 
 
 @pytest.mark.parametrize("ordered", [True, False])
 @given(seed=st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(settings.get_profile("model"), max_examples=40, suppress_health_check=list(HealthCheck))
 @pytest.mark.sample(1)
 def test_like_the_model(transports: str, seed: random.Random, ordered: bool) -> None:
     programs = [(Maker(seed, ordered=ordered).program(), seed.randbytes(NBYTES)) for _ in range(5)]

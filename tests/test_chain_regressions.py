@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import is_free, nothing_happens, until
+from helpers import is_free, until
 from injected_faults import close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
@@ -377,7 +377,7 @@ async def test_what_was_to_run_again_has_happened(ground: Ground) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(chain.run)
             await until(lambda: (ground.u64(8), ground.u64(16)) == (1, 5))
-            await nothing_happens(0.1)  # and the gate was found closed
+            await until(long_delay_has_begun)  # and the gate was found closed
             nursery.cancel_scope.cancel()
     assert (ground.u64(8), ground.u64(16)) == (1, 5)
     assert value_of(chain.outcomes[added]) == 0

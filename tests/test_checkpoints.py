@@ -341,21 +341,24 @@ async def use_connection_send_all(stage: Stage) -> None:
     with assert_checkpoints():
         await stage.client.wait_send_all_might_not_block()
 
-    async def drain() -> None:
-        with trio.move_on_after(0.3):
-            while True:
-                await stage.server.receive_some()
+    async def while_read(reader: trio_ucx.Connection, function: Callable[[], Awaitable[Any]]) -> None:
+        scope = trio.CancelScope()
+
+        async def read() -> None:
+            with scope:
+                while True:
+                    await reader.receive_some()
+
+        async def call() -> None:
+            await function()
+            scope.cancel()
+
+        await together(call, read)
 
     for size in (2**18, 3 * 2**20):
-        await together(partial(stage.client.send_all, bytes(size)), drain)
+        await while_read(stage.server, partial(stage.client.send_all, bytes(size)))
     client, server = await testing.open_clogged_pair(worker=stage.worker)
-
-    async def unclog() -> None:
-        with trio.move_on_after(0.3):
-            while True:
-                await server.receive_some()
-
-    await together(client.wait_send_all_might_not_block, unclog)
+    await while_read(server, client.wait_send_all_might_not_block)
     client.abort()
     server.abort()
 

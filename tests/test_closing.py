@@ -141,7 +141,7 @@ async def test_wait_closed_when_the_worker_closes() -> None:
                 with pytest.warns(ResourceWarning, match="unclosed"):
                     await close_worker(worker)
                 await client.wait_closed()
-        nursery.cancel_scope.deadline = trio.current_time() + 5
+        nursery.cancel_scope.deadline = trio.current_time() + 60
     assert client.closed and not nursery.cancel_scope.cancelled_caught
 
 
@@ -634,7 +634,7 @@ async def test_aborts_with_much_under_way(transports: str, rounds: Rounds) -> No
         [address, _] = await server.hear()
         async with open_peer("aborter", address, 2**24, count, transports=transports) as client:
             for number in range(count):
-                assert await client.hear(10) == number
+                assert await client.hear() == number
 
 
 @pytest.mark.cut_off

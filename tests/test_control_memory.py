@@ -228,7 +228,7 @@ async def flood_of(kind: str, stream: trio.SocketStream, context: ssl.SSLContext
 async def test_strangers(kind: str, worker: ucp.Worker, certificates: Certificates) -> None:
     """They are cut off, and leave no garbage for the collector."""
     [listener] = await trio_ucx.open_ucx_listeners(
-        0, host="127.0.0.1", worker=worker, ssl_context=certificates.server, connect_timeout=1
+        0, host="127.0.0.1", worker=worker, ssl_context=certificates.server, connect_timeout=3
     )
     async with listener:
         with without_collector() as kept:
@@ -260,7 +260,7 @@ async def test_false_listeners(kind: str, worker: ucp.Worker, certificates: Cert
                         worker=worker,
                         ssl_context=certificates.client,
                         server_hostname="localhost",
-                        connect_timeout=1,
+                        connect_timeout=3,
                     )
             assert kept() == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +41,8 @@ def watched() -> Iterator[tuple[int, select.epoll]]:
 
 def fill(one: socket.socket) -> None:
     """Sends until the kernel takes no byte more."""
-    for size in (2**16, 1):
+    for size in (2**16, *[1] * 10):
+        time.sleep(0.01)  # what acknowledges earlier data may be on its way
         with pytest.raises(BlockingIOError):
             while True:
                 one.send(bytes(size))
