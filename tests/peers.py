@@ -24,7 +24,7 @@ import trio
 from helpers import open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from tcp_sockets import is_full, tcp_sockets
-from timing import Noise
+from timing import Noise, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
@@ -685,13 +685,15 @@ async def target() -> None:
 
 
 @role
-async def pinger(address: list[Any]) -> None:
-    """Makes round trips until the test's line, then reports how many seconds each took, and the noise meanwhile."""
+async def pinger(address: list[Any], server: int) -> None:
+    """Makes round trips until the test's line, then reports how many seconds each took, and the noise meanwhile, which
+    is also that of the server's process.
+    """
     took: list[tuple[float, float]] = []
     async with trio_ucx.connect(tuple(address)) as connection, trio.open_nursery() as nursery:
 
         async def ping() -> None:
-            with Noise() as noise:
+            with Noise(waited_by(server)) as noise:
                 while True:
                     start = time.perf_counter()
                     await connection.send(bytes(100), 7)

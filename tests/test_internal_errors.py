@@ -348,7 +348,7 @@ def patched(where: Any, name: str, function: Callable[..., Any], fault: Fault) -
 
 async def busy_connection(worker: ucp.Worker, address: Any, accept: Callable[[], Any]) -> None:
     """Uses everything that a connection can do."""
-    async with trio_ucx.connect(address, worker=worker, window=16384, close_timeout=1, connect_timeout=1) as client:
+    async with trio_ucx.connect(address, worker=worker, window=16384, connect_timeout=60) as client:
         server = await accept()
         try:
             client.send_nowait(b"first", tag=1)
@@ -388,7 +388,7 @@ async def busy_connection(worker: ucp.Worker, address: Any, accept: Callable[[],
 
 
 async def aborted_connection(worker: ucp.Worker, address: Any, accept: Callable[[], Any]) -> None:
-    client = await trio_ucx.connect(address, worker=worker, close_timeout=1, connect_timeout=1).__aenter__()
+    client = await trio_ucx.connect(address, worker=worker, connect_timeout=60).__aenter__()
     server = await accept()
     try:
         client.send_nowait(b"x")
@@ -457,12 +457,12 @@ async def scenario(transports: str, arm: Callable[[bool], None], raised: Callabl
         open_pair(apart) as (far, far_server),
         open_pair(worker) as (near, near_server),
     ):
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=1)
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, connect_timeout=60)
 
         async def give_up(act: trio.CancelScope) -> None:
             """A task may wait for ever, but only after the fault."""
             await until(raised)
-            await trio.sleep(2)
+            await trio.sleep(1)
             act.cancel()
 
         arm(True)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import trio
-from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_pair
+from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_pair, until
 from injected_faults import close_worker
 
 import trio_ucx
@@ -261,8 +261,7 @@ async def test_describe_operations(worker: ucp.Worker) -> None:
             assert "receiving a message" in described[1] and "recv length 5" in described[1]
             nursery.cancel_scope.cancel()
         await worker.tag_receive(bytearray(2**20), 7)
-        await client.flush()
-        assert worker.describe_operations() == []
+        await until(lambda: worker.describe_operations() == [])
         await client.aclose()
         assert client.describe_operations() == []
 
@@ -295,7 +294,7 @@ async def test_close_that_times_out_says_what_was_under_way(transports: str) -> 
 async def test_connecting_that_times_out_says_what_was_under_way(worker: ucp.Worker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         with pytest.raises(TimeoutError, match="it did not answer; is it a trio_ucx listener"):
-            await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=0.3)
+            await trio_ucx.open_ucx_stream(*deaf.getsockname(), worker=worker, connect_timeout=1)
 
 
 async def test_operations_that_did_not_end_in_a_message() -> None:
@@ -339,7 +338,7 @@ def two_hosts() -> Iterator[tuple[list[str], list[str], str]]:
     names = [f"tu{os.getpid()}{side}" for side in "ab"]
 
     def ip(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True, timeout=10)
+        subprocess.run(["ip", *command], check=True, capture_output=True, timeout=60)
 
     with ExitStack() as stack:
         try:
@@ -379,8 +378,9 @@ async def test_peer_whose_network_went_away_is_noticed() -> None:
             [_, port], _ = await server.hear()
             await client.tell(port)
             assert await client.hear() == "connected"
-            await trio.run_process([*there, "ip", "link", "set", "cable", "down"])
             await client.tell()
-            how, seconds = await client.hear()
+            since = trio.current_time()
+            await trio.run_process([*there, "ip", "link", "set", "cable", "down"])
+            how, _ = await client.hear()
             assert how == "BrokenResourceError"
-            assert 1 < seconds < 12  # UCX's own interval is 20 seconds, and the kernel's two hours
+            assert 1 < trio.current_time() - since < 12  # UCX's own interval is 20 seconds, and the kernel's two hours

@@ -157,7 +157,7 @@ STEPS = st.tuples(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(settings.get_profile("model"), max_examples=600)
 @given(
     st.lists(STEPS, max_size=80),
     st.sampled_from(ENDINGS),

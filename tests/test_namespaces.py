@@ -30,7 +30,7 @@ from networks import (
     open_network,
     unshare,
 )
-from timing import Noise
+from timing import Noise, waited_by
 
 
 @attrs.frozen
@@ -288,7 +288,7 @@ async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) ->
         addresses = [await each.hear() for each in (one, two)]
         for each, theirs in zip((one, two), reversed(addresses), strict=True):
             assert await told(each, "open", theirs["worker"], mode, theirs["descriptor"], by_ucx) == "open"
-        with Noise() as noise:
+        with Noise(waited_by(one.process.pid, two.process.pid)) as noise:
             await use_everything(noise, one, two)
             await use_everything(noise, two, one)
         await end_without_missed_events(one, two)
@@ -305,7 +305,7 @@ async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> 
     async with open_sides(hosts, ASLEEP, **({"UCX_CM_USE_ALL_DEVICES": "n"} if by == "socket" else {})) as (one, two):
         _, theirs = await one.hear(), await two.hear()
         assert await told(one, "open", theirs[by], "PEER", theirs["descriptor"], by_ucx) == "open"
-        with Noise() as noise:
+        with Noise(waited_by(one.process.pid, two.process.pid)) as noise:
             await use_everything(noise, one, two, "ask" if by == "socket" else "am")
         await end_without_missed_events(one, two)
 

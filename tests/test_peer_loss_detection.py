@@ -18,7 +18,7 @@ import trio
 from helpers import Peer, assert_transports, open_peer, pattern
 from networks import Host, Network, open_network
 from peers import load
-from timing import Noise
+from timing import Noise, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
@@ -55,8 +55,8 @@ async def met(
         connection.abort()
 
 
-async def assert_soon_lost(connection: trio_ucx.Connection, since: float, what: object) -> None:
-    with Noise() as noise:
+async def assert_soon_lost(connection: trio_ucx.Connection, peer: Peer, since: float, what: object) -> None:
+    with Noise(waited_by(peer.process.pid)) as noise:
         with pytest.raises(trio.BrokenResourceError):
             with trio.fail_after(60):
                 await connection.receive(1)
@@ -102,7 +102,7 @@ async def test_process_ends(transports: str, host: str) -> None:
                 peer.signal(signal.SIGKILL)
             else:
                 await peer.tell()
-            await assert_soon_lost(connection, since, (side, way, kind))
+            await assert_soon_lost(connection, peer, since, (side, way, kind))
 
     async with trio.open_nursery() as nursery:
         for number, case in enumerate(ends):
@@ -132,7 +132,7 @@ async def test_process_lives_on(transports: str, host: str) -> None:
                         assert_transports(connection, transports)
                         since = trio.current_time()
                         await peer.tell()
-                        await assert_soon_lost(connection, since, (side, way, kind))
+                        await assert_soon_lost(connection, peer, since, (side, way, kind))
                     assert await peer.hear() == "ended"
 
 
@@ -165,12 +165,12 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
                     await connection.send(b"still there?", 3)
             assert stopped.cancelled_caught
             peer.resume()
-            with trio.fail_after(15):
+            with trio.fail_after(60):
                 messages = connection.messages(3)
                 assert {await anext(messages), await anext(messages)} == {large, b"still there?"}
             since = trio.current_time()
             await peer.tell()
-            await assert_soon_lost(connection, since, (side, "after it was stopped"))
+            await assert_soon_lost(connection, peer, since, (side, "after it was stopped"))
 
     async with trio.open_nursery() as nursery:
         for transports in ("tcp", "tcp,sm,self"):

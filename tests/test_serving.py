@@ -235,7 +235,10 @@ async def test_other_errors_end_the_server(worker: ucp.Worker, handler: Handler,
                 if expected is trio.EndOfChannel:
                     await client.aclose()
                 else:
-                    client.abort()
+                    try:
+                        await until(lambda: listener.statistics().accepted)
+                    finally:
+                        client.abort()
                 await trio.sleep_forever()
     assert caught.group_contains(expected)
 
@@ -257,7 +260,9 @@ async def test_only_the_own_loss_is_removed_from_an_exception_group(
     with pytest.raises(ExceptionGroup) as caught:
         with trio.fail_after(20):
             async with serving(handler, worker) as listener:
-                (await trio_ucx.open_ucx_stream(*listener.address, worker=worker)).abort()
+                client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+                await until(lambda: listener.statistics().accepted)
+                client.abort()
                 await trio.sleep_forever()
     loss, foreign = raised
     _, rest = caught.value.split(lambda error: error is loss)

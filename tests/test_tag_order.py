@@ -107,7 +107,7 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker, how: str, mo
     """Messages that arrive after a receive has reported that the connection broke are dropped, on every tag."""
     async with open_pair(worker) as (client, server):
         client.abort()
-        with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+        with trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await RECEIVES[how](server)
         receiving = server._link.receiving
         discarded: list[int] = []
@@ -129,7 +129,7 @@ async def test_a_failed_transfer_breaks_the_connection(worker: ucp.Worker, monke
         monkeypatch.setattr(
             Transfer, "complete", lambda self, status, length, tag: complete(self, Status.CANCELED, length, tag)
         )
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             nursery.start_soon(client.send, bytes(100_000), 1)
             with pytest.raises(trio.BrokenResourceError, match="receiving a message"):
                 await server.receive(1)

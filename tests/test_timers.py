@@ -18,7 +18,7 @@ from trio_ucx._native import lib
 from trio_ucx.testing import internals
 
 #: Nanoseconds: at once, and so late that it is not in the test's time.
-NOW, LATER = 1, 10 * 10**9
+NOW, LATER = 1, 1000 * 10**9
 
 
 def remaining(timer: int) -> float:

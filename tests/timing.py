@@ -15,13 +15,22 @@ import trio
 PROMPT = 0.1
 
 
-def _waited() -> Callable[[], float]:
-    """What tells how many seconds the calling thread has been ready to run, and others had the processors.
+def waited_by(*pids: int) -> Callable[[], float]:
+    """What tells how many seconds the calling thread and these processes have been ready to run, and others had the
+    processors.
 
-    Linux counts that (``schedstat``); elsewhere it tells 0.
+    Linux counts that (``schedstat``); elsewhere it tells 0. Processes that have ended keep what they had.
     """
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    return (lambda: int(path.read_text().split()[1]) / 1e9) if path.exists() else (lambda: 0.0)
+    own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+    found = dict.fromkeys([Path(own), *(Path(f"/proc/{pid}/schedstat") for pid in pids)], 0)
+
+    def waited() -> float:
+        for path in found:
+            with contextlib.suppress(OSError):
+                found[path] = int(path.read_text().split()[1])
+        return sum(found.values()) / 1e9
+
+    return waited
 
 
 class Noise:
@@ -45,7 +54,7 @@ class Noise:
     def __init__(
         self, waited: Callable[[], float] | None = None, computed: Callable[[], float] = time.process_time
     ) -> None:
-        self.waited = waited or _waited()
+        self.waited = waited or waited_by()
         self._computed = computed
         #: Of each sleep that has ended: when it should have ended, when it did, and how long it waited in between.
         self._late: list[tuple[float, float, float]] = []
@@ -99,11 +108,14 @@ class Stopwatch:
 
     Put it outside of ``pytest.raises``: an exception that leaves its block is passed on, and nothing is asserted. For a
     block that is cancelled there is :func:`cancelled_after`.
+
+    Args:
+        pids: peers that the block waits for.
     """
 
-    def __init__(self, limit: float = PROMPT) -> None:
+    def __init__(self, limit: float = PROMPT, *pids: int) -> None:
         self.limit = limit
-        self._noise = Noise()
+        self._noise = Noise(waited_by(*pids))
 
     def __enter__(self) -> Stopwatch:
         self._noise.__enter__()

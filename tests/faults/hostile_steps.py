@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from false_addresses import random_lie
 from helpers import pattern, resident, segments
 from peers import REMOTE, ask, say
+from timing import waited_by
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -218,19 +219,22 @@ class Conversation:
             await trio.sleep(0.02)
 
 
-async def measure(connection: trio_ucx.Connection, trips: list[float], noise: list[float]) -> None:
-    """Makes round trips, and notes how long they take and how late our own sleeps end."""
+async def measure(connection: trio_ucx.Connection, server: int, trips: list[float], noise: list[float]) -> None:
+    """Makes round trips, and notes how long they take, less what this process and the server's waited for a processor,
+    and how late our own sleeps end.
+    """
+    waited = waited_by(server)
     while True:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), waited()
         await connection.send(b"are you there?")
         await connection.receive()
         end = time.perf_counter()
-        trips.append(end - start)
+        trips.append(end - start - (waited() - before))
         await trio.sleep(0.005)
         noise.append(time.perf_counter() - end - 0.005)
 
 
-async def be_honest(address: list[Any], seed: str) -> None:
+async def be_honest(address: list[Any], seed: str, server: int) -> None:
     """Converses over two connections, and measures over a third, until the test's line; then reports."""
     chance = random.Random(seed)
     trips: list[float] = []
@@ -243,7 +247,7 @@ async def be_honest(address: list[Any], seed: str) -> None:
         conversations = [Conversation(each, chance) for each in connections[1:]]
         say("ready")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(measure, connections[0], trips, noise)
+            nursery.start_soon(measure, connections[0], server, trips, noise)
             async with trio.open_nursery() as talk:
                 for each in conversations:
                     talk.start_soon(each.run, ending)

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attrs
 import trio
+from helpers import until
 from peers import ask, say
-from timing import Noise
+from timing import Noise, waited_by
 
 import trio_ucx
 from faults.load import payload
@@ -319,7 +320,8 @@ class Side:
 
     def report(self) -> dict[str, Any]:
         flows = {name: flow.report() for name, flow in self.flows.items()}
-        return {"at": time.monotonic(), "flows": flows, "cycles": self.cycles, "pings": self.pings}
+        noise = self.noise.since(0, time.perf_counter())
+        return {"at": time.monotonic(), "noise": noise, "flows": flows, "cycles": self.cycles, "pings": self.pings}
 
     async def obey(self) -> None:
         while True:
@@ -366,6 +368,7 @@ async def far(host: str, seed: int, intervals: list[float], raw: dict[str, Any])
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker())
         workers = {name: await open_raw(stack, options) for name, options in raw.items()}
+        stack.enter_context(side.noise)
         async with trio.open_nursery() as nursery:
             addresses = {}
             for interval in intervals:
@@ -385,6 +388,7 @@ async def far(host: str, seed: int, intervals: list[float], raw: dict[str, Any])
 
 async def near(seed: int, kinds: list[str], raw: dict[str, Any], healthy: dict[str, Any], far: list[Any]) -> None:
     side = Side("near", seed)
+    side.noise = Noise(waited_by(*(pid for _, pid in healthy.values())))
     listeners, raw_addresses = far
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker())
@@ -393,7 +397,7 @@ async def near(seed: int, kinds: list[str], raw: dict[str, Any], healthy: dict[s
         stack.enter_context(side.noise)
         async with trio.open_nursery() as nursery:
             connect = partial(trio_ucx.open_ucx_stream, worker=worker)
-            for name, address in healthy.items():
+            for name, (address, _) in healthy.items():
                 nursery.start_soon(side.ping, name, await connect(*address))
             for interval, address in listeners.items():
                 for kind in kinds:
@@ -404,6 +408,7 @@ async def near(seed: int, kinds: list[str], raw: dict[str, Any], healthy: dict[s
             nursery.start_soon(side.make_cycles, tuple(listeners[max(listeners, key=float)]), worker)
             for name, address in raw_addresses.items():
                 await start_raw(side, nursery, name, workers[name], address)
+            await until(lambda: any(outcome == "ok" for outcome, *_ in side.cycles.values()))
             say("ready")
             await side.obey()
             nursery.cancel_scope.cancel()

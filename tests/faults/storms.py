@@ -99,11 +99,11 @@ class Server:
         return dict(found)
 
     async def settled(self, patience: float = 30) -> dict[str, int]:
-        """Its state when no connection and no endpoint is left, or else after so many seconds."""
+        """Its state when no connection, endpoint and operation is left, or else after so many seconds."""
         with trio.move_on_after(patience):
             while True:
                 state = await self.state()
-                if state["sinks"] == state["endpoints"] == state["connections"] == 0:
+                if not any(state[what] for what in ("sinks", "endpoints", "connections", "in flight")):
                     break
                 await trio.sleep(0.2)
         return state

@@ -29,7 +29,7 @@ def test_corpus(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300, deadline=None, database=None)
+@settings(settings.get_profile("model"), max_examples=300)
 @given(data=st.binary(max_size=400))
 def test_random_bytes(name: str, data: bytes) -> None:
     TARGETS[name](data)

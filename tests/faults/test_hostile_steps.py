@@ -123,7 +123,7 @@ async def open_scene(tmp_path: Path, transports: str, seed: str) -> AsyncIterato
     log = tmp_path / "log"
     async with open_peer("serve", transports=transports, under=role("serve", str(log))) as server:
         said = await server.hear()
-        client = role("honest", said["address"], seed)
+        client = role("honest", said["address"], seed, server.process.pid)
         async with open_peer("honest", transports=transports, under=client) as honest:
             assert await honest.hear() == "ready"
             yield Scene(server, honest, said, log, transports)

@@ -24,7 +24,7 @@ import attrs
 import pytest
 import trio
 from helpers import TRANSPORTS, Peer, Rounds, until
-from timing import PROMPT, Noise, check_prompt
+from timing import PROMPT, Noise, check_prompt, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
@@ -285,7 +285,8 @@ class Trial:
     #: When the fault came: of time.monotonic_ns and of time.perf_counter.
     at: int = 0
     at_counter: float = 0
-    #: When opening the connection has failed.
+    #: When opening the connection began, and when it has failed.
+    met_from: int = 0
     refused_at: int = 0
     close_timeout: float = 10
     closes_in_background: bool = False
@@ -313,6 +314,7 @@ class Trial:
     async def meet(self, timeout: float = 10) -> None:
         """Opens our end."""
         connection = None
+        self.met_from = time.monotonic_ns()
         if self.case.opening == "connect":
             connection = await trio_ucx.open_ucx_stream(
                 *self.target, worker=self.worker, close_timeout=self.close_timeout, connect_timeout=timeout
@@ -475,9 +477,11 @@ async def open_trial(
         if ending:
             figures.ends.setdefault((case.transports, case.fault), []).append(time.monotonic() - ending[0])
 
-    with contextlib.closing(board), Noise() as noise:
+    async with AsyncExitStack() as outer:
+        outer.callback(board.close)
         async with AsyncExitStack() as stack:
             peer = await stack.enter_async_context(forks.open_peer(**life))
+            noise = outer.enter_context(Noise(waited_by(peer.process.pid)))
             context = stack.enter_context(ucp.open_context({"TLS": case.transports}, features=FEATURES))
             memory = stack.enter_context(lend(context, kind)) if kind else None
             stack.callback(note_end)
@@ -692,15 +696,14 @@ async def assert_goes_on(trial: Trial) -> None:
 
 async def peer_stops_for_good(trial: Trial, figures: Figures) -> None:
     load = LOADS[trial.case.load]
-    began = time.monotonic()
     trial.close_timeout = CLOSE_TIMEOUT
 
     async def fault() -> None:
         await trial.strike(signal.SIGSTOP, trial.chance.uniform(0, load.span))
 
-    met = await begin(trial, fault, timeout=CLOSE_TIMEOUT)
-    if not met and trial.case.opening != "accept":
-        trial.late(time.monotonic() - began, CLOSE_TIMEOUT + 0.5, "connecting took")
+    await begin(trial, fault, timeout=CLOSE_TIMEOUT)
+    if trial.refused_at:
+        trial.late((trial.refused_at - trial.met_from) / NS, CLOSE_TIMEOUT + 0.5, "connecting took")
     await trio.sleep(1.5)
     for task in trial.tasks:
         # A graceful close gives up. Nothing else notices a peer that has stopped.
