@@ -824,7 +824,7 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
                 for _ in range(3):
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(connection.send, data)
-                        with trio.fail_after(10):
+                        with trio.fail_after(60):
                             if await connection.receive() != data:
                                 raise AssertionError("wrong data")
             said = ["connected", transports_of(connection), connection.local_address, connection.remote_address]
@@ -1123,7 +1123,7 @@ async def caller(size: int, shared_memory: bool | str = "auto") -> None:
         while True:
             waiting = await ask()
             try:
-                with trio.fail_after(10):
+                with trio.fail_after(60):
                     if not waiting:
                         await connection.send(bytes(size))
                     say(len(await connection.receive()))
