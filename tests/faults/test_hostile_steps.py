@@ -13,7 +13,6 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from attacked_server import turned_away
 from helpers import Peer, Rounds, open_peer, resident
-
-from trio_ucx._handshake.server import LOG_INTERVAL
 
 PROGRAM = Path(__file__).parent / "hostile_steps.py"
 #: How a hostile process may end: at its end, by ``os._exit(9)``, or by SIGKILL.
@@ -71,9 +69,7 @@ class Scene:
 
     async def state(self) -> dict[str, Any]:
         assert self.server.process.poll() is None, "the server ended"
-        await self.server.tell()
-        found: dict[str, Any] = await self.server.hear(30)
-        return found
+        return await server_state(self.server)
 
     async def settled(self, patience: float = 25) -> dict[str, Any]:
         """The server's state when nothing is left but the honest client. Unused endpoints stay for 15 seconds."""
@@ -90,10 +86,7 @@ class Scene:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         unexpected = [line for line in lines if not ALLOWED.match(line)]
         assert not unexpected, unexpected[:5]
-        kinds = [re.sub(r"^INFO turned away \S+: ([^:]*):.*", r"\1", line) for line in lines if "turned away" in line]
-        most = 1 + (time.monotonic() - self.began) // LOG_INTERVAL
-        repeated = {kind: times for kind, times in Counter(kinds).items() if times > most}
-        assert not repeated, f"more than {most:.0f} lines of a kind: {repeated}"
+        turned_away(lines, self.began)
 
     async def part(self, *, all_prompt: bool = True) -> None:
         """Ends the honest client, which has checked its messages, and asserts how long its round trips took.
@@ -135,12 +128,12 @@ async def open_scene(tmp_path: Path, transports: str, seed: str) -> AsyncIterato
 
 async def left_over(server: Peer) -> dict[str, Any]:
     """What the server has, and has none of without clients."""
+    await trio.sleep(0.2)
     state = await server_state(server)
     return {what: state[what] for what in ("connections", "sinks", "in flight", "missed") if state[what]}
 
 
 async def server_state(server: Peer) -> dict[str, Any]:
-    await trio.sleep(0.2)
     await server.tell()
     found: dict[str, Any] = await server.hear(30)
     return found
