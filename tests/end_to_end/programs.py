@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import queue
 import re
 import select
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import trio
@@ -40,7 +37,7 @@ def load(path: Path) -> ModuleType:
 def run_here(module: ModuleType, *arguments: object) -> int:
     """Runs an example in this process, as its command line would: its exit status. Processes take their time to start.
 
-    Not from within Trio: it has a run of its own.
+    Not from within Trio: it has a run of its own. In a thread, if it heeds no signals.
     """
     before = sys.argv
     sys.argv = [f"{module.__name__}.py", *map(str, arguments)]
@@ -54,31 +51,9 @@ def run_here(module: ModuleType, *arguments: object) -> int:
     return status
 
 
-@contextmanager
-def trio_thread(function: Callable[..., Any], *arguments: Any) -> Iterator[queue.SimpleQueue[Any]]:
-    """Runs a function in a thread and a Trio run of its own, with a queue for what it has to say.
-
-    It is waited for at the end of the block, which raises what it raised.
-    """
-    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            trio.run(function, said, *arguments)
-        except BaseException as error:
-            failures.append(error)
-            said.put(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield said
-    finally:
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-        if failures:
-            raise failures[0]
+def assert_complaint(errors: str, program: Path, reason: str = "") -> None:
+    """Asserts that a program said in one line what went wrong."""
+    assert errors.startswith(f"{program.stem}: ") and errors.count("\n") == 1 and reason in errors, errors
 
 
 class Program:
@@ -114,11 +89,9 @@ class Program:
 
 
 @contextmanager
-def program(path: Path, *arguments: object, transports: str | None = None) -> Iterator[Program]:
+def program(path: Path, *arguments: object) -> Iterator[Program]:
     """Runs an example; ends it by force, if need be, with the block."""
     environment = dict(os.environ, PYTHONWARNINGS="error", PYTHONUTF8="1", PYTHONFAULTHANDLER="1")
-    if transports is not None:
-        environment["UCX_TLS"] = transports
     command = [sys.executable, str(path), *map(str, arguments)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace", env=environment
