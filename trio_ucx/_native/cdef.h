@@ -209,6 +209,7 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
 bool tu_worker_reserve_scratch(tu_worker_t *worker);
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
+int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);

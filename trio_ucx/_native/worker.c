@@ -292,6 +292,12 @@ int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
     return (int)take_records(worker, out, max);
 }
 
+/* The same, unless the worker's descriptor is readable: what this takes was not signalled. */
+int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max)
+{
+    return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
+}
+
 int tu_worker_signal(tu_worker_t *worker)
 {
     return ucp_worker_signal(worker->worker);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 import trio
 
@@ -85,15 +86,13 @@ class SafetyNet:
             # what is found now may have come just now.
             arming = engine.arming
             began = _waited()
-            if (
-                arming.sleeps
-                and count == engine.progress_count
-                and not (arming.awaits_descriptor and engine.readable())
-            ):
+            if arming.sleeps and count == engine.progress_count:
                 before = engine.news()
-                engine.progress()
+                if arming.awaits_descriptor:
+                    engine.take(partial(lib.tu_worker_look_unsignalled, engine.efd))
                 if before != engine.news() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
+                engine.progress()
             count = engine.progress_count
 
     def close(self) -> None:
