@@ -685,11 +685,12 @@ bool tu_chains_in_flight(tu_endpoint_t *endpoint)
     return false;
 }
 
-/* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. */
+/* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. Ends the delays of its
+ * chains: what they retry may fail now. */
 static void forget_endpoint(tu_endpoint_t *endpoint, bool ucx_completes)
 {
     tu_chain_t *chain;
-    uint32_t i;
+    uint32_t i, j;
 
     TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
         for (i = 0; i < chain->target_count; i++) {
@@ -697,6 +698,9 @@ static void forget_endpoint(tu_endpoint_t *endpoint, bool ucx_completes)
                 chain->targets[i]->endpoint = NULL;
                 if (!ucx_completes) {
                     lose(chain, i, !endpoint->error_handling);
+                }
+                for (j = 0; j < chain->count; j++) {
+                    chain->nodes[j]->not_before = 0;
                 }
                 enqueue(chain);
             }
