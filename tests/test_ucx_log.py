@@ -40,10 +40,16 @@ if "unconfigured" not in sys.argv:
 async def main():
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         async with await worker.open_listener("127.0.0.1", 0) as listener:
-            try:
-                await worker.open_listener("127.0.0.1", listener.address[1])
-            except OSError:
-                logged_at_once = any("failed" in message for _, _, message in records)
+            kept = len(records)
+            for _ in range(30 if "patient" in sys.argv else 1):
+                del records[kept:]
+                try:
+                    await worker.open_listener("127.0.0.1", listener.address[1])
+                except OSError:
+                    logged_at_once = any("failed" in message for _, _, message in records)
+                if logged_at_once:
+                    break
+                await trio.sleep(1)  # UCX waits 20 ms in each second for the thread that logs
 
     print(json.dumps({"same": before == environment(), "at_once": logged_at_once, "records": records}))
 
@@ -91,7 +97,7 @@ def check(result: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_lines_go_to_the_logger_and_the_environment_stays() -> None:
-    result = run(PROGRAM, UCX_LOG_LEVEL="info", UCX_UNHEARD_OF="1")
+    result = run(PROGRAM, "patient", UCX_LOG_LEVEL="info", UCX_UNHEARD_OF="1")
     check(result)
     begin, report = result.stdout.splitlines()
     assert begin == "begin"
