@@ -487,6 +487,19 @@ async def test_no_first_atomic_waits_for_its_connection(end: str, turns: int, si
         assert isinstance(ended[0], Value) or isinstance(ended[0].error, failure)
 
 
+async def test_the_endpoint_of_atomics_goes_first(transports: str) -> None:
+    """It is lost before it is up, and the endpoint that the program knows is not lost yet."""
+    lost = ucp.UCXError(ucp.Status.CONNECTION_RESET, "as if the peer had gone")
+    async with open_owner(transports, "worker", 64, "registered", "ucx") as (_, endpoint, memory):
+        memory._atomics_endpoint().fail(lost)
+        with pytest.raises(trio.BrokenResourceError, match="as if"):
+            await memory.fetch_add(1)
+        memory._chain_atomics_endpoint().fail(lost)
+        chain = endpoint.worker.new_chain()
+        request = chain.fetch_add(memory, 1)
+        assert isinstance(error_of((await chain.run())[request]), trio.BrokenResourceError)
+
+
 @pytest.mark.cut_off
 @pytest.mark.parametrize(
     ("doing", "protocol"),

@@ -117,6 +117,7 @@ async def connect(core: EndpointCore) -> None:
         to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
     if not core.connected:
+        core.check()
         operation = post_flush(core)
         if operation is not None:
             await completed(operation, core.engine)
@@ -126,6 +127,7 @@ async def connect(core: EndpointCore) -> None:
 def try_connect(core: EndpointCore) -> bool:
     """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
     if not core.connected:
+        core.check()
         operation = post_flush(core)
         if operation is not None and operation.outcome is None:
             operation.detach()
