@@ -418,7 +418,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine = self._core.engine
         core = self._atomics_endpoint()
         await connect(core)
-        core.check()
         if core.atomics is None:
             core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if core.over_tcp() else LIMIT)
         window: AtomicWindow = core.atomics
