@@ -190,7 +190,7 @@ class Injector:
         first = self.random.sample(list(FAULTS), len(FAULTS))
         async with trio.open_nursery() as nursery:
             while True:
-                await trio.sleep(self.random.expovariate(1 / self.plan.pause))
+                await trio.sleep(min(self.random.expovariate(1 / self.plan.pause), 2 * self.plan.pause))
                 fault = first.pop() if first else self.random.choices(list(FAULTS), list(FAULTS.values()))[0]
                 what, role = fault.split()
                 candidates = [
