@@ -269,6 +269,10 @@ async def use_rawlistener_accept_request(stage: Stage) -> None:
         requests[-1].reject()
     for endpoint in endpoints:
         endpoint.abort()
+    listener = await stage.worker.open_listener("127.0.0.1", 0)
+    await listener.aclose()
+    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+        await listener.__anext__()
 
 
 # ---- messages ----
@@ -520,6 +524,8 @@ async def use_active_messages(stage: Stage) -> None:
             (await receive()).release()
     with assert_checkpoints():
         await messages.__aexit__(None, None, None)
+    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+        await messages.__anext__()
 
 
 async def receive_later(stage: Stage, receive: Callable[[], Awaitable[Any]]) -> Any:

@@ -133,6 +133,7 @@ def _hint(number: int) -> str:
 
 async def _open(destination: _Destination, exchange_options: ExchangeOptions, options: Options) -> Connection:
     await trio.lowlevel.checkpoint()
+    check_worker(destination.worker)
     descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
     registry = Registry.of(destination.worker or shared_worker())
     tls = exchange_options.ssl_context

@@ -107,6 +107,7 @@ async def open_ucx_listeners(
         sockets = [(control, _nothing) for control in await open_tcp_listeners(port, host)]
     listeners: list[Listener] = []
     try:
+        check_worker(worker)  # it may have closed meanwhile
         target = worker or shared_worker()
         for control, on_close in sockets:
             acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close, isolate=isolate)

@@ -52,18 +52,23 @@ class Connector:
         Raises:
             TimeoutError: it took longer than ``timeout``.
             OSError: it failed.
+            trio.ClosedResourceError: the worker was closed meanwhile.
         """
         link: Link | None = None
         waiting_for = ""
+        engine = self._handshake.registry.engine
         try:
             with trio.move_on_after(self.timeout) as scope:
+                engine.children[id(self)] = scope.cancel
                 link = await self._connect()
             if scope.cancelled_caught:
                 waiting_for = under_way(self._handshake.under_way())
         finally:
+            engine.children.pop(id(self), None)
             if link is None:
                 self._handshake.close()
         if link is None:
+            engine.check()
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: {self.stage}{waiting_for}",

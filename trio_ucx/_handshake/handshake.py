@@ -268,6 +268,7 @@ class Handshake:
             ProtocolError: the facts are invalid, or make a connection impossible.
             OSError: there is no memory in which the peer's HELLO could be received.
         """
+        self.registry.engine.check()
         self.registry.engine.tag_dispatch.reserve_memory()
         assert self._own_facts is not None
         self._peer = Reach.of(facts)

@@ -152,6 +152,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         try:
             return await self.receive()
         except trio.ClosedResourceError:
+            await trio.lowlevel.cancel_shielded_checkpoint()
             raise StopAsyncIteration from None
 
     def statistics(self) -> ActiveMessagesStatistics:

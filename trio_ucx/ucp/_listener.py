@@ -112,9 +112,10 @@ class ListenerCore:
             request = self.waiting.popleft()
             self.unanswered.add(request)
             await trio.lowlevel.cancel_shielded_checkpoint()
-            return request
-        number: int = await self._acceptors.wait()
-        return number
+        else:
+            request = await self._acceptors.wait()
+        self.check()  # closing has rejected it meanwhile
+        return request
 
     def reject(self, request: int) -> None:
         self.engine.birth.check("this worker")
@@ -322,6 +323,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         try:
             return await self.accept_request()
         except trio.ClosedResourceError:
+            await trio.lowlevel.cancel_shielded_checkpoint()
             raise StopAsyncIteration from None
 
     @enable_ki_protection

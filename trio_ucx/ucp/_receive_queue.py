@@ -119,6 +119,7 @@ class _Probe:
         engine.children[id(self)] = self.close
         try:
             core = connect_worker(self._engine, engine.address)
+            core.check()
             self._operation = post_bytes_send(core, b"", self._tag << 32) if by_message else post_flush(core)
         except BaseException:
             self.close()

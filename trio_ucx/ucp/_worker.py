@@ -496,6 +496,7 @@ class Worker(metaclass=OpenedNotConstructed):
             return ready
         while not ready:
             await self._engine.stream_watchers.wait(self._engine.waiting)
+            self._engine.check()
             ready = self._with_stream_data()
         return ready
 

@@ -220,7 +220,7 @@ class Target:
         if isinstance(self.thing, Endpoint):
             self.core = self.thing._core
             return
-        self.core = self.thing._core
+        self.core, self.way = self.thing._core, None
         if self.core.problem() is not None:
             return
         try:
@@ -245,7 +245,7 @@ class Target:
         if isinstance(self.thing, Endpoint):
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
             return None
-        if self.way is None and not self.atomic:  # the endpoint broke while we looked for a way
+        if self.way is None and core is self.thing._core:  # the endpoint ended while we looked for a way
             lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
             return None
         if self.way is None:
@@ -328,6 +328,8 @@ class ChainTimer:
                 await trio.lowlevel.wait_readable(self._fd)
             except trio.ClosedResourceError:
                 return
+            if engine.handle is None:
+                return  # the descriptor may be another's
             if lib.tu_timer_ended(self._fd):  # else C has started the timer again, which must not be undone
                 engine.progress()
 

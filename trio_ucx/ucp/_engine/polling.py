@@ -141,7 +141,9 @@ class Waiting:
         while await self._alone() and not self.woken:
             while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
                 pass
-            if pending.outcome is not None or self.woken or not lib.tu_poll_continues(engine.handle):
+            if pending.outcome is not None or self.woken or engine.handle is None:
+                break
+            if not lib.tu_poll_continues(engine.handle):
                 break
             if trio.current_effective_deadline() == -math.inf:
                 break  # cancelled, which parking tells

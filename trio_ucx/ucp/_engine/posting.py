@@ -106,6 +106,7 @@ def refusal(status: int, doing: str) -> Exception | None:
 
 def post_flush(core: EndpointCore) -> Operation | None:
     core.engine.batches.send_all()
+    core.check()
     return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
 
 
@@ -114,7 +115,6 @@ async def flush(core: EndpointCore) -> None:
     core.unflushed = False
     try:
         for one in with_endpoints_beside(core):
-            one.check()
             operation = post_flush(one)
             if operation is not None:
                 await completed(operation, one.engine)

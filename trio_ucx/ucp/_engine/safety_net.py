@@ -62,6 +62,8 @@ class SafetyNet:
                 await trio.lowlevel.wait_readable(self.timer)
             except trio.ClosedResourceError:
                 return
+            if engine.handle is None:
+                return  # the descriptor may be another's
             if not lib.tu_timer_ended(self.timer):
                 continue  # the timer was started again meanwhile
             if self._watches_polling:

@@ -513,9 +513,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                     "one by one"
                 )
             self._check(access, doing, offset, pins.size)
-            check_reaches(self._core.engine, pins)
             await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
+            check_reaches(self._core.engine, pins)
         except BaseException:
             pins.release()
             raise
@@ -541,6 +541,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             core = connect_for_memory(self._core) if self._core.owner is not None else self._core
             await connect(core)
             self._check_open()
+            if self._ucx_way is not None and self._ucx_way.core is core:
+                return self._ucx_way  # another task was first
             old = self._keys.pop("put and get", None)  # for an endpoint that is gone
             if old is not None:
                 old.close()

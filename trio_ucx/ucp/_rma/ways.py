@@ -116,18 +116,16 @@ async def connect(core: EndpointCore) -> None:
     On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
         to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
-    core.check()
     if not core.connected:
         operation = post_flush(core)
         if operation is not None:
             await completed(operation, core.engine)
         core.connected = True
-        core.check()
+    core.check()
 
 
 def try_connect(core: EndpointCore) -> bool:
     """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
-    core.check()
     if not core.connected:
         operation = post_flush(core)
         if operation is not None and operation.outcome is None:
@@ -136,6 +134,7 @@ def try_connect(core: EndpointCore) -> bool:
         if operation is not None:
             operation.result()
         core.connected = True
+    core.check()
     return True
 
 
