@@ -394,6 +394,7 @@ class Node:
             data_ports=SimpleNamespace(admit_peer=lambda *_: None),
             call_soon=lambda function: function(),
             may_be_writing=lambda process: None,
+            check=lambda: None,
         )
 
     def for_peer(self, uid: int) -> Node:
