@@ -271,7 +271,7 @@ async def use_rawlistener_accept_request(stage: Stage) -> None:
         endpoint.abort()
     listener = await stage.worker.open_listener("127.0.0.1", 0)
     await listener.aclose()
-    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+    with assert_checkpoints(), pytest.raises(StopAsyncIteration):
         await listener.__anext__()
 
 
@@ -308,7 +308,7 @@ async def use_connection_receive(stage: Stage) -> None:
         await server.receive_into([bytearray(1)])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.aclose)
-        with pytest.raises(StopAsyncIteration), assert_checkpoints():
+        with assert_checkpoints(), pytest.raises(StopAsyncIteration):
             await server.messages().__anext__()
 
 
@@ -384,7 +384,7 @@ async def use_connection_receive_some(stage: Stage) -> None:
     for _ in range(2):
         with assert_checkpoints():
             assert await server.receive_some() == b""
-    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+    with assert_checkpoints(), pytest.raises(StopAsyncIteration):
         await server.__anext__()
 
 
@@ -524,7 +524,7 @@ async def use_active_messages(stage: Stage) -> None:
             (await receive()).release()
     with assert_checkpoints():
         await messages.__aexit__(None, None, None)
-    with pytest.raises(StopAsyncIteration), assert_checkpoints():
+    with assert_checkpoints(), pytest.raises(StopAsyncIteration):
         await messages.__anext__()
 
 

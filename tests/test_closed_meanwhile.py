@@ -11,7 +11,6 @@ import trio
 import trio.testing
 from helpers import open_pair, open_raw_pair, until
 from injected_faults import close_worker, close_worker_at_once
-from remote import for_ucx, open_two, open_way
 
 import trio_ucx
 from trio_ucx import ucp
@@ -99,24 +98,3 @@ async def test_flush_of_an_endpoint_whose_messages_break_it(
         with pytest.raises(trio.BrokenResourceError, match="as if"):
             await client.endpoint.flush()
         monkeypatch.undo()
-
-
-async def test_tasks_that_find_the_way_to_memory(transports: str) -> None:
-    """None of them closes the remote key that another has found."""
-    async with (
-        open_two(transports) as (worker, owner),
-        open_way("worker", worker, owner) as one,
-        open_way("worker", worker, owner) as other,
-    ):
-        with owner.context.register(bytearray(64)) as memory:
-            remotes = [endpoint.attach(for_ucx(memory.descriptor)) for endpoint in (one, other)]
-            chain = worker.new_chain()
-            for remote in remotes:
-                chain.get(remote, 0, 8)
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    for remote in remotes:
-                        nursery.start_soon(remote.get, 0, 8)
-                nursery.start_soon(chain.run)
-            for remote in remotes:
-                remote.close()
