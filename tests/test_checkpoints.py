@@ -24,6 +24,7 @@ from helpers import open_raw_pair, until
 import trio_ucx
 import trio_ucx.anyio
 from trio_ucx import testing, ucp
+from trio_ucx._native import ucx
 from trio_ucx.testing import open_pair_over_listener
 
 assert_checkpoints = trio.testing.assert_checkpoints
@@ -203,6 +204,8 @@ async def use_open_worker(stage: Stage) -> None:
 
 @calls("Worker.open_endpoint")
 async def use_worker_open_endpoint(stage: Stage) -> None:
+    if ucx.version < (1, 14):
+        pytest.skip("Debian's UCX 1.13 ends by an assertion when a connect to a listener is aborted at once")
     for address in (stage.raw_listener.address, stage.worker.address):
         for name in (None, "named"):
             with assert_checkpoints():
