@@ -1248,6 +1248,16 @@ def killed_clients() -> None:
 
 
 @role
+async def killed_after_its_request(address: str) -> None:
+    """Makes an endpoint once it is told, and kills itself."""
+    async with ucp.open_worker() as worker:
+        say("ready")
+        await ask()
+        await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(address)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@role
 async def killed_while_connecting(address: list[Any], below: int, moment: str) -> None:
     """Connects from a worker whose uid is below the given one, and kills itself; before HELLO or TAKE once it is told.
 

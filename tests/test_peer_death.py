@@ -4,6 +4,8 @@ soon each side notices, and other ways to lose a peer: ``test_peer_loss_detectio
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
 from contextlib import AsyncExitStack
@@ -327,6 +329,29 @@ async def test_client_is_killed_while_it_requests_the_server_s_endpoint() -> Non
         with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await served.receive()
         assert server.statistics().stopped_queues == 1
+
+
+async def test_peer_is_killed_before_its_memory_is_attached() -> None:
+    """UCX cannot make the endpoint that the peer has asked for, and its keepalive may look at it all the same."""
+    config = {"TLS": "tcp,sm,self", "KEEPALIVE_INTERVAL": "1ms", "KEEPALIVE_NUM_EPS": "inf"}
+    async with (
+        ucp.open_worker(config=config) as worker,
+        ucp.open_worker(config=config) as other,
+        await worker.open_endpoint(other.address) as endpoint,
+    ):
+        await endpoint.tag_send(b"x", 1)  # so that keepalive has something to look at
+        await other.tag_receive(bytearray(1), 1)
+        for _ in range(10):
+            address = bytes(worker.address).hex()
+            async with open_peer("killed_after_its_request", address, transports="tcp,sm,self") as peer:
+                await peer.hear()
+                with open(os.pidfd_open(peer.process.pid)) as process:
+                    await peer.tell()
+                    select.select([process], [], [], 60)  # nothing is progressed here meanwhile
+                assert await peer.ended() == -signal.SIGKILL
+            await trio.sleep(0.02)
+        await endpoint.tag_send(b"y", 1)
+        await other.tag_receive(bytearray(1), 1)
 
 
 def mapped() -> set[str]:

@@ -97,6 +97,15 @@ static inline uint64_t tu_now(void)
 void tu_data_ports_begin(tu_data_ports_t *ports);
 void tu_data_ports_end(void);
 
+/* ---- UCX's keepalive (keepalive.c) ---- */
+
+/* Keeps it from looking at endpoints that UCX could not make. */
+void tu_keepalive_guard(void);
+
+/* ---- import tables (imports.c) ---- */
+
+void tu_replace_import(const void *inside, const char *name, const void *function);
+
 /* ---- allocating (library.c) ----
  *
  * Everything but the log, the context and the sockets' addresses is allocated by these functions, so that tests can

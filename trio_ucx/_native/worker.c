@@ -78,6 +78,7 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
     if (ucp_context_query(worker->context->context, &attr) == UCS_OK) {
         worker->memory_types = attr.memory_types;
     }
+    tu_keepalive_guard();
     tu_data_ports_begin(ports);
     status = ucp_worker_create(worker->context->context, &params, &worker->worker);
     tu_data_ports_end();
