@@ -93,6 +93,7 @@ LIMITS = (
     ),
     Limit("(CMA|KNEM)_(SEG_SIZE|TX_QUOTA)", 1, math.inf, "UCX would never copy anything, and wait for ever"),
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
+    Limit("TCP_MAX_IOV", 1, math.inf, "UCX 1.22 writes past the end of its segments"),
     Limit("SEG_SIZE", 512, math.inf, "UCX writes headers of active messages to such a segment, whatever its size"),
     Limit("MAX_RNDV_(RAILS|LANES)", 1, math.inf, "UCX would cancel messages that need more than one segment"),
     Limit(
