@@ -184,7 +184,6 @@ typedef struct tu_transfers {
     bool fence;                /* the next transfer waits for all before it */
     bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
     ucs_status_t refused;      /* why the owner refused a put or an atomic that had returned before; UCS_OK: none */
-    uint64_t nonce;            /* in this endpoint's requests; 0: none yet */
 } tu_transfers_t;
 
 /* ---- the structures ---- */

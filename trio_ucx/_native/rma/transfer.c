@@ -196,7 +196,6 @@ static void advance(tu_endpoint_t *endpoint)
 static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, char *local, tu_transfer_t **out)
 {
     tu_transfer_t *transfer = enter(endpoint, params->kind, params->done, params->owner);
-    ucs_status_t status;
 
     if (transfer == NULL) {
         return UCS_ERR_NO_MEMORY;
@@ -207,11 +206,8 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->memory = params->memory;
     transfer->atomic = params->atomic;
     transfer->local  = local;
-    status           = local != NULL ? UCS_OK : tu_requester_prepare(transfer, params->way, params->offset);
-    if (status != UCS_OK) {
-        leave(transfer);
-        dispose(transfer);
-        return status;
+    if (local == NULL) {
+        tu_requester_prepare(transfer, params->way, params->offset);
     }
     *out = transfer;
     return UCS_OK;
