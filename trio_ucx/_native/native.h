@@ -77,9 +77,6 @@
 /* Such a message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they
  * are used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
-/* Raw tag messages that a worker with Connections keeps until the program first asks for such messages. */
-#define TU_RAW_KEPT 64
-#define TU_RAW_BYTES (16 * 1024 * 1024)
 /* Nanoseconds for which sequences may go on in one call from Python. */
 #define TU_SLICE 500000
 
@@ -206,13 +203,6 @@ typedef struct tu_operation {
     struct tu_operation *next_free;
 } tu_operation_t;
 
-/* A raw tag message that was taken off UCX's queue, and is kept until the program asks for it. */
-typedef struct tu_kept {
-    ucp_tag_message_h message;
-    uint64_t tag;
-    size_t length;
-} tu_kept_t;
-
 /* How long a waiting task polls before it parks: adaptive_poll.c. Times are in nanoseconds. */
 typedef struct tu_poll {
     uint64_t bound;            /* the user's limit; 0: never poll */
@@ -235,11 +225,6 @@ struct tu_worker {
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
-
-    bool raw_used;             /* the program has asked for raw messages: from then on UCX keeps them */
-    tu_kept_t kept[TU_RAW_KEPT];
-    size_t kept_count;
-    size_t kept_bytes;
 
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */

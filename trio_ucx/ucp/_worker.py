@@ -45,9 +45,8 @@ class Worker(metaclass=OpenedNotConstructed):
 
     It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
     endpoint. From the first Connection or listener for Connections on, tags with bit 63 set belong to the Connections:
-    :meth:`tag_receive` and :meth:`tag_probe` match no such messages, whatever the mask. Of the others, the first 64
-    messages (16 MiB at most) are kept until the program first calls :meth:`tag_receive` or :meth:`tag_probe`, and all
-    messages after that. A worker that never has Connections leaves all 64 bits to the program.
+    :meth:`tag_receive` and :meth:`tag_probe` match no such messages, whatever the mask. A worker that never
+    has Connections leaves all 64 bits to the program.
     """
 
     _context: Context
