@@ -58,7 +58,7 @@ def break_connection(connection: trio_ucx.Connection) -> None:
 
 def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delivering a small message to a connection raises ZeroDivisionError."""
-    monkeypatch.setattr(internals(connection).receiving.credit, "packed_arrived", lambda *_: 1 / 0)
+    monkeypatch.setattr(internals(connection).receiving.credit, "arrived", lambda *_: 1 / 0)
 
 
 def forget_queues(worker: ucp.Worker) -> None:
@@ -224,11 +224,6 @@ def change_facts(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypat
         return change(data) if facts.address == internals(worker).address.ucx else data
 
     monkeypatch.setattr(Facts, "encode", changed)
-
-
-def send_beyond_the_window(server: trio_ucx.Connection, count: int, length: int) -> None:
-    """The peer of a connection has sent so many messages with tag 1 together, whatever its credit."""
-    internals(server).receiving.packed_arrived(1, count, length, bytes(count * length))
 
 
 async def send_to_queue(connection: trio_ucx.Connection, queue: int, data: bytes) -> None:

@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -639,30 +638,6 @@ async def flooded_receiver(address: list[Any], seconds: float, window: int, coun
                     del data[:64_000]
                     number += 1
         say([most - before, statistics.held, number])
-
-
-@role
-async def flooded_server() -> None:
-    """Never receives tag 1. Answers tag 7 with how far its memory grew, and how many connections broke."""
-    before = 0
-    broken = 0
-
-    async def handler(connection: trio_ucx.Connection) -> None:
-        nonlocal before, broken
-        before = before or resident()
-        try:
-            await connection.receive(7)
-            await connection.send(struct.pack("<qq", resident() - before, broken), 7)
-        except trio.BrokenResourceError:
-            broken += 1
-
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(
-            lambda task_status: trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status)
-        )
-        say(listener.address)
-        await until_told()
-        nursery.cancel_scope.cancel()
 
 
 @role

@@ -88,8 +88,6 @@ class Closing:
         self.acknowledge()
 
     def ack_arrived(self) -> None:
-        if self.handshake.acknowledged:  # each is answered: no peer may have any number of answers sent
-            raise wire.ProtocolError("a second acknowledgement")
         self.handshake.acknowledged = True
         self._sending.send_frame(wire.Done())
         self.core.changed()

@@ -608,5 +608,4 @@ class Engine:
             poll_limit=counts.poll_limit / 1e9,
             background_closes=len(self.background),
             stopped_queues=self.counters["stopped_queues"],
-            unknown_messages=self.tag_dispatch.unknown_messages,
         )
