@@ -60,7 +60,7 @@ async def open_endpoint_and_context(transports: str, way: str) -> AsyncIterator[
 
 @asynccontextmanager
 async def open_owner(
-    transports: str, way: str, nbytes: int, kind: str = "allocated", protocol: str = "trio_ucx"
+    transports: str, way: str, nbytes: int, kind: str = "allocated"
 ) -> AsyncIterator[tuple[Peer, ucp.Endpoint, ucp.RemoteMemory]]:
     """(the owner in another process, an endpoint to it, its memory)."""
     async with (
@@ -69,21 +69,13 @@ async def open_owner(
     ):
         said = await peer.hear()
         async with open_to_peer(way, worker, said) as endpoint:
-            with endpoint.attach(for_protocol(protocol, bytes.fromhex(said["descriptor"]))) as memory:
+            with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory:
                 yield peer, endpoint, memory
 
 
 def for_ucx(descriptor: bytes) -> ucp.MemoryDescriptor:
-    """The descriptor as one of a peer without trio_ucx, whose memory UCX's puts, gets and atomics reach."""
+    """The descriptor as one of a peer without trio_ucx, whose memory UCX's puts and gets reach."""
     return attrs.evolve(ucp.MemoryDescriptor.from_bytes(descriptor), token=b"")
-
-
-#: Whose protocol reaches memory that is not mapped.
-PROTOCOLS = ("trio_ucx", "ucx")
-
-
-def for_protocol(protocol: str, descriptor: bytes) -> ucp.MemoryDescriptor:
-    return for_ucx(descriptor) if protocol == "ucx" else ucp.MemoryDescriptor.from_bytes(descriptor)
 
 
 async def expect_broken(function: Any, *args: object) -> None:

@@ -232,7 +232,6 @@ MODULES = [
     *(
         f"ucp.{name}"
         for name in (
-            "_rma.atomics",
             "_engine.arming",
             "_engine.batches",
             "_engine.loop_hooks",
@@ -436,9 +435,8 @@ async def raw_operations(worker: ucp.Worker) -> None:
             await chain.run()
             chain.close()
         with worker.context.register(bytearray(8)) as memory, client.attach(for_ucx(memory.descriptor)) as remote:
-            async with trio.open_nursery() as nursery:
-                for _ in range(10):
-                    nursery.start_soon(remote.fetch_add, 1, 0)
+            await remote.put(bytes(8))
+            await remote.get()
 
 
 #: Exceptions that a user's task may get after an internal error.

@@ -18,7 +18,7 @@ import trio
 from helpers import pattern
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from remote import for_ucx, open_two
+from remote import open_two
 from samples import ALL, some_facts
 
 import trio_ucx
@@ -33,7 +33,7 @@ from trio_ucx._link import Options
 from trio_ucx._wire import ProtocolError
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _contained as contained_module
-from trio_ucx.ucp._connecting import connect_for_atomics, connect_for_memory, connect_worker
+from trio_ucx.ucp._connecting import connect_for_memory, connect_worker
 from trio_ucx.ucp._connecting import connect_paired as connect_paired_for_real
 from trio_ucx.ucp._engine import numbering as numbering_module
 from trio_ucx.ucp._engine.numbering import (
@@ -1093,8 +1093,8 @@ async def test_endpoint_without_error_handling_that_takes_the_number(
                     assert await server.receive() == pattern(100_000)
 
 
-async def test_endpoints_beside_a_connection_have_no_number(transports: str) -> None:
-    """UCX compares none of them with what the peer's UCX says: they are paired with none of the peer's."""
+async def test_the_endpoint_beside_a_connection_has_no_number(transports: str) -> None:
+    """UCX does not compare it with what the peer's UCX says: it is paired with none of the peer's."""
     async with open_two(transports) as workers:
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=workers[0])
         async with listener, trio_ucx.connect(listener.address, worker=workers[1]) as client, await listener.accept():
@@ -1102,15 +1102,14 @@ async def test_endpoints_beside_a_connection_have_no_number(transports: str) -> 
             assert core.peer_address is not None
             numbers = core.engine.numbering.of(core.peer_address.uid)
             before = numbers.numbers()
-            beside = [connect_for_memory(core), connect_for_atomics(core, core.peer_address)]
+            beside = connect_for_memory(core)
             assert numbers.numbers() == before
-            for each in beside:
-                each.close()
+            beside.close()
             client.send_nowait(b"the connection goes on")
 
 
 async def test_aborting_one_disturbs_no_other(transports: str) -> None:
-    """Connections between the same two workers, in both directions, with raw and atomics endpoints opened in between.
+    """Connections between the same two workers, in both directions, with raw endpoints opened in between.
 
     Each carries large messages, which are answered by the endpoint that UCX pairs with their sender's; half of them are
     aborted in the middle of one.
@@ -1120,7 +1119,6 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
     async with open_two(transports) as workers:
         listeners = [(await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker))[0] for worker in workers]
         raw: list[ucp.Endpoint] = []
-        memories = [worker.context.register(bytearray(64)) for worker in workers]
         async with trio.open_nursery() as servers:
 
             async def echo(connection: trio_ucx.Connection) -> None:
@@ -1146,13 +1144,12 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
                 await trio.sleep(random.Random(seed).random() * 0.003)
                 connection.abort()
 
-            async def interlude(number: int, atomics: bool) -> None:
-                """A raw endpoint in one direction, which for UCX's atomics opens another one without error handling."""
-                endpoint = await workers[number].open_endpoint(workers[1 - number].address)
-                raw.append(endpoint)
-                if atomics:
-                    with endpoint.attach(for_ucx(memories[1 - number].descriptor)) as memory:
-                        await memory.fetch_add(1)
+            async def interlude(number: int, *modes: ucp.ErrorMode) -> None:
+                """Raw endpoints in one direction."""
+                for mode in modes:
+                    endpoint = await workers[number].open_endpoint(workers[1 - number].address, error_mode=mode)
+                    raw.append(endpoint)
+                    await endpoint.flush()
 
             with trio.fail_after(50):
                 async with trio.open_nursery() as clients:
@@ -1168,17 +1165,15 @@ async def test_aborting_one_disturbs_no_other(transports: str) -> None:
                         await limiter.acquire()
                         clients.start_soon(one, chance.choice([honest, aborted]), chance.randrange(2), seed)
                         if seed % 10 == 5:
-                            await interlude(chance.randrange(2), atomics=False)
+                            await interlude(chance.randrange(2), ucp.ErrorMode.PEER)
                         if seed % 30 == 15:
                             # An endpoint without error handling disturbs a connection that is just being opened.
                             for _ in range(8):
                                 await limiter.acquire()
                             await honest(0, seed)  # brings both sides to the same number
-                            await interlude(chance.randrange(2), atomics=True)
+                            await interlude(chance.randrange(2), ucp.ErrorMode.PEER, ucp.ErrorMode.NONE)
                             for _ in range(8):
                                 limiter.release()
             servers.cancel_scope.cancel()
         for endpoint in raw:
             endpoint.abort()
-        for memory in memories:
-            memory.close()

@@ -270,7 +270,7 @@ struct tu_worker {
     tu_list_t extensions;
     tu_rma_t *rma;
     tu_chains_t *chains;
-    bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
+    bool unfenced;             /* UCX has had puts or gets since the last fence */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
@@ -286,7 +286,6 @@ struct tu_endpoint {
     bool error_handling;
     bool failed;               /* its record is in the ring, or was; no room is reserved for one any more */
     bool unread;               /* it has stream data for which the ring had no room */
-    unsigned atomics;          /* atomics of request chains that are under way; their number is limited */
     tu_transfers_t transfers;
     tu_list_t link;            /* in the worker's endpoints, or in its closed ones */
 };

@@ -61,12 +61,6 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
     return core
 
 
-def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
-    """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
-    core.engine.has_atomics_endpoints = True
-    return _connect_beside(core, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics")
-
-
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
     """The endpoint beside a Connection's that reaches the peer's memory.
 

@@ -49,8 +49,7 @@ DEFAULT_OPTIONS: Mapping[str, str] = {
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
     # Endpoints by worker address resolve the peer's endpoint at once, and are up then. Otherwise the first large
-    # message resolves it. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
-    # and an atomic that waits for it ends our process when its peer dies meanwhile.
+    # message resolves it, and a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices.
     "RESOLVE_REMOTE_EP_ID": "y",
 }
 if ucx.version >= WELL_CONFIGURABLE:

@@ -505,7 +505,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """Orders remote memory operations: those after it happen after those before it, endpoint by endpoint.
 
         If UCX's own puts and gets are in flight, this calls ``ucp_worker_fence``, which may wait for them and block the
-        thread. It does not order UCX's own atomics, which use endpoints of their own, with puts and gets.
+        thread. It does not order atomics with UCX's own puts and gets: flush in between.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.

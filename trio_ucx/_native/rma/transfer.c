@@ -1,5 +1,5 @@
-/* Puts, gets and atomics without UCX's own, in the order of their posting: by load, store and the processor's atomics if
- * this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
+/* Atomics, and puts and gets without UCX's own, in the order of their posting: by load, store and the processor's
+ * atomics if this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
  *
  * An endpoint's transfers are in a list until they have happened at the owner. They begin in the order of the list, up
  * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry

@@ -426,10 +426,10 @@ class RequestChain(ChainBuilder):
         the chain can be run again.
 
         Raises:
-            ValueError: remote memory that it refers to was closed, or has no worker's address for UCX's own
-                atomics.
-            RuntimeError: UCX's own requests are needed, and the owner of the memory would never answer them.
-            OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
+            ValueError: remote memory that it refers to was closed.
+            RuntimeError: the owner of the memory would never answer a get or a put, or does no atomics for others: see
+                :class:`RemoteMemory`.
+            OSError, UCXError: a connection for memory cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.

@@ -20,9 +20,8 @@ from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
-from .._rma.atomics import LIMIT, LIMIT_OVER_TCP
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key, Way, connect
+from .._rma.ways import Key, Way
 from .._status import Status, error_from_status
 from .._util import ignoring_late_run
 from .errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
@@ -33,9 +32,6 @@ Reports = Callable[[int], Any]
 
 _GET, _ATOMIC, _FOLLOW = lib.TU_CHAIN_GET, lib.TU_CHAIN_ATOMIC, lib.TU_CHAIN_FOLLOW
 _DONE, _NO_VALUE = lib.TU_CHAIN_DONE, lib.TU_CHAIN_NO_VALUE
-
-#: What the remote key is for that atomics of chains use.
-ATOMICS = "atomics of chains"
 
 
 class Skipped:
@@ -209,10 +205,10 @@ class Target:
     engine: Engine
     index: int
     thing: Endpoint | RemoteMemory
-    #: Whether they are atomics: UCX's own have a connection of their own.
+    #: Whether they are atomics, which may reach the memory in another way than gets and puts.
     atomic: bool
     core: EndpointCore | None = None
-    #: How its memory is reached by gets and puts.
+    #: How its memory is reached.
     way: Way | None = None
 
     async def connect(self) -> None:
@@ -224,38 +220,25 @@ class Target:
         if self.core.problem() is not None:
             return
         try:
-            self.way = await (
-                self.thing._reach_without_ucx_rma() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
-            )
-            if self.way is not None:
-                self.core = self.way.core
-            else:
-                self.core = self.thing._chain_atomics_endpoint()
-                await connect(self.core)
+            self.way = await (self.thing._reach_for_atomics() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST))
+            self.core = self.way.core
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # its requests say so
 
     def bind(self, native: Any) -> Key | None:
         """Tells C where they go in the next run; nowhere, if the connection is gone."""
-        core = self.core
+        core, way = self.core, self.way
         assert core is not None
-        if core.problem() is not None:
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
+        ended = way is None and isinstance(self.thing, RemoteMemory)  # while we looked for a way
+        if ended or core.problem() is not None:
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, ffi.NULL)
             return None
-        if isinstance(self.thing, Endpoint):
-            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
+        if way is None:
+            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, ffi.NULL)
             return None
-        if self.way is None and core is self.thing._core:  # the endpoint ended while we looked for a way
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
-            return None
-        if self.way is None:
-            key = self.thing._key(ATOMICS, core)
-            limit = LIMIT_OVER_TCP if core.over_tcp() else LIMIT
-            lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, ffi.NULL)
-            return key
-        handle = ffi.NULL if self.way.key is None else self.way.key.handle
-        lib.tu_chain_bind(native, self.index, core.handle, handle, 0, self.way.native)
-        return self.way.key
+        handle = ffi.NULL if way.key is None else way.key.handle
+        lib.tu_chain_bind(native, self.index, core.handle, handle, way.native)
+        return way.key
 
     def error(self, status: int, doing: str) -> Exception:
         refused = refusal(status, doing)

@@ -289,8 +289,6 @@ class Engine:
         self.unanswered = False
         #: What wakes it for delayed requests of chains.
         self.chain_timer: object | None = None
-        #: Whether there were ever endpoints for atomics.
-        self.has_atomics_endpoints = False
         self._next_id = 0
         #: Ends the progress task.
         self.stop: trio.CancelScope | None = None

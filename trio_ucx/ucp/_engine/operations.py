@@ -193,9 +193,6 @@ class EndpointCore:
     __slots__ = (
         "__weakref__",
         "_left",
-        "atomics",
-        "atomics_endpoint",
-        "chain_atomics_endpoint",
         "connected",
         "engine",
         "error",
@@ -251,14 +248,8 @@ class EndpointCore:
         self.pending: set[Operation] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
-        #: The endpoint without error handling beside it, for atomics (_rma/remote_memory.py).
-        self.atomics_endpoint: EndpointCore | None = None
-        #: The same for the atomics of request chains.
-        self.chain_atomics_endpoint: EndpointCore | None = None
         #: The endpoint beside a Connection's that reaches the peer's memory.
         self.memory_endpoint: EndpointCore | None = None
-        #: An atomics endpoint's atomics under way.
-        self.atomics: Any = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: Whether it has served a Connection that was closed (numbering.py).
@@ -379,7 +370,6 @@ class EndpointCore:
             self.error.__cause__ = error
         if self.stream_buffer is not None:
             contained(self.stream_buffer.wake)
-        contained(self._fail_atomics)
         contained(self.changed)
         if callback is not None:
             callback()
@@ -410,8 +400,6 @@ class EndpointCore:
             and not self.exposed
             and not self.pending
             and self.stream_buffer is None
-            and self.atomics_endpoint is None
-            and self.chain_atomics_endpoint is None
             and self.memory_endpoint is None
         )
 
@@ -469,18 +457,10 @@ class EndpointCore:
         handle, self.handle = self.handle, None
         for operation in list(self.pending):
             contained(self._end_operation, operation)
-        endpoints_beside = self.atomics_endpoint, self.chain_atomics_endpoint, self.memory_endpoint
-        self.atomics_endpoint = self.chain_atomics_endpoint = self.memory_endpoint = None
-        for beside in endpoints_beside:
-            if beside is not None:
-                contained(beside.follow, self)
-        contained(self._fail_atomics)
+        beside, self.memory_endpoint = self.memory_endpoint, None
+        if beside is not None:
+            contained(beside.follow, self)
         return handle
-
-    def _fail_atomics(self) -> None:
-        """Ends the waits for a place in the window of UCX's own atomics."""
-        if self.atomics is not None:
-            self.atomics.fail(self.problem())
 
     def _end_operation(self, operation: Operation) -> None:
         if operation.outcome is None and not operation.detached:
@@ -579,8 +559,7 @@ class EndpointCore:
 
 def with_endpoints_beside(core: EndpointCore) -> list[EndpointCore]:
     """An endpoint, and those beside it that carry what is asked of it."""
-    beside = [one for one in (core.memory_endpoint, core.atomics_endpoint) if one is not None]
-    return [core, *(each for one in beside for each in with_endpoints_beside(one))]
+    return [core] if core.memory_endpoint is None else [core, core.memory_endpoint]
 
 
 def endpoints_of(engine: Engine) -> Collection[EndpointCore]:
