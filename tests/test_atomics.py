@@ -19,6 +19,7 @@ from remote import (
     SOON,
     WAYS,
     expect_broken,
+    for_ucx,
     open_endpoint_and_context,
     open_owner,
     open_to_peer,
@@ -106,6 +107,14 @@ async def test_where_ucx_puts_by_hardware(transports: str, way: str, monkeypatch
                 assert outcomes[added].unwrap() == 6
                 assert outcomes[read].unwrap() == (7).to_bytes(8, "little")
             assert remote._ucx_way is not None
+
+
+async def test_mapped_memory_needs_no_token() -> None:
+    """As that of a program without trio_ucx."""
+    async with open_endpoint_and_context("sm,self", "worker") as (endpoint, context):
+        with context.allocate(8) as memory, endpoint.attach(for_ucx(memory.descriptor)) as remote:
+            memory.memoryview[:] = bytes(8)
+            assert [await remote.fetch_add(1) for _ in range(2)] == [0, 1]
 
 
 async def test_refused(worker: ucp.Worker) -> None:
