@@ -22,7 +22,7 @@ from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint, _receive_queue
 from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._engine import data_ports, numbering, shutdown
+from trio_ucx.ucp._engine import data_ports, pairs, shutdown
 from trio_ucx.ucp._engine.data_ports import DataPorts
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
@@ -58,7 +58,7 @@ def break_connection(connection: trio_ucx.Connection) -> None:
 
 def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delivering a small message to a connection raises ZeroDivisionError."""
-    monkeypatch.setattr(internals(connection).receiving.credit, "packed_arrived", lambda *_: 1 / 0)
+    monkeypatch.setattr(internals(connection).receiving.credit, "arrived", lambda *_: 1 / 0)
 
 
 def forget_queues(worker: ucp.Worker) -> None:
@@ -118,10 +118,9 @@ def fill_worker(worker: ucp.Worker) -> None:
     internals(worker).is_full = True
 
 
-def limit_endpoint_numbers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Two workers have so few numbers for their endpoints, rather than 65,535; what is offered expires at once."""
-    monkeypatch.setattr(numbering, "LIMIT", limit)
-    monkeypatch.setattr(numbering, "OFFER_TIME", 0)
+def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Two workers can make so few endpoints to each other, rather than 65,535."""
+    monkeypatch.setattr(pairs, "LIMIT", limit)
 
 
 def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +223,6 @@ def change_facts(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypat
         return change(data) if facts.address == internals(worker).address.ucx else data
 
     monkeypatch.setattr(Facts, "encode", changed)
-
-
-def send_beyond_the_window(server: trio_ucx.Connection, count: int, length: int) -> None:
-    """The peer of a connection has sent so many messages with tag 1 together, whatever its credit."""
-    internals(server).receiving.packed_arrived(1, count, length, bytes(count * length))
 
 
 async def send_to_queue(connection: trio_ucx.Connection, queue: int, data: bytes) -> None:

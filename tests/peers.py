@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import signal
-import struct
 import sys
 import tempfile
 import time
@@ -29,8 +28,6 @@ from timing import Noise, waited_by
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._handshake.exchange import Exchange
-from trio_ucx._handshake.handshake import Handshake
 from trio_ucx.testing import internals
 
 #: What remote memory and atomics need.
@@ -642,30 +639,6 @@ async def flooded_receiver(address: list[Any], seconds: float, window: int, coun
 
 
 @role
-async def flooded_server() -> None:
-    """Never receives tag 1. Answers tag 7 with how far its memory grew, and how many connections broke."""
-    before = 0
-    broken = 0
-
-    async def handler(connection: trio_ucx.Connection) -> None:
-        nonlocal before, broken
-        before = before or resident()
-        try:
-            await connection.receive(7)
-            await connection.send(struct.pack("<qq", resident() - before, broken), 7)
-        except trio.BrokenResourceError:
-            broken += 1
-
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(
-            lambda task_status: trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status)
-        )
-        say(listener.address)
-        await until_told()
-        nursery.cancel_scope.cancel()
-
-
-@role
 async def target() -> None:
     """Echoes tag 7; reports its memory for each line of the test."""
 
@@ -1258,11 +1231,11 @@ async def killed_after_its_request(address: str) -> None:
 
 
 @role
-async def killed_while_connecting(address: list[Any], below: int, moment: str) -> None:
-    """Connects from a worker whose uid is below the given one, and kills itself; before HELLO or TAKE once it is told.
+async def killed_while_connecting(address: list[Any], moment: str) -> None:
+    """Connects, and kills itself.
 
     Args:
-        moment: "before TAKE" or "before HELLO": its UCX has requested the server's endpoint by then; "in the request":
+        moment: "before HELLO": once it is told; its UCX has requested the server's endpoint by then. "in the request":
             it writes that to the server's shared-memory queue.
     """
 
@@ -1278,16 +1251,12 @@ async def killed_while_connecting(address: list[Any], below: int, moment: str) -
         take_an_element(server, "sysv")
         kill()
 
-    if moment == "before TAKE":
-        Exchange.take = kill_when_told  # type: ignore[method-assign]
-    elif moment == "before HELLO":
-        Handshake.greet = kill_when_told  # type: ignore[method-assign]
+    if moment == "before HELLO":
+        handshake_side.post_bytes_send = kill_when_told  # type: ignore[assignment]
     else:
-        handshake_side.connect_paired = write  # type: ignore[assignment]
-    for _ in range(1000):
-        async with ucp.open_worker() as worker:
-            if worker.address.uid < below:
-                await trio_ucx.open_ucx_stream(*address, worker=worker)
+        handshake_side.connect_shared = write  # type: ignore[assignment]
+    async with ucp.open_worker() as worker:
+        await trio_ucx.open_ucx_stream(*address, worker=worker)
 
 
 def fork_between_runs() -> None:

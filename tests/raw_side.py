@@ -40,7 +40,7 @@ class Side:
 
         Args:
             target: a worker address or a socket address.
-            by_ucx: reach the memory by UCX's own puts, gets and atomics.
+            by_ucx: reach the memory by UCX's own puts and gets.
         """
         address = ucp.WorkerAddress(bytes.fromhex(target)) if isinstance(target, str) else (target[0], target[1])
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ from helpers import TRANSPORTS, Peer, open_pair, open_peer, open_raw_pair, open_
 from outcome import Error, Value
 from peers import REMOTE
 
+import trio_ucx
 from trio_ucx import ucp
 
 #: What UCX_TLS is, and how an endpoint comes about. Shared memory alone has worker addresses only.
@@ -31,6 +33,14 @@ async def open_two(transports: str) -> AsyncIterator[tuple[ucp.Worker, ucp.Worke
             yield worker, owner
 
 
+_connections: WeakKeyDictionary[ucp.Endpoint, trio_ucx.Connection] = WeakKeyDictionary()
+
+
+def abort_way(endpoint: ucp.Endpoint) -> None:
+    """Closes by force what :func:`open_way` opened."""
+    _connections.get(endpoint, endpoint).abort()
+
+
 @asynccontextmanager
 async def open_way(way: str, worker: ucp.Worker, owner: ucp.Worker) -> AsyncIterator[ucp.Endpoint]:
     """A fresh endpoint from ``worker`` to ``owner``, both in this process."""
@@ -42,6 +52,7 @@ async def open_way(way: str, worker: ucp.Worker, owner: ucp.Worker) -> AsyncIter
             yield server
     elif way == "connection":
         async with open_pair(worker, owner) as (connection, _):
+            _connections[connection.endpoint] = connection
             yield connection.endpoint
     else:
         endpoint = await worker.open_endpoint(owner.address)
@@ -60,7 +71,7 @@ async def open_endpoint_and_context(transports: str, way: str) -> AsyncIterator[
 
 @asynccontextmanager
 async def open_owner(
-    transports: str, way: str, nbytes: int, kind: str = "allocated", protocol: str = "trio_ucx"
+    transports: str, way: str, nbytes: int, kind: str = "allocated"
 ) -> AsyncIterator[tuple[Peer, ucp.Endpoint, ucp.RemoteMemory]]:
     """(the owner in another process, an endpoint to it, its memory)."""
     async with (
@@ -69,21 +80,13 @@ async def open_owner(
     ):
         said = await peer.hear()
         async with open_to_peer(way, worker, said) as endpoint:
-            with endpoint.attach(for_protocol(protocol, bytes.fromhex(said["descriptor"]))) as memory:
+            with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory:
                 yield peer, endpoint, memory
 
 
 def for_ucx(descriptor: bytes) -> ucp.MemoryDescriptor:
-    """The descriptor as one of a peer without trio_ucx, whose memory UCX's puts, gets and atomics reach."""
+    """The descriptor as one of a peer without trio_ucx, whose memory UCX's puts and gets reach."""
     return attrs.evolve(ucp.MemoryDescriptor.from_bytes(descriptor), token=b"")
-
-
-#: Whose protocol reaches memory that is not mapped.
-PROTOCOLS = ("trio_ucx", "ucx")
-
-
-def for_protocol(protocol: str, descriptor: bytes) -> ucp.MemoryDescriptor:
-    return for_ucx(descriptor) if protocol == "ucx" else ucp.MemoryDescriptor.from_bytes(descriptor)
 
 
 async def expect_broken(function: Any, *args: object) -> None:

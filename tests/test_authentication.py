@@ -348,16 +348,16 @@ def records(data: bytes) -> list[tuple[int, int]]:
 
 @asynccontextmanager
 async def counted_endpoints(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
-    """The numbers of the endpoints that are made for connections."""
+    """The generations of the endpoints that connections ask for."""
     made: list[int] = []
-    original = handshake_side.connect_paired
+    original = handshake_side.connect_shared
 
     def counting(*args: Any) -> Any:
-        made.append(args[3])
+        made.append(args[2])
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(handshake_side, "connect_paired", counting)
+        patch.setattr(handshake_side, "connect_shared", counting)
         yield made
 
 

@@ -76,7 +76,7 @@ async def test_connecting_while_the_worker_closes(
                 nursery.start_soon(expect_closed, lambda: trio_ucx.open_ucx_listeners(0, worker=other))
                 nursery.start_soon(close_worker, other)
         silent: list[Handshake] = []
-        monkeypatch.setattr(Handshake, "greet", lambda handshake: silent.append(handshake))
+        monkeypatch.setattr(Handshake, "_open_if_ready", lambda handshake: silent.append(handshake))
         async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
             with trio.fail_after(15):
                 nursery.start_soon(

@@ -472,22 +472,6 @@ async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker
         await client.aclose()
 
 
-async def test_aborting_the_endpoint_ends_its_connection(worker: ucp.Worker) -> None:
-    async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
-        with pytest.raises(trio.ClosedResourceError):
-            await function()
-
-    async with open_pair(worker) as (client, server):
-        with trio.fail_after(15):
-            async with trio.open_nursery() as nursery:
-                for function in (client.receive, client.receive_some, lambda: client.send(bytes(2**20), 1)):
-                    nursery.start_soon(expect_closed, function)
-                await trio.testing.wait_all_tasks_blocked()
-                client.endpoint.abort()
-            with pytest.raises(trio.BrokenResourceError):
-                await server.receive(5)
-
-
 async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     async with listener:

@@ -290,28 +290,3 @@ async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attac
             await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])
         await server.assert_well()
         assert resident(server.pid) < memory + 30 * 2**20
-
-
-async def test_false_endpoint_numbers(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
-    """A client whose endpoints are far ahead: the server neither makes thousands of them nor other workers."""
-    facts = attackers[1].facts
-
-    async def lie(uid: int, said: bytes) -> None:
-        parts = [blob[:1] + uid.to_bytes(8, "little") + blob[9:] for blob in (facts.address, facts.network_address)]
-        data = attackers[1].opening(address=parts[0], network_address=parts[1])
-        await send_and_disconnect(server.address, data + said, 0.3)
-
-    def frame(kind: Kind, *numbers: int) -> bytes:
-        body = b"".join(struct.pack("<I", number) for number in numbers[:-1])
-        body += struct.pack("<IBH", numbers[-1], 0, 0)
-        return HEAD.pack(1 + len(body), kind) + body
-
-    declines = frame(Kind.DECLINE, 64_999)
-    takes = b"".join(frame(Kind.TAKE, number, number) for number in (64_999, 5000, 4000))
-    async with open_attacked_server(tmp_path, transports) as server:
-        before = server.descriptors
-        with trio.fail_after(120):
-            for _ in range(6):
-                await all_at_once([partial(lie, uid, said) for uid in (1, 2**64 - 2) for said in (declines, takes)])
-        await server.assert_well()
-        assert server.descriptors <= before + 500

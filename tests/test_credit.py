@@ -23,7 +23,6 @@ from trio_ucx._credit import (
     cost,
 )
 from trio_ucx._link import Transport
-from trio_ucx._wire import ProtocolError
 from trio_ucx.ucp import Status
 
 
@@ -88,8 +87,6 @@ def test_admitted_queue_overtakes() -> None:
     out.admit(2, into.received)
     assert ready(out) == [wanted] and out.credit < 0
     into.arrived(2, 9000)
-    with pytest.raises(ProtocolError, match="ignores its credit"):
-        into.arrived(2, 1)
 
 
 def test_admission_is_void_when_a_message_is_on_its_way() -> None:
@@ -123,17 +120,6 @@ def test_message_that_was_not_sent_leaves_no_trace() -> None:
     assert out.sent == 4
 
 
-def test_nonsense_from_the_peer() -> None:
-    out = SendCredit(4096, 0)
-    with pytest.raises(ProtocolError, match="granted more"):
-        out.grant(1, 0)
-    with pytest.raises(ProtocolError, match="not sent"):
-        out.admit(1, 1)
-    with pytest.raises(ProtocolError, match="too many tag queues"):
-        for queue in range(2**17):
-            out.admit(queue, 0)
-
-
 @pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(200))
 def test_random_programs_deliver_everything_within_the_window(seed: int) -> None:
@@ -164,7 +150,9 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
                 stalls += out.must_report()
         elif action == 1 and wire:
             send = wire.pop(0)
+            was_admitted = send.queue in into._admitted
             into.arrived(send.queue, send.size)
+            assert was_admitted or into.outstanding <= window
             unread[send.queue].append(send.size)
         elif action == 2 and back:
             kind, value, received = back.pop(0)

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import Peer, assert_free, open_pair, open_peer, open_raw_pair, pattern
+from helpers import Peer, assert_free, open_peer, open_raw_pair, pattern
 from outcome import Value
 from remote import for_ucx
 
@@ -259,13 +259,16 @@ async def test_remote_memory(transports: str, way: str) -> None:
                 mapped = kind == "allocated" and transports != "tcp"
                 answered = mapped or (kind != "of a raw peer" and F.AM in end.features)
                 transferred = answered or F.RMA in end.features
-                counted = answered or bool(end.features & (F.AMO32 | F.AMO64))
                 for size in SIZES:
                     for transfer in TRANSFERS:
                         missing = F(0) if transferred else F.RMA
                         await expect(partial(transfer, remote), end, bytearray(pattern(size)), missing)
                 for atomic in ATOMICS:
-                    await expect(partial(atomic, remote), end, bytearray(8), F(0) if counted else F.AMO64)
+                    if F.AM in end.features and not answered:
+                        with pytest.raises(RuntimeError, match="no token"):
+                            await atomic(remote, end, bytearray(8))
+                    else:
+                        await expect(partial(atomic, remote), end, bytearray(8), F(0) if answered else F.AM)
 
 
 async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
@@ -287,40 +290,3 @@ async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
         async with await able.open_endpoint(told) as endpoint:
             with pytest.raises(RuntimeError, match="sending tag messages needs Feature.TAG at the peer, too"):
                 await endpoint.tag_send(b"x", 1)
-
-
-async def test_atomics_by_the_worker_of_a_descriptor(transports: str) -> None:
-    """Over an endpoint by socket address UCX's own go to that worker."""
-    config = {"TLS": transports}
-    async with (
-        ucp.open_worker(config=config, features=F.ALL) as owner,
-        ucp.open_worker(config=config, features=F.ALL & ~(F.AMO32 | F.AMO64)) as unable,
-        ucp.open_worker(config=config, features=F.ALL) as us,
-        open_raw_pair(us, owner) as (endpoint, _),
-    ):
-        with owner.context.register(bytearray(8)) as memory:
-            found = for_ucx(memory.descriptor)
-            for worker in (unable, owner):
-                descriptor = attrs.evolve(found, worker=worker.address)
-                for action in (fetch_add, add, fetch_add_in_chain):
-                    end = End(None, endpoint, F.ALL, {})  # type: ignore[arg-type]
-                    with endpoint.attach(descriptor) as remote:
-                        missing = F.AMO64 if worker is unable else F(0)
-                        await expect(partial(action, remote), end, bytearray(8), missing)
-
-
-async def test_facts_that_lie_about_a_worker(worker: ucp.Worker, transports: str) -> None:
-    """An endpoint that is kept for the next connection has the features that the next peer says, not the last one."""
-    async with ucp.open_worker(config={"TLS": transports}, features=F.ALL) as able:
-        used = set()
-        for said in (F.TAG, F.TAG | F.AM, F.ALL):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(worker.context, "features", said)
-                async with open_pair(able, worker) as (client, server):
-                    core = internals(client).core
-                    assert core.features == said
-                    used.add(core.handle)
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(client.aclose)
-                        nursery.start_soon(server.aclose)
-        assert len(used) < 3, "no endpoint was kept"

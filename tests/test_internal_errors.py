@@ -227,12 +227,11 @@ async def _sent_and_received(
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
     *("_batch", "_byte_stream", "_close_handshake", "_credit", "_tag_queue", "_wire"),
-    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
+    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "share", "transport")),
     *(f"_handshake.{name}" for name in ("control_sockets", "exchange", "facts", "handshake", "registry", "server")),
     *(
         f"ucp.{name}"
         for name in (
-            "_rma.atomics",
             "_engine.arming",
             "_engine.batches",
             "_engine.loop_hooks",
@@ -246,12 +245,11 @@ MODULES = [
             "_listener",
             "_engine.borrowed",
             "_engine.tag_dispatch",
-            "_engine.numbering",
+            "_engine.pairs",
             "_engine.operations",
             "_engine.pending",
             "_engine.posting",
             "_engine.safety_net",
-            "_tag",
             "_engine.polling",
         )
     ),
@@ -436,9 +434,8 @@ async def raw_operations(worker: ucp.Worker) -> None:
             await chain.run()
             chain.close()
         with worker.context.register(bytearray(8)) as memory, client.attach(for_ucx(memory.descriptor)) as remote:
-            async with trio.open_nursery() as nursery:
-                for _ in range(10):
-                    nursery.start_soon(remote.fetch_add, 1, 0)
+            await remote.put(bytes(8))
+            await remote.get()
 
 
 #: Exceptions that a user's task may get after an internal error.

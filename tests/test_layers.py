@@ -30,7 +30,7 @@ HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "
 EXCHANGE = {
     *("functools.lru_cache", "hashlib", "hmac", "zlib"),
     *(f"trio_ucx.ucp._address_format.{name}" for name in ("ParsedAddress", "is_loopback", "parse_worker_address")),
-    *("trio_ucx.ucp._engine.numbering.MAX_PLAIN", "trio_ucx.ucp._engine.numbering.Numbers"),
+    "trio_ucx.ucp._engine.pairs.Standing",
     *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
     "trio_ucx.ucp._util.printable",
@@ -39,7 +39,7 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_link": ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
+    "_link": ["share", "transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
     "_handshake": [
         *("facts", "exchange"),
         *("control_stream", "control_sockets"),

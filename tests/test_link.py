@@ -467,12 +467,6 @@ def test_nothing_is_delivered_behind_a_piece_that_was_lost(world: World) -> None
     assert b.end == "broken" and not b.got
 
 
-def test_piece_longer_than_allowed_is_an_error(world: World) -> None:
-    receiving = world.sides[0].link.receiving
-    with pytest.raises(wire.ProtocolError, match="allowed"):
-        receiving.check_announcement(wire.STREAM, stream.MAX_PIECE + 1)
-
-
 def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,4 +529,4 @@ def test_pieces_cover_a_write(total: int, window: int, threshold: int) -> None:
     pieces = list(stream.pieces(total, window, threshold))
     assert [each.start for each in pieces] == [0, *(each.stop for each in pieces)][: len(pieces)]
     assert sum(each.stop - each.start for each in pieces) == total
-    assert all(0 < each.stop - each.start <= stream.MAX_PIECE for each in pieces)
+    assert all(0 < each.stop - each.start <= stream.LARGE_PIECE for each in pieces)

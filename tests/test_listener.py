@@ -593,13 +593,14 @@ async def test_reason_why_a_client_that_is_connected_is_turned_away(
     worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection is open, and the listener, to which its HELLO has not come yet, closes."""
-    open_if_greeted = Handshake._open_if_greeted
+    open_if_ready = Handshake._open_if_ready
 
-    def open_client(handshake: Handshake) -> Any:
+    def open_client(handshake: Handshake) -> None:
         control = handshake.control
-        return open_if_greeted(handshake) if control is not None and control.exchange.is_client else None
+        if control is not None and control.exchange.is_client:
+            open_if_ready(handshake)
 
-    monkeypatch.setattr(Handshake, "_open_if_greeted", open_client)
+    monkeypatch.setattr(Handshake, "_open_if_ready", open_client)
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
     await listener.aclose()

@@ -52,6 +52,8 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RNDV_SCHEME", "put_zcopy", "give it auto or am"),
         ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
+        ("TCP_MAX_IOV", "0", "give it"),
+        ("TCP_MAX_POLL", "0", "give it"),
     ],
 )
 def test_values_that_cannot_work(name: str, value: str, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from peers import REMOTE
 from remote import (
     SOON,
     WAYS,
+    abort_way,
     expect_broken,
     open_endpoint_and_context,
     open_owner,
@@ -363,9 +364,6 @@ async def test_closed_things(worker: ucp.Worker) -> None:
             with pytest.raises(trio.ClosedResourceError):
                 await call()
         remote.close()
-        memory = context.allocate(8)
-        assert len(memory.descriptor) < len(descriptor)  # no worker is open
-        memory.close()
     for make in (lambda: context.allocate(8), lambda: context.register(bytearray(8))):
         with pytest.raises(RuntimeError, match="context was closed"):
             make()
@@ -379,7 +377,6 @@ async def test_descriptors(worker: ucp.Worker) -> None:
         descriptor = ucp.MemoryDescriptor.from_bytes(memory.descriptor)
         assert (descriptor.address, descriptor.nbytes, descriptor.rkey) == (memory.address, 100, memory.rkey)
         assert descriptor.access == ucp.Access.READ
-        assert descriptor.worker == worker.address
         assert bytes(descriptor) == memory.descriptor
         assert ucp.MemoryDescriptor.from_bytes(bytearray(memory.descriptor)) == descriptor
         async with await worker.open_endpoint(worker.address) as endpoint:
@@ -409,7 +406,7 @@ async def test_damaged_descriptors(worker: ucp.Worker) -> None:
                 endpoint.attach(bad)
         newer = bytearray(good[:-4])
         newer[4] += 1
-        with pytest.raises(ValueError, match="speaks version 4"):
+        with pytest.raises(ValueError, match="speaks version 5"):
             endpoint.attach(bytes(newer) + struct.pack("<I", zlib.crc32(newer)))
         for lie in (slice(8, 16), slice(16, 24), slice(-len(good), None)):
             liar = bytearray(good[:-4])
@@ -423,17 +420,16 @@ async def test_damaged_descriptors(worker: ucp.Worker) -> None:
 @pytest.mark.parametrize(
     ("owners", "missing", "what"),
     [
-        (ucp.Feature.RMA, "AMO64", "atomic"),
+        (ucp.Feature.RMA, "AM", "atomic"),
         (ucp.Feature.AMO32, "RMA", "get"),
         (ucp.Feature.AMO64, "RMA", "put"),
-        (ucp.Feature.AMO32, "", "atomic"),
         (ucp.Feature.RMA, "", "get"),
     ],
 )
 async def test_owner_that_would_never_answer(
     transports: str, owners: ucp.Feature, missing: str, what: str, chained: bool
 ) -> None:
-    """UCX's own puts, gets and atomics need the owner's features; trio_ucx's messages and mapped memory do not."""
+    """UCX's puts and gets need the owner's features, and atomics need messages, unless the memory is mapped."""
     config = {"TLS": transports}
 
     async def do(remote: ucp.RemoteMemory) -> None:
@@ -464,7 +460,7 @@ async def test_owner_that_would_never_answer(
                         if answered:
                             await do(remote)
                         else:
-                            with pytest.raises(RuntimeError, match=f"without Feature.{missing}, so it would never"):
+                            with pytest.raises(RuntimeError, match=rf"without.* ucp\.Feature\.{missing}\b"):
                                 await do(remote)
                     endpoint.abort()
 
@@ -473,17 +469,15 @@ async def test_descriptor_made_by_hand(worker: ucp.Worker) -> None:
     """As of a plain UCP program, which sends the address, the length and the packed key."""
     with worker.context.register(bytearray(pattern(104))) as memory:
         plain = ucp.MemoryDescriptor(memory.address, memory.nbytes, memory.rkey)
-        assert (plain.access, plain.worker) == (ucp.Access.ALL, None)
+        assert plain.access == ucp.Access.ALL
         async with open_raw_pair(worker) as (client, server):
             for endpoint in (client, server):
                 with endpoint.attach(plain) as remote:
                     assert await remote.get() == pattern(104)
-                    with pytest.raises(ValueError, match="worker"):
+                    await remote.put(bytes(8))
+                    with pytest.raises(RuntimeError, match="no token"):
                         await remote.fetch_add(1, 8)
-        async with await worker.open_endpoint(worker.address) as endpoint:
-            with endpoint.attach(plain) as remote:
-                await remote.put(bytes(8))
-                assert await remote.fetch_add(1) == 0
+                    await remote.put(pattern(104))
         for change in (
             {"address": -1},
             {"address": 2**64},
@@ -743,7 +737,7 @@ async def test_closed_with_operations_under_way(transports: str, way: str, how: 
                             with endpoint.attach(memory.descriptor) as again:
                                 assert len(await again.get()) == 2**22
                         elif how == "abort":
-                            endpoint.abort()
+                            abort_way(endpoint)
             await until(lambda: len(ended) >= 12)
         assert set(ended) == {ValueError if how == "close" else trio.ClosedResourceError}
         memory.close()

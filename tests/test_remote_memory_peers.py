@@ -25,8 +25,8 @@ THEIRS, OURS = 48 * MB, 8 * MB
 #: How many peers run, and are killed, at once.
 PEERS = 4
 #: The layout of requests and answers (docs/wire.md).
-REQUEST = struct.Struct("<BB6xQQQQ16s")
-ANSWER = struct.Struct("<BB6xQQ")
+REQUEST = struct.Struct("<BB6xQQQ16s")
+ANSWER = struct.Struct("<BB6xQ")
 GET, PUT, ATOMIC = 1, 2, 4
 #: The operands of an atomic.
 OPERANDS = struct.Struct("<QQ")
@@ -180,11 +180,11 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         wrong = bytes([token[0] ^ 1]) + token[1:]
 
         async def ask(kind: int, offset: int, length: int, key: bytes, data: bytes = b"") -> tuple[int, bytes]:
-            header = REQUEST.pack(kind, 0, 77, 99, offset, length, key)
+            header = REQUEST.pack(kind, 0, 77, offset, length, key)
             await endpoint.am_send(ID, data, header=header, reply=True)
             with trio.fail_after(15), await answers.receive() as answer:
-                said, status, id, nonce = ANSWER.unpack(answer.header)
-                assert (said, id, nonce) == (3, 77, 99)
+                said, status, id = ANSWER.unpack(answer.header)
+                assert (said, id) == (3, 77)
                 return status, await answer.receive()
 
         assert await ask(GET, 8, 8, token) == (0, b"secret!!")
@@ -199,11 +199,11 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         assert bytes(memory.memoryview) == b"secret!!" * 8
         assert await ask(PUT, 60, 0, token, b"1234") == (0, b"")
         assert memory.memoryview[56:] == b"secr1234"
-        for header in (b"", b"\1", REQUEST.pack(7, 0, 1, 1, 0, 8, token), REQUEST.pack(GET, 0, 1, 1, 0, 8, token)[:-1]):
+        for header in (b"", b"\1", REQUEST.pack(7, 0, 1, 0, 8, token), REQUEST.pack(GET, 0, 1, 0, 8, token)[:-1]):
             await endpoint.am_send(ID, b"", header=header, reply=True)
-        await endpoint.am_send(ID, b"", header=REQUEST.pack(GET, 0, 1, 1, 0, 8, token))  # no reply asked for
+        await endpoint.am_send(ID, b"", header=REQUEST.pack(GET, 0, 1, 0, 8, token))  # no reply asked for
         for _ in range(2):
-            await endpoint.am_send(ID, b"x", header=ANSWER.pack(3, 0, 1, 1), reply=True)  # to nothing
+            await endpoint.am_send(ID, b"x", header=ANSWER.pack(3, 0, 1), reply=True)  # to nothing
         assert await ask(GET, 0, 8, token) == (0, b"secret!!")
 
 
@@ -218,12 +218,12 @@ async def test_an_owner_checks_every_atomic(transports: str) -> None:
         async def ask(
             operation: int, offset: int, size: int, data: bytes = OPERANDS.pack(1, 2), key: bytes = token
         ) -> tuple[int, bytes]:
-            header = REQUEST.pack(ATOMIC, operation, 77, 99, offset, size, key)
+            header = REQUEST.pack(ATOMIC, operation, 77, offset, size, key)
             with suppress(ucp.UCXError):  # data by rendezvous are refused
                 await endpoint.am_send(ID, data, header=header, reply=True)
             with trio.fail_after(15), await answers.receive() as answer:
-                said, status, id, nonce = ANSWER.unpack(answer.header)
-                assert (said, id, nonce) == (3, 77, 99)
+                said, status, id = ANSWER.unpack(answer.header)
+                assert (said, id) == (3, 77)
                 return status, await answer.receive()
 
         for operation in (XOR + 1, 77, 255):
@@ -262,7 +262,7 @@ async def test_an_owner_allows_no_more_than_it_said() -> None:
     for access, allowed in ((ucp.Access.READ, GET), (ucp.Access.WRITE, PUT), (ucp.Access.ATOMIC, ATOMIC)):
         async with open_asker("tcp", access) as (endpoint, memory, answers):
             for kind in data:
-                header = REQUEST.pack(kind, 0, 1, 1, 0, 8, token_of(memory))
+                header = REQUEST.pack(kind, 0, 1, 0, 8, token_of(memory))
                 await endpoint.am_send(ID, data[kind], header=header, reply=True)
                 with trio.fail_after(15), await answers.receive() as answer:
                     assert (ANSWER.unpack(answer.header)[1] == 0) == (kind == allowed)

@@ -19,7 +19,6 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._serve import split_loss
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.operations import EndpointCore
 from trio_ucx.ucp._status import Status, UCXError
 
 Handler = Callable[[trio_ucx.Connection], Awaitable[object]]
@@ -321,23 +320,20 @@ async def test_broken_worker_ends_the_server() -> None:
     assert caught.group_contains(trio.BrokenResourceError, match="worker broke")
 
 
-async def test_a_connection_owns_its_memory_and_atomics_endpoints(transports: str) -> None:
-    """Remote memory and atomics use endpoints beside the connection's: their errors mean a lost client, too."""
-    remote = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
+async def test_a_connection_owns_its_memory_endpoint(transports: str) -> None:
+    """UCX's puts and gets use an endpoint beside the connection's: its errors mean a lost client, too."""
+    remote = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
     open_worker = partial(ucp.open_worker, config={"TLS": transports}, features=remote)
     async with open_worker() as mine, open_worker() as theirs:
         async with open_pair(mine, theirs) as (connection, _), contextlib.AsyncExitStack() as stack:
             memory = stack.enter_context(theirs.context.register(bytearray(64)))
             remote_memory = stack.enter_context(connection.endpoint.attach(for_ucx(memory.descriptor)))
             await remote_memory.put(bytes(8), 0)
-            assert await remote_memory.fetch_add(1, 0) == 0
-            core = internals(connection).core
-            beside = [core.memory_endpoint, core.atomics_endpoint]
-            beside += [one.atomics_endpoint for one in beside if one is not None]
-            found = [one for one in beside if isinstance(one, EndpointCore)]
-            assert found
-            for one in found:
-                one.error = UCXError(Status.CONNECTION_RESET, "pretended")
-                loss, rest = split_loss(connection, one.problem() or AssertionError())
-                one.error = None
-                assert isinstance(loss, trio.BrokenResourceError) and rest is None
+            beside = internals(connection).core.native.memory_endpoint
+            assert beside is not None
+            beside.error = UCXError(Status.CONNECTION_RESET, "pretended")
+            with pytest.raises(trio.BrokenResourceError, match="pretended") as caught:
+                await remote_memory.put(bytes(8), 0)
+            loss, rest = split_loss(connection, caught.value)
+            beside.error = None
+            assert isinstance(loss, trio.BrokenResourceError) and rest is None

@@ -1,4 +1,4 @@
-"""Fuzzes what a hostile peer may send, guided by coverage: ``python tools/fuzz.py connection --inputs 1_000_000``.
+"""Fuzzes what strangers and peers may send, guided by coverage: ``python tools/fuzz.py connection --inputs 1_000_000``.
 
 Needs ``atheris`` (PyPI). The targets are those of ``tests/faults/fuzz_targets.py``; the corpus in
 ``tests/faults/corpus`` is the start. An input that breaks a target is written to a file ``crash-...``, and printed.
@@ -20,7 +20,7 @@ MOST_KEPT = 300
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fuzzes what a hostile peer may send, guided by coverage.")
+    parser = argparse.ArgumentParser(description="Fuzzes what strangers and peers may send, guided by coverage.")
     parser.add_argument("target", choices=["frame", "facts", "address", "exchange", "connection"])
     parser.add_argument("--inputs", type=int, default=1_000_000, help="how many inputs (1,000,000)")
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time; printed")

@@ -33,6 +33,7 @@ def check_exchange_options(
     ssl_context: ssl.SSLContext | None,
     server_hostname: str | None = None,
     *,
+    isolate: bool = False,
     allow_anyone: bool = False,
 ) -> ExchangeOptions:
     wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
@@ -43,10 +44,13 @@ def check_exchange_options(
         raise TypeError(f"ssl_context must be an ssl.SSLContext, not {type(ssl_context).__name__}")
     if server_hostname is not None and not isinstance(server_hostname, str):
         raise TypeError(f"server_hostname must be a str, not {type(server_hostname).__name__}")
-    if not isinstance(allow_anyone, bool):
-        raise TypeError(f"allow_anyone must be a bool, not {type(allow_anyone).__name__}")
+    for name, flag in (("isolate", isolate), ("allow_anyone", allow_anyone)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
     interval = check_timeout(keepalive_interval, "keepalive_interval")
-    return ExchangeOptions(wishes[shared_memory], interval, authkey, ssl_context, server_hostname, allow_anyone)
+    return ExchangeOptions(
+        wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone
+    )
 
 
 def check_authkey(authkey: bytes | None) -> bytes | None:

@@ -22,8 +22,6 @@ SMALL_PIECE = 60 * 1024
 LARGE_WRITE = 256 * 1024
 #: Small enough that a receiver can hold one in memory, large enough that their number does not matter.
 LARGE_PIECE = 2**20
-#: No piece may be longer.
-MAX_PIECE = 2**22
 #: How many pieces of one write are in flight at once.
 AHEAD = 3
 #: A read joins small pieces up to this size.

@@ -45,6 +45,11 @@ class CloseHandshake:
         #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
         self.error_reported = False
 
+    @property
+    def graceful(self) -> bool:
+        """Whether one side has said GOODBYE, and the other has it: that an end disappears is no loss then."""
+        return self.acknowledged or self.peer is Peer.CLOSING
+
     def goodbye_arrived(self) -> None:
         if self.peer is Peer.OPEN:
             self.peer = Peer.CLOSING
@@ -65,6 +70,6 @@ class CloseHandshake:
         A peer that said GOODBYE leaves when our ACK arrives, and with it everything that we had sent before, except
         messages that it had yet to ask for (those sends failed).
         """
-        if self.acknowledged or self.peer is Peer.CLOSING:
+        if self.graceful:
             return failed > 0
         return sent > cancelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import cast
 
 import attrs
@@ -42,7 +43,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     """
 
     _link: Link
-    _endpoint: Endpoint
+    _endpoint: Endpoint | None = None
     _eof_sent: bool = False
     _sending: ConflictDetector = attrs.field(
         factory=lambda: ConflictDetector("another task is sending on this connection's byte stream")
@@ -53,9 +54,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @classmethod
     def _wrap(cls, link: Link) -> Connection:
-        endpoint = Endpoint._create(link.worker, link.core)
-        endpoint._remember()
-        connection = cls._create(link, endpoint)
+        connection = cls._create(link)
+        reference = weakref.ref(connection)
+        link.core.facade = lambda: found.endpoint if (found := reference()) is not None else None
         name = repr(connection)
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
@@ -64,8 +65,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Its UCP endpoint, for queries about transports; closing it breaks the connection."""
-        self._link.core.exposed = True
+        """Its UCP endpoint, which all Connections between the same two workers share.
+
+        What is posted on it ends with this connection. It cannot be closed: close the connection.
+        """
+        if self._endpoint is None:
+            self._endpoint = Endpoint._create(self._link.worker, self._link.core)
         return self._endpoint
 
     @property
@@ -286,9 +291,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def wait_buffers_released(self) -> None:
         """Waits until no buffer of a cancelled send or receive belongs to the library any more.
 
-        It returns when the peer has received each large message whose send was cancelled, or at most half a second
-        after the connection has ended, by :meth:`aclose`, :meth:`abort` or the loss of the peer. If a local peer was
-        killed while large messages moved over shared memory, it may return only when the worker closes.
+        It returns when the peer has received each large message whose send was cancelled, or has dropped it because the
+        connection has ended; at most half a second after the last connection between the same two workers has ended, by
+        :meth:`aclose`, :meth:`abort` or the loss of the peer. (Until then it waits for a peer that is suspended.) If a
+        local peer was killed while large messages moved over shared memory, it may return only when the worker closes.
 
         Cancellation: it has no effect.
 
@@ -450,7 +456,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises: nothing.
         """
         self._link.engine.check_thread()
-        self._endpoint._closing = True
         if self._link.engine.usable:
             self._link.abort()
 
@@ -470,11 +475,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         link.engine.check_thread()
         if link.handshake.closing or not link.engine.usable:
-            self._endpoint._closing = True
             await trio.lowlevel.checkpoint()
             return
         link.closing.begin()
-        self._endpoint._closing = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
             await link.closing.close_gracefully()
@@ -516,7 +519,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         if not link.handshake.closing and not link.engine.birth.inherited:
             warn_resource(f"unclosed {self!r}", self)
-            self._endpoint._closing = True
             link.on_unclosed = None
             link.engine.call_soon(link.abort)
 

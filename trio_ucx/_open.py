@@ -191,6 +191,7 @@ def connect(
     authkey: bytes | None = None,
     ssl_context: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
+    isolate: bool = False,
 ) -> _Connect:
     """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
 
@@ -219,6 +220,10 @@ def connect(
         ssl_context: runs the exchange over TLS, with the certificates of the context. Messages are not encrypted: UCX
             sends them as they are.
         server_hostname: the name that the listener's certificate must have; by default the host of ``address``.
+        isolate: gives the connection a worker of its own, which is closed with it, and so an endpoint of its own.
+            Otherwise it shares the endpoint with all connections between the same two workers, and its small messages
+            wait behind their large ones. A worker costs about 5 MB of memory, 16 file descriptors, and 10 ms to open,
+            during which the program is blocked.
 
     Cancellation: if entering the block is cancelled, no connection is left behind.
 
@@ -233,7 +238,9 @@ def connect(
             of its first Connection.
     """
     destination = _Destination.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
-    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
+    exchange_options = check_exchange_options(
+        shared_memory, keepalive_interval, authkey, ssl_context, server_hostname, isolate=isolate
+    )
     options = check_options(close_timeout, window, max_message_size)
     return _Connect(lambda: _open(destination, exchange_options, options))
 
@@ -255,6 +262,7 @@ async def open_ucx_stream(
     authkey: bytes | None = None,
     ssl_context: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
+    isolate: bool = False,
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
@@ -265,5 +273,7 @@ async def open_ucx_stream(
     Raises: as :func:`connect`.
     """
     destination = _Destination.check((host, port), worker, connect_timeout, happy_eyeballs_delay, local_address)
-    exchange_options = check_exchange_options(shared_memory, keepalive_interval, authkey, ssl_context, server_hostname)
+    exchange_options = check_exchange_options(
+        shared_memory, keepalive_interval, authkey, ssl_context, server_hostname, isolate=isolate
+    )
     return await _open(destination, exchange_options, check_options(close_timeout, window, max_message_size))

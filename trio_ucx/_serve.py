@@ -93,11 +93,9 @@ async def open_ucx_listeners(
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
     exchange_options = check_exchange_options(
-        shared_memory, keepalive_interval, authkey, ssl_context, allow_anyone=allow_anyone
+        shared_memory, keepalive_interval, authkey, ssl_context, isolate=isolate, allow_anyone=allow_anyone
     )
     options = check_options(close_timeout, window, max_message_size)
-    if not isinstance(isolate, bool):
-        raise TypeError(f"isolate must be a bool, not {type(isolate).__name__}")
     if host is not None and not isinstance(host, str):
         raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
@@ -110,7 +108,7 @@ async def open_ucx_listeners(
         check_worker(worker)  # it may have closed meanwhile
         target = worker or shared_worker()
         for control, on_close in sockets:
-            acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close, isolate=isolate)
+            acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close)
             listeners.append(Listener._create(acceptor))
         if ssl_context is not None and path is None and not exchange_options.keeps_strangers_out and not allow_anyone:
             logger.warning(

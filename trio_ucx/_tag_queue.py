@@ -147,7 +147,7 @@ AHEAD = 8
 FRESH_AHEAD = 2**24
 
 
-#: Used instead of an empty deque, which takes 600 bytes: a peer can make us open a tag queue with an empty message.
+#: Used instead of an empty deque, which takes 600 bytes: a tag queue may have a single empty message.
 _NOTHING: Any = ()
 #: Up to so many are kept in a list rather than a deque, for the same reason.
 _FEW = 8

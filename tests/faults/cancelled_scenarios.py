@@ -11,7 +11,6 @@ from typing import Any
 import trio
 from helpers import assert_free, check_stream, free_port, numbered_write, open_pair, open_raw_pair, pattern, until
 from peers import REMOTE
-from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
@@ -888,33 +887,6 @@ async def atomics(transports: str, spin: float | None) -> AsyncIterator[Begin]:
             return Attempt(operation, again=again)
 
         yield begin
-
-
-@scenario
-async def first_atomic_of_ucx(transports: str, spin: float | None) -> AsyncIterator[Begin]:
-    """It opens the endpoint for atomics."""
-    async with open_workers(transports, spin) as (one, other):
-        with other.context.register(bytearray(64)) as memory:
-            descriptor = for_ucx(memory.descriptor)
-
-            def begin(number: int) -> Attempt:
-                endpoints: list[ucp.Endpoint] = []
-
-                async def operation() -> None:
-                    with trio.CancelScope(shield=True):
-                        endpoints.append(await one.open_endpoint(other.address))
-                    with endpoints[0].attach(descriptor) as remote:
-                        await remote.fetch_add(1)
-
-                async def again() -> None:
-                    with endpoints[0].attach(descriptor) as remote:
-                        before = await remote.fetch_add(1)
-                        assert await remote.fetch_add(1) == before + 1
-                    endpoints[0].abort()
-
-                return Attempt(operation, again=again)
-
-            yield begin
 
 
 @scenario

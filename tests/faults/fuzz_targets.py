@@ -1,4 +1,6 @@
-"""What a hostile peer may send, as functions of random bytes. ``test_fuzz.py`` and ``tools/fuzz.py`` call them.
+"""What may come from a stranger, or damaged from a peer, as functions of random bytes.
+
+``test_fuzz.py`` and ``tools/fuzz.py`` call them.
 
 Each target takes any bytes, and raises only if the library is wrong: an exception that is not part of its interface, an
 internal error, a buffer that stays pinned, or a state that grows without a bound.
@@ -167,14 +169,14 @@ class _Attack:
 
     def _frame(self) -> None:
         cls = self.reader.choose(_FRAMES)
-        fields = [self._near(least, most) for least, most in cls.limits]
+        fields = [self._near(2 ** (8 * struct.calcsize(field)) - 1) for field in cls.format[2:]]
         self._send(wire.CONTROL, struct.pack(cls.format, cls.kind, *fields))
 
-    def _near(self, least: int, most: int) -> int:
-        """A legal number: an extreme one, or one that an honest peer could say now."""
+    def _near(self, most: int) -> int:
+        """An extreme number, or one that an honest peer could say now."""
         sending = self.side.link.sending.credit
-        likely = [least, most, least + 1, self.reader.below(256), sending.sent, sending.window - sending.credit]
-        return max(least, min(most, int(self.reader.choose(likely))))
+        likely = [0, most, 1, self.reader.below(256), sending.sent, sending.window - sending.credit]
+        return max(0, min(most, int(self.reader.choose(likely))))
 
     def _message(self) -> None:
         queue = self.reader.choose([0, 1, 2, 7, wire.STREAM, wire.STREAM, wire.CONTROL, 2**31 - 1, 2**31 + 9])

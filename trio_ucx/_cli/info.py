@@ -14,8 +14,8 @@ import trio
 
 from .._native import ucx
 from .._version import __version__
-from ..ucp import DEFAULT_FEATURES, Context, UCXError, open_context
-from ..ucp._context import default_options
+from ..ucp import Context, UCXError, open_context
+from ..ucp._context import DEFAULT_OPTIONS
 
 #: Options that make UCX list every device, whatever the environment excludes.
 EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")
@@ -77,7 +77,6 @@ def collect() -> dict[str, Any]:
     """Returns all that ``info`` prints, ready for JSON."""
     with open_context(EVERYTHING) as context:
         present = resources(context)
-    options = default_options(DEFAULT_FEATURES)
     error: str | None = None
     enabled: list[tuple[str, str]] = []
     config: dict[str, str] = {}
@@ -86,10 +85,10 @@ def collect() -> dict[str, Any]:
         with open_context() as context:
             enabled = resources(context)
             config, chosen = effective_config(context)
-            defaults = [_default(name, value, context) for name, value in options.items()]
+            defaults = [_default(name, value, context) for name, value in DEFAULT_OPTIONS.items()]
     except UCXError as caught:
         error = str(caught)
-        defaults = [_default(name, value, None) for name, value in options.items()]
+        defaults = [_default(name, value, None) for name, value in DEFAULT_OPTIONS.items()]
     return {
         "trio_ucx": __version__,
         "trio": trio.__version__,

@@ -12,12 +12,14 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError
-from ..ucp._engine.numbering import Numbers
 from ..ucp._engine.operations import under_way
 from .control_stream import ControlStream, set_keepalive
-from .exchange import Aborted, Assigned, Declined, Event, Exchange, NotTrioUCX, Refused, Welcomed
-from .handshake import ExchangeOptions, Greeted, Handshake
+from .exchange import Exchange, NotTrioUCX, Refused, Welcomed
+from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
+
+#: How many workers connect tries that others use, too. Then it takes one of its own, which has made no endpoints.
+SHARED_WORKERS = 2
 
 
 class Connector:
@@ -43,8 +45,12 @@ class Connector:
         self.timeout = timeout
         #: What had not happened yet when the time was over, for the message of the error.
         self.stage = "the connection was not accepted"
+        self._registry = registry
+        self._options = options
         self._open_socket = open_socket
         self._handshake = Handshake(registry, options, label)
+        #: Those of workers that have no endpoint for this connection.
+        self._tried: list[Registry] = []
 
     async def run(self) -> Link:
         """Connects.
@@ -56,11 +62,11 @@ class Connector:
         """
         link: Link | None = None
         waiting_for = ""
-        engine = self._handshake.registry.engine
+        engine = self._registry.engine
         try:
             with trio.move_on_after(self.timeout) as scope:
                 engine.children[id(self)] = scope.cancel
-                link = await self._connect()
+                link = await self._connect_from_some_worker()
             if scope.cancelled_caught:
                 waiting_for = under_way(self._handshake.under_way())
         finally:
@@ -75,7 +81,18 @@ class Connector:
             )
         return link
 
-    async def _connect(self) -> Link:
+    async def _connect_from_some_worker(self) -> Link:
+        while True:
+            self._handshake = Handshake(self._registry, self._options, self.label)
+            isolate = self.exchange_options.isolate or len(self._tried) == SHARED_WORKERS
+            try:
+                return await self._connect(isolate)
+            except NeedsAnotherWorker:
+                self._handshake.close()
+                if isolate:
+                    raise
+
+    async def _connect(self, isolate: bool) -> Link:
         handshake, options = self._handshake, self.exchange_options
         stream = ControlStream(await self._open_socket())
         exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)
@@ -83,8 +100,10 @@ class Connector:
         try:
             set_keepalive(stream.socket, options.keepalive_interval)
             handshake.set_addresses(stream)
-            await self._exchange(stream, exchange)
-            handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(exchange, event))
+            await self._exchange(stream, exchange, isolate)
+            self.stage = f"messages did not get through over UCX ({handshake.route}); does a firewall block them?"
+            link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
+            return link
         except ProtocolError as error:
             reason = str(error)
             hint = "; is it a trio_ucx listener?" if isinstance(error, NotTrioUCX) else ""
@@ -94,17 +113,22 @@ class Connector:
         except UCXError as error:
             reason = str(error)
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
+        except NeedsAnotherWorker as error:
+            if handshake.control is None:
+                exchange.again()
+            reason = str(error)
+            raise
         except OSError as error:
             reason = error.strerror or str(error)
             raise self._named(error) from None
         finally:
-            if handshake.control is None:
+            if handshake.control is not None:
+                if reason:
+                    handshake.close(reason)
+            else:
                 if reason:
                     exchange.refuse(reason)
                 stream.close(exchange.data_to_send() if reason else b"")
-        self._wait_for_messages()
-        link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
-        return link
 
     def _named(self, error: OSError) -> OSError:
         """The error, with the listener's address and a possible cause in its message."""
@@ -119,86 +143,29 @@ class Connector:
         error.strerror = f"connecting to {self.label}: {error.strerror or error}: {hint}"
         return error
 
-    def _wait_for_messages(self) -> None:
-        route = self._handshake.route
-        self.stage = f"messages did not get through over UCX ({route}); does a firewall block them?"
+    async def _exchange(self, stream: ControlStream, exchange: Exchange, isolate: bool) -> None:
+        """Runs the exchange, and hands the control socket over.
 
-    async def _exchange(self, stream: ControlStream, exchange: Exchange) -> None:
+        Raises:
+            ProtocolError: we cannot connect to this server.
+            OSError, UCXError: the server refuses, or gave up; UCX cannot reach it.
+        """
         options, handshake = self.exchange_options, self._handshake
         if options.ssl_context is not None:
             self.stage = "the TLS handshake did not end; does the listener have an ssl_context?"
             await stream.start_tls(options.ssl_context, is_client=True, server_hostname=options.server_hostname)
         self.stage = "it did not answer; is it a trio_ucx listener, or is its backlog full?"
-        handshake.move_to_running_worker()
+        if isolate:
+            handshake.isolate()
+        else:
+            handshake.registry = self._registry.suitable(self._tried)
+            self._tried.append(handshake.registry)
         exchange.open(handshake.make_facts(options.shared_memory))
-        await handshake.run_exchange(stream, exchange, lambda event: self._answer(exchange, event))
-
-    def _answer(self, exchange: Exchange, event: Event | Greeted) -> None:
-        """Answers the server.
-
-        Raises:
-            ProtocolError: we cannot connect to this server.
-            OSError: the server refuses; UCX cannot reach it.
-        """
-        handshake = self._handshake
-        match event:
-            case Refused(reason=reason):
-                raise handshake.refusal(reason)
-            case Welcomed(facts=facts, number=number, numbers=numbers):
-                handshake.peer_facts_arrived(facts)
-                handshake.numbers.heard(numbers)
-                if number is None:
-                    self._choose_number(exchange, numbers)
-                else:
-                    self._use_number(exchange, number)
-            case Assigned(number=number, numbers=numbers):
-                handshake.numbers.heard(numbers)
-                self._use_number(exchange, number)
-            case Declined(numbers=numbers):
-                self._choose_number(exchange, numbers)
-            case Greeted(number=number):
-                if not handshake.adopt_endpoint(number):
-                    handshake.choose_number(None)
-                    self._expect_greeting(exchange)
-            case Aborted():
-                raise ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection")
-            case _:
-                raise ProtocolError(f"the server sent {type(event).__name__}")
-
-    def _choose_number(self, exchange: Exchange, numbers: Numbers) -> None:
-        """Chooses a number, and sends TAKE, at once or when our endpoint is made."""
-        handshake = self._handshake
-        if handshake.chooses_number is False:
-            raise ProtocolError("the listener leaves to the client the endpoint number that it has to choose itself")
-        number = handshake.choose_number(numbers)
-        if handshake.adopts:
-            self._expect_greeting(exchange)
-        else:
-            self._use_number(exchange, number)
-
-    def _expect_greeting(self, exchange: Exchange) -> None:
-        """Sends TAKE with the number that we have chosen. Then we wait for the server's HELLO."""
-        handshake = self._handshake
-        assert handshake.chosen is not None
-        handshake.expect_greeting(handshake.chosen)
-        exchange.take(handshake.chosen, handshake.numbers_to_send())
-        self._wait_for_messages()
-
-    def _use_number(self, exchange: Exchange, number: int) -> None:
-        """Makes our endpoint with the server's number, and sends TAKE; or sends DECLINE."""
-        handshake = self._handshake
-        if handshake.adopts:
-            raise ProtocolError("the listener chose the endpoint number that it has to leave to the client")
-        if handshake.make_endpoint(number):
-            exchange.take(number, handshake.numbers_to_send())
-        else:
-            exchange.decline(handshake.numbers_to_send())
-
-    def _event_while_greeting(self, exchange: Exchange, event: Event) -> None:
-        """Handles an event while we wait for the server's HELLO: the server may still assign another number."""
-        handshake = self._handshake
-        if not isinstance(event, Assigned) or handshake.chooses_number is not False:
-            handshake.event_arrived(event)
-            return
-        handshake.numbers.heard(event.numbers)
-        handshake.replace_endpoint(lambda: self._use_number(exchange, event.number))
+        event = await handshake.next_event(stream, exchange)
+        if isinstance(event, Refused):
+            raise handshake.refusal(event.reason)
+        assert isinstance(event, Welcomed), event
+        handshake.peer_facts_arrived(event.facts)
+        generation, greet = handshake.choose(event.standing)
+        exchange.take(generation, greet=greet)
+        handshake.hand_over(stream, exchange, generation, greet=greet)

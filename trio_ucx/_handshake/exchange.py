@@ -6,18 +6,16 @@
     PREAMBLE magic, version, flags, nonce    ->
                                              <-    PREAMBLE, and with an authkey PROOF
     OPEN     the client's peer description   ->
-                                             <-    WELCOME  the server's, and a number or its limits
-    [DECLINE the number cannot be used       ->
-                                             <-    ASSIGN   another one, and our limits]
-    TAKE     the number, and our limits      ->
-             [                               <-    DECLINE, or ASSIGN by a server that chooses, if it cannot use the
-                                                   number; then the client goes on as before TAKE]
+                                             <-    WELCOME  the server's, and its standing
+    TAKE     the generation of the endpoint  ->
+                                            [<-    AGAIN    it cannot be used: connect from another worker]
 
-Without an authkey the client does not wait for the server's PREAMBLE. The side whose worker has the smaller uid makes
-its endpoint first: the client before it sends TAKE, or the server when TAKE arrives. Then it sends HELLO over UCX
-(``handshake.py``). When that HELLO has arrived, the other side adopts its endpoint, and sends HELLO, too. If it cannot
-adopt it, a client sends another TAKE, and a server sends ASSIGN. REFUSE, with a reason, is allowed until the connection
-is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+Without an authkey the client does not wait for the server's PREAMBLE. The *standing* says which endpoints the server's
+worker has made to the client's, and the client chooses one (``ucp/_engine/pairs.py``); if there is none, it sends AGAIN
+instead of TAKE, and connects from another worker. If no message has come through
+between its two ends yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the
+connection is open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is
+allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
 HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
@@ -35,11 +33,12 @@ import hashlib
 import hmac
 import secrets
 import struct
+from typing import ClassVar
 
 import attrs
 
-from .._wire import MAGIC, MAX_NUMBER, VERSION, ProtocolError
-from ..ucp._engine.numbering import MAX_PLAIN, Numbers
+from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError
+from ..ucp._engine.pairs import Standing
 from ..ucp._util import printable
 from .facts import Facts
 
@@ -48,20 +47,17 @@ from .facts import Facts
 _PREAMBLE = struct.Struct("<8sHH32s")
 #: The length of the rest of the frame, the kind included, and the kind.
 _HEAD = struct.Struct("<IB")
-_NUMBER = struct.Struct("<I")
 _SENT = struct.Struct("<Q")
-#: The limits: the next number, whether there are raw endpoints, and how many endpoints have no error handling. The
-#: numbers of the latter follow.
-_NUMBERS = struct.Struct("<IBH")
-_NO_NUMBER = 0xFFFFFFFF
+#: How many endpoints were made, the generation of the shared one, and whether it was greeted.
+_STANDING = struct.Struct("<HHB")
+#: The generation, and whether both sides send HELLO.
+_TAKE = struct.Struct("<HB")
 _CODE = hashlib.sha256().digest_size
 
 #: The longest frame. (Worker addresses take some kilobytes on machines with many RDMA ports.)
 MAX_FRAME = 1 << 16
 #: The greatest count of sent messages that ABORT may contain.
 MAX_SENT = 2**62
-#: Declined numbers after which the two sides give up.
-MAX_DECLINED = 64
 #: The flag of a preamble: its sender has an authkey.
 WITH_AUTHKEY = 1
 
@@ -71,8 +67,7 @@ class Kind(enum.IntEnum):
     PROOF = 2
     OPEN = 3
     WELCOME = 4
-    DECLINE = 5
-    ASSIGN = 6
+    AGAIN = 5
     TAKE = 7
     ABORT = 8
 
@@ -84,8 +79,8 @@ class State(enum.Enum):
     PROOF = enum.auto()
     OPEN = enum.auto()
     WELCOME = enum.auto()
-    NUMBER = enum.auto()  # the peers agree on the number of the endpoints
-    GREETING = enum.auto()  # the endpoints are made, and the peers greet each other over UCX
+    TAKE = enum.auto()  # the client chooses the endpoint
+    GREETING = enum.auto()  # both sides get the endpoint, and may greet each other over UCX
     OPENED = enum.auto()  # the connection is open
     ENDED = enum.auto()  # refused, aborted or broken
 
@@ -94,13 +89,12 @@ class State(enum.Enum):
 EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
     (True, State.PROOF): frozenset({Kind.REFUSE, Kind.PROOF}),
     (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
-    (True, State.NUMBER): frozenset({Kind.REFUSE, Kind.ASSIGN}),
-    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.DECLINE, Kind.ASSIGN, Kind.ABORT}),
+    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.AGAIN, Kind.ABORT}),
     # The connection opens first for the client. The listener may still close, or its connect_timeout may end.
-    (True, State.OPENED): frozenset({Kind.REFUSE, Kind.ABORT}),
+    (True, State.OPENED): frozenset({Kind.REFUSE, Kind.AGAIN, Kind.ABORT}),
     (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
-    (False, State.NUMBER): frozenset({Kind.REFUSE, Kind.TAKE, Kind.DECLINE, Kind.ABORT}),
-    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.TAKE, Kind.ABORT}),
+    (False, State.TAKE): frozenset({Kind.REFUSE, Kind.TAKE, Kind.AGAIN}),
+    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.ABORT}),
     (False, State.OPENED): frozenset({Kind.ABORT}),
 }
 
@@ -114,47 +108,30 @@ class Opened:
 
 @attrs.frozen
 class Welcomed:
-    """WELCOME arrived. Answer by :meth:`Exchange.take`, :meth:`Exchange.decline` or :meth:`Exchange.refuse`.
-
-    Attributes:
-        number: the endpoints' number, if the server chose it.
-        numbers: which numbers the server can use, if it leaves the choice to the client.
-    """
+    """WELCOME arrived. Answer by :meth:`Exchange.take` or :meth:`Exchange.refuse`."""
 
     facts: Facts
-    number: int | None
-    numbers: Numbers
-
-
-@attrs.frozen
-class Assigned:
-    """ASSIGN arrived: another number.
-
-    Attributes:
-        numbers: which numbers the server can use.
-    """
-
-    number: int
-    numbers: Numbers
+    standing: Standing
 
 
 @attrs.frozen
 class Taken:
-    """TAKE arrived: the client has made its endpoint, or waits for ours.
+    """TAKE arrived. Answer by :meth:`Exchange.again` or :meth:`Exchange.refuse`, or get the endpoint.
 
     Attributes:
-        numbers: which numbers the client can use.
+        generation: of the endpoint that both sides use.
+        greet: whether both sides send HELLO.
     """
 
-    number: int
-    numbers: Numbers
+    generation: int
+    greet: bool
 
 
 @attrs.frozen
-class Declined:
-    """DECLINE arrived: the peer cannot use the number."""
+class Again:
+    """AGAIN arrived: there is no endpoint that both workers can use, so that the client connects from another one."""
 
-    numbers: Numbers
+    reason: ClassVar[str] = "its worker has lost the endpoint; connect again"
 
 
 @attrs.frozen
@@ -175,7 +152,7 @@ class Aborted:
     sent: int = 0
 
 
-Event = Opened | Welcomed | Assigned | Taken | Declined | Refused | Aborted
+Event = Opened | Welcomed | Taken | Again | Refused | Aborted
 
 
 class NotTrioUCX(ProtocolError):
@@ -228,7 +205,6 @@ class Exchange:
         self._buffer = bytearray()
         self._out = bytearray()
         self._transcript = hashlib.sha256()
-        self._declined = 0
         self._offered: Facts | None = None
         if is_client:
             self._send_preamble()
@@ -269,39 +245,21 @@ class Exchange:
         if self._authkey is None:
             self._send(Kind.OPEN, facts.encode())
 
-    def welcome(self, facts: Facts, number: int | None, numbers: Numbers) -> None:
-        """For the server: answers OPEN.
+    def welcome(self, facts: Facts, standing: Standing) -> None:
+        """For the server: answers OPEN."""
+        numbers = _STANDING.pack(standing.made, standing.shared, standing.greeted)
+        self._send(Kind.WELCOME, numbers + facts.encode())
+        self.state = State.TAKE
 
-        Args:
-            number: the endpoints' number; None leaves the choice to the client.
-            numbers: which numbers the server can use.
-        """
-        chosen = _NO_NUMBER if number is None else number
-        self._send(Kind.WELCOME, _NUMBER.pack(chosen) + _pack(numbers) + facts.encode())
-        self.state = State.NUMBER
-
-    def take(self, number: int, numbers: Numbers) -> None:
-        """For the client: its endpoint has or gets this number. ``numbers`` says which others it can use."""
-        self._send(Kind.TAKE, _NUMBER.pack(number) + _pack(numbers))
+    def take(self, generation: int, *, greet: bool) -> None:
+        """For the client: says which endpoint both sides use, and whether they send HELLO."""
+        self._send(Kind.TAKE, _TAKE.pack(generation, greet))
         self.state = State.GREETING
 
-    def taken(self) -> None:
-        """For the server: it has made its endpoint with the number of TAKE."""
-        self.state = State.GREETING
-
-    def decline(self, numbers: Numbers) -> None:
-        """Declines a number; ``numbers`` says which ones this side can use."""
-        self._count_declined()
-        self._send(Kind.DECLINE, _pack(numbers))
-
-    def assign(self, number: int, numbers: Numbers) -> None:
-        """For the server: assigns another number. ``numbers`` says which ones it can use."""
-        self._send(Kind.ASSIGN, _NUMBER.pack(number) + _pack(numbers))
-
-    def reassign(self, number: int, numbers: Numbers) -> None:
-        """For the server: assigns another number because the one that the client took cannot be used any more."""
-        self._count_declined()
-        self.assign(number, numbers)
+    def again(self) -> None:
+        """Says that there is no endpoint that both workers can use, and ends."""
+        self._send(Kind.AGAIN)
+        self.state = State.ENDED
 
     def refuse(self, reason: str) -> None:
         """Sends the reason why there will be no connection, and ends."""
@@ -321,11 +279,6 @@ class Exchange:
         if self.state in (State.GREETING, State.OPENED):
             self._send(Kind.ABORT, _SENT.pack(sent))
         self.state = State.ENDED
-
-    def _count_declined(self) -> None:
-        self._declined += 1
-        if self._declined > MAX_DECLINED:
-            raise Refusal("the peers could not agree on a number for their endpoints")
 
     # ---- receiving ----
 
@@ -451,7 +404,8 @@ class Exchange:
                 return Refused(_reason(body))
             case Kind.ABORT:
                 self.state = State.ENDED
-                return Aborted(_number(body, _SENT, MAX_SENT))
+                [sent] = _fields(body, _SENT)
+                return Aborted(_in_range(sent, MAX_SENT))
             case Kind.PROOF:
                 _expect_empty(body)
                 self.state = State.WELCOME
@@ -459,27 +413,20 @@ class Exchange:
                 self._send(Kind.OPEN, self._offered.encode())
                 return None
             case Kind.OPEN:
-                self.state = State.NUMBER
+                self.state = State.TAKE
                 return Opened(self._facts(body))
             case Kind.WELCOME:
-                self.state = State.NUMBER
-                chosen, rest = body[: _NUMBER.size], body[_NUMBER.size :]
-                number = None if chosen == _NUMBER.pack(_NO_NUMBER) else _number(chosen, _NUMBER, MAX_NUMBER)
-                numbers, facts = _unpack(rest)
-                return Welcomed(self._facts(facts), number, numbers)
-            case Kind.ASSIGN:
-                if self.state is State.GREETING:
-                    self._count_declined()
-                return Assigned(*_unpack_choice(body))
+                self.state = State.TAKE
+                standing = _standing(body[: _STANDING.size])
+                return Welcomed(self._facts(body[_STANDING.size :]), standing)
             case Kind.TAKE:
-                if self.state is State.GREETING:
-                    self._count_declined()
-                return Taken(*_unpack_choice(body))
-            case Kind.DECLINE:
-                self._count_declined()
-                numbers, rest = _unpack(body)
-                _expect_empty(rest)
-                return Declined(numbers)
+                self.state = State.GREETING
+                generation, greet = _fields(body, _TAKE)
+                return Taken(_in_range(generation, MAX_GENERATION), bool(_in_range(greet, 1)))
+            case Kind.AGAIN:
+                _expect_empty(body)
+                self.state = State.ENDED
+                return Again()
 
     def _facts(self, body: bytes) -> Facts:
         try:
@@ -492,40 +439,21 @@ def _reason(body: bytes) -> str:
     return printable(body[:1000].decode(errors="replace"))
 
 
-def _pack(numbers: Numbers) -> bytes:
-    count = len(numbers.plain)
-    return _NUMBERS.pack(numbers.next, numbers.has_raw, count) + struct.pack(f"<{count}H", *numbers.plain)
+def _standing(body: bytes) -> Standing:
+    made, shared, greeted = _fields(body, _STANDING)
+    return Standing(_in_range(made, MAX_GENERATION), _in_range(shared, made), bool(_in_range(greeted, 1)))
 
 
-def _unpack(body: bytes) -> tuple[Numbers, bytes]:
-    """Returns the numbers, and the bytes that follow them."""
-    if len(body) < _NUMBERS.size:
-        raise ProtocolError("a malformed frame about the endpoints' number")
-    following, has_raw, count = _NUMBERS.unpack_from(body)
-    end = _NUMBERS.size + 2 * count
-    if len(body) < end or following > MAX_NUMBER or has_raw > 1 or count > MAX_PLAIN:
-        raise ProtocolError("a malformed frame about the endpoints' number")
-    plain = struct.unpack_from(f"<{count}H", body, _NUMBERS.size)
-    if any(number >= following for number in plain):
-        raise ProtocolError("a frame has the number of an endpoint that the peer has not made")
-    return Numbers(following, bool(has_raw), plain), body[end:]
-
-
-def _unpack_choice(body: bytes) -> tuple[int, Numbers]:
-    """Returns the number of an endpoint, and which numbers the peer can use."""
-    number = _number(body[: _NUMBER.size], _NUMBER, MAX_NUMBER)
-    numbers, rest = _unpack(body[_NUMBER.size :])
-    _expect_empty(rest)
-    return number, numbers
-
-
-def _number(body: bytes, format: struct.Struct, most: int) -> int:
+def _fields(body: bytes, format: struct.Struct) -> tuple[int, ...]:
     if len(body) != format.size:
         raise ProtocolError("a malformed frame: it is shorter or longer than its kind requires")
-    [number] = format.unpack(body)
+    return format.unpack(body)
+
+
+def _in_range(number: int, most: int) -> int:
     if number > most:
         raise ProtocolError(f"a number in a frame is out of range: {number} is more than {most}")
-    return int(number)
+    return number
 
 
 def _expect_empty(body: bytes) -> None:

@@ -1,10 +1,9 @@
 """One side of a handshake: from the exchange on the control socket to an open connection.
 
-When the exchange has agreed on the number of the endpoints, each side gets its endpoint and sends HELLO, a control
-frame, over UCX. The side whose worker has the greater uid adopts its endpoint, when the peer's HELLO has arrived: see
-``ucp/_engine/numbering.py``. A side opens the connection when its endpoint exists and the peer's HELLO has arrived. It
-does so inside the delivery of that HELLO, or in ``greet`` if HELLO came first. So nothing that follows HELLO arrives
-before its connection exists.
+When the exchange has agreed on an endpoint, each side gets it. If no message has come through between its two ends yet,
+both sides send HELLO, a control frame, over UCX. A side opens the connection when it has the endpoint and, if HELLO is
+awaited, something has arrived over UCX. It does so inside the delivery of that, or in ``join`` if it came first. So
+nothing that arrives later arrives before its connection exists; what has arrived earlier is given to the connection.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ import trio
 from outcome import Error, Value
 
 from .. import _wire as wire
-from .._link import Link, Options, Transport
-from .._wire import ProtocolError
+from .._link import Link, Options, Share, Transport
 from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
-from ..ucp._connecting import connect_paired
+from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.engine import InFlight
-from ..ucp._engine.numbering import NotRequested, Numbers, PeerNumbers, UsedUp
 from ..ucp._engine.operations import EndpointCore
+from ..ucp._engine.pairs import Pair, Standing
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
-from ..ucp._util import ignoring_late_run
 from .control_sockets import ControlSocket
 from .control_stream import (
     Address,
@@ -43,12 +40,9 @@ from .control_stream import (
     local_address,
     remote_address,
 )
-from .exchange import MAX_DECLINED, Aborted, Event, Exchange, Refused
+from .exchange import Again, Event, Exchange, Refused
 from .facts import Facts, Reach, SharedMemory, use_shared_memory
 from .registry import Registry
-
-#: Seconds after which the endpoint of a connect over TCP that was given up is closed.
-_GIVEN_UP = 1.0
 
 
 @attrs.frozen
@@ -58,6 +52,7 @@ class ExchangeOptions:
     Attributes:
         server_hostname: the name that the server's certificate must have.
         keepalive_interval: see :func:`control_stream.set_keepalive`.
+        isolate: whether the connection has a worker of its own.
         allow_anyone: for a listener: switches protected mode off.
     """
 
@@ -66,6 +61,7 @@ class ExchangeOptions:
     authkey: bytes | None = attrs.field(repr=False)
     ssl_context: ssl.SSLContext | None
     server_hostname: str | None = None
+    isolate: bool = False
     allow_anyone: bool = False
 
     @property
@@ -79,20 +75,13 @@ class ExchangeOptions:
         return self.allow_anyone or self.keeps_strangers_out or leads_to_this_machine(client.socket)
 
 
-@attrs.frozen
-class Greeted:
-    """The awaited HELLO has arrived, so we can adopt our endpoint: see :meth:`Handshake.expect_greeting`."""
+class NeedsAnotherWorker(OSError):
+    """The two workers have no endpoint that both can use: the client connects from another worker."""
 
-    number: int
-
-
-def _greeting(frame: bytes) -> int | None:
-    """The number of a HELLO; None if it is something else."""
-    try:
-        hello = wire.decode_frame(frame)
-    except ProtocolError:
-        return None
-    return hello.number if isinstance(hello, wire.Hello) else None
+    def __init__(self, label: str) -> None:
+        super().__init__(
+            errno.EAGAIN, f"this worker and {label} have no endpoint that both can use; connect from a new worker"
+        )
 
 
 class Handshake:
@@ -116,21 +105,21 @@ class Handshake:
         self.control: ControlSocket | None = None
         #: Closes the connection's own worker (``isolate=True``).
         self._close_own_worker: Callable[[], None] | None = None
-        self._core: EndpointCore | None = None
+        self._share: Share | None = None
         self._own_facts: Facts | None = None
         self._peer: Reach | None = None
-        #: The numbers in the HELLOs that have arrived.
-        self._greetings: set[int] = set()
-        #: Our endpoint is adopted when the HELLO with this number has arrived.
-        self._awaited: int | None = None
+        #: The worker address of the peer that our endpoint is made from.
+        self._peer_address: WorkerAddress
+        #: Whether the peer was told our standing, and we have not got an endpoint since.
+        self._expects = False
+        #: Whether something has to arrive over UCX before the connection is open.
+        self._greet = True
+        #: What has arrived over UCX: called with the link.
+        self._arrived: list[Callable[[Link], None]] = []
+        #: Messages among that, which UCX holds.
+        self._held: list[int] = []
         self._receiving = trio.CancelScope()
         self._shared_memory = False
-        #: The number of our endpoint, once that has been made.
-        self.number: int | None = None
-        #: The numbers of our endpoints without error handling, as last sent to the peer.
-        self._sent_plain: tuple[int, ...] = ()
-        #: The number that this side has chosen, until its endpoint has been made.
-        self.chosen: int | None = None
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
@@ -139,27 +128,7 @@ class Handshake:
 
     # ---- the exchange ----
 
-    async def run_exchange(
-        self, stream: ControlStream, exchange: Exchange, answer: Callable[[Event | Greeted], object]
-    ) -> None:
-        """Runs the exchange on the control socket until we have our endpoint.
-
-        What the last answer has to send is left to :meth:`hand_over`.
-
-        Args:
-            answer: called with each event; it answers the peer through ``exchange``.
-
-        Raises:
-            ProtocolError: the peer must be refused.
-            OSError, UCXError: the peer refused or left; UCX cannot reach it.
-        """
-        while self.number is None:
-            event = await self.next_event(stream, exchange)
-            answer(event)
-            if isinstance(event, Greeted) and self.number is None:
-                await trio.lowlevel.checkpoint()  # making thousands of placeholder endpoints takes long
-
-    async def next_event(self, stream: ControlStream, exchange: Exchange) -> Event | Greeted:
+    async def next_event(self, stream: ControlStream, exchange: Exchange) -> Event:
         """Sends what the exchange has to send, and waits for its next event.
 
         Raises:
@@ -168,63 +137,31 @@ class Handshake:
         """
         while True:
             self.check()
-            event = exchange.next_event() or self._awaited_greeting()
+            event = exchange.next_event()
             if event is not None:
                 return event
             with suppress(ConnectionError):  # the peer may have sent a REFUSE before it left
                 await stream.send_all(exchange.data_to_send())
-            data = await self._receive(stream)
-            if data == b"":
-                raise ConnectionResetError(errno.ECONNRESET, "it ended the connection during the exchange")
-            exchange.receive_data(data or b"")
+            with trio.CancelScope() as self._receiving:
+                data = await stream.receive_some()
+                if not data:
+                    raise ConnectionResetError(errno.ECONNRESET, "it ended the connection during the exchange")
+                exchange.receive_data(data)
 
-    async def _receive(self, stream: ControlStream) -> bytes | None:
-        """Waits for bytes on the control socket; None if the awaited HELLO or a failure came first."""
-        with trio.CancelScope() as self._receiving:
-            if self.opened.outcome is None and self._awaited not in self._greetings:
-                return await stream.receive_some()
-        return None
+    def hand_over(self, stream: ControlStream, exchange: Exchange, generation: int, *, greet: bool) -> None:
+        """Hands the control socket over to the worker's control sockets, and gets the endpoint.
 
-    def expect_greeting(self, number: int) -> None:
-        """Makes :meth:`run_exchange` wait for the peer's HELLO with this number, and answer it as a :class:`Greeted`.
+        What the exchange has to send is sent first, so that both sides make an endpoint, or none does.
 
         Raises:
-            ProtocolError: the number needs more fillers than an honest peer can need, or one is awaited already.
-            OSError: there is no route to the peer. UCX reports that only to the side that makes an endpoint.
-        """
-        hosts = () if self._shared_memory else self.peer.hosts
-        if hosts and not any(map(has_route, hosts)):
-            raise self._unreachable(errno.EHOSTUNREACH)
-        if self._awaited is not None:
-            raise ProtocolError("it sent TAKE again before it sent HELLO for the number that it had taken")
-        if not self.numbers.is_near(number):
-            raise ProtocolError(
-                f"the other side's worker has made {number} endpoints to this worker, and this worker far fewer: "
-                "connect from another worker"
-            )
-        self._awaited = number
-
-    def _awaited_greeting(self) -> Greeted | None:
-        if self._awaited is None or self._awaited not in self._greetings:
-            return None
-        number, self._awaited = self._awaited, None
-        return Greeted(number)
-
-    def hand_over(self, stream: ControlStream, exchange: Exchange, on_event: Callable[[Event], None]) -> None:
-        """Hands the control socket over to the worker's control sockets, and greets the peer over UCX.
-
-        Args:
-            on_event: called with each further event of the exchange, until the connection is open.
-
-        Raises:
-            OSError: the connection has become impossible meanwhile.
+            OSError, UCXError: the connection is impossible.
         """
         self.check()
         self.control = control = ControlSocket(
-            self.registry.control, stream.detach(), stream.tls, exchange, on_event, self.peer_lost
+            self.registry.control, stream.detach(), stream.tls, exchange, self._event_arrived, self.peer_lost
         )
         control.flush()
-        self.greet()
+        self._join(generation, greet)
         control.start()
 
     def set_addresses(self, stream: ControlStream) -> None:
@@ -232,24 +169,17 @@ class Handshake:
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
         self._other_host = None if leads_to_this_machine(stream.socket) else ip_of(self.remote)
 
-    def move_to_worker_with_numbers(self, facts: Facts) -> None:
-        """Moves to a worker that still has endpoint numbers for this peer. For the server, before it sends its facts.
-
-        Raises:
-            ProtocolError: the peer's facts are invalid.
-        """
-        self.registry = self.registry.for_peer(Reach.of(facts).uid)
-
     def isolate(self) -> None:
-        """Moves to a worker of its own. For the server, before it sends its facts."""
+        """Moves to a worker of its own, before this side sends its facts."""
+        self.registry.engine.check()
         owner = self.registry.worker
         worker = owner._open_isolated()
         self._close_own_worker = lambda: owner._close_isolated(worker)
         self.registry = Registry.of(worker)
 
-    def move_to_running_worker(self) -> None:
-        """Moves to a worker whose shared-memory queue has not stopped. For the client, before it sends its facts."""
-        self.registry = self.registry.current
+    def move_to_suitable_worker(self) -> None:
+        """Moves to a worker that can have another connection. For the server, before it sends its facts."""
+        self.registry = self.registry.suitable()
 
     def make_facts(self, shared_memory: SharedMemory) -> Facts:
         """Returns the facts that this side sends. From now on, messages for the connection come here."""
@@ -258,6 +188,7 @@ class Handshake:
         while self.id in sinks:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
+        self.registry.engine.children[self.id] = self.close
         self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
         return self._own_facts
 
@@ -272,9 +203,18 @@ class Handshake:
         self.registry.engine.tag_dispatch.reserve_memory()
         assert self._own_facts is not None
         self._peer = Reach.of(facts)
+        self.registry.engine.tag_dispatch.expect_rendezvous(facts.threshold)
         self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
+        self._peer_address = WorkerAddress.from_ucx(
+            facts.address if self._shared_memory else facts.network_address,
+            process=facts.host.process,
+            shared_memory=facts.error_handling,
+            features=Feature(facts.features),
+        )
         hosts = [host for host, _ in self._peer.tcp_addresses]
         self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
+        if not self._shared_memory and hosts and not any(map(has_route, hosts)):
+            raise self._unreachable(errno.EHOSTUNREACH)  # UCX would only say that the connection was reset
 
     @property
     def peer(self) -> Reach:
@@ -282,230 +222,124 @@ class Handshake:
         return self._peer
 
     @property
-    def numbers(self) -> PeerNumbers[EndpointCore]:
-        return self.registry.engine.numbering.of(self.peer.uid)
-
-    def numbers_to_send(self) -> Numbers:
-        """Our numbers, to be sent to the peer."""
-        numbers = self.numbers.numbers()
-        self._sent_plain = numbers.plain
-        return numbers
+    def _pair(self) -> Pair[EndpointCore]:
+        return self.registry.engine.pairs.of(self.peer.uid)
 
     @property
-    def peer_can_adopt(self) -> bool:
-        """Whether the peer, if it adopts, knows which of our endpoints are without error handling.
+    def _with_itself(self) -> bool:
+        """Whether the worker connects with itself. UCX connects each such endpoint with itself."""
+        return self.registry.engine.address.uid == self.peer.uid
 
-        If the peer takes one for an endpoint that handles errors, it cannot close it.
-        """
-        return self.chooses_number is not False or self.numbers.numbers().plain == self._sent_plain
+    def standing(self) -> Standing:
+        """For the server: our standing, to be sent to the client. What it says holds until the client has joined."""
+        if self._with_itself:
+            return Standing()
+        self._expects = True
+        self._pair.expect(self._peer_address)
+        return self._pair.standing(self._peer_address)
 
-    @property
-    def chooses_number(self) -> bool | None:
-        """Whether this side chooses the endpoints' number; None if the number does not matter."""
-        own = self.registry.engine.address.uid
-        return None if own == self.peer.uid else own > self.peer.uid
+    def _expect_no_more(self) -> None:
+        if self._expects:
+            self._expects = False
+            self._pair.expect_no_more(self._peer_address)
 
-    @property
-    def adopts(self) -> bool:
-        """Whether this side adopts its endpoint, and so gets it after the peer."""
-        return self.chooses_number is True
-
-    @property
-    def _peer_address(self) -> bytes:
-        """The worker address of the peer that our endpoint is made from."""
-        facts = self.peer.facts
-        return facts.address if self._shared_memory else facts.network_address
-
-    def choose_number(self, peer_numbers: Numbers | None) -> int:
-        """Chooses the number of the endpoints; another one after the first was declined.
+    def choose(self, theirs: Standing) -> tuple[int, bool]:
+        """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
 
         Raises:
-            ProtocolError: none is left.
-            OSError: the handshake has failed meanwhile.
+            NeedsAnotherWorker: there is none.
         """
-        self._return_number()
-        self._awaited = None
-        self.check()  # that may have closed an endpoint, and a message from the peer have arrived meanwhile
-        try:
-            self.chosen = 0 if self.chooses_number is None else self.numbers.choose(peer_numbers, self._peer_address)
-        except UsedUp:
-            raise ProtocolError(
-                "UCX has used up its numbers for endpoints between these two workers: connect from another worker"
-            ) from None
-        return self.chosen
+        if self._with_itself:
+            return 0, True
+        pair = self._pair
+        generation = pair.choose(theirs, self._peer_address)
+        if generation is None:
+            raise NeedsAnotherWorker(self.label)
+        ours = pair.standing(self._peer_address)
+        return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
 
-    def _return_number(self) -> None:
-        chosen, self.chosen = self.chosen, None
-        if chosen is not None and self.chooses_number is not None:
-            self.numbers.release(chosen)
-
-    def make_endpoint(self, number: int) -> bool:
-        """Makes or adopts our endpoint, and returns whether it could get this number.
+    def _join(self, generation: int, greet: bool) -> None:
+        """Gets the endpoint, and sends HELLO if that is awaited. The link may exist when this returns.
 
         Raises:
-            ProtocolError: there is nothing to adopt.
+            NeedsAnotherWorker: we cannot get it.
             OSError, UCXError: UCX cannot reach the peer; or the handshake failed meanwhile, because making an endpoint
                 progresses the worker.
         """
-        facts = self.peer.facts
-        address = WorkerAddress.from_ucx(
-            self._peer_address,
-            process=facts.host.process,
-            shared_memory=facts.error_handling,
-            features=Feature(facts.features),
-        )
+        engine = self.registry.engine
+        self._expect_no_more()
         try:
-            core = connect_paired(self.registry.engine, address, self.peer.uid, number, self.label)
-        except NotRequested as error:
-            raise ProtocolError(
-                f"UCX at {self.label} did not request this endpoint: set its option RESOLVE_REMOTE_EP_ID (in the "
-                "environment, UCX_RESOLVE_REMOTE_EP_ID) to y"
-            ) from error
+            core = connect_shared(engine, self._peer_address, generation, self.label)
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
-            self.check()
-            return False
-        self._core = core
-        self.number = number
-        self._return_number()
-        core.on_failure = self._endpoint_failed
+            raise NeedsAnotherWorker(self.label)
+        self._share = share = Share(core, self.label)
+        self._greet = greet
+        share.on_failure = self._endpoint_failed
+        share.on_close = lambda: self.fail(ConnectionError("this worker was closed"))
         if self.opened.outcome is not None:
-            self.drop_endpoint()
+            self._leave_endpoint()
+        elif share.error is not None:
+            self._endpoint_failed()
         self.check()
-        return True
+        if greet:
+            try:
+                post_bytes_send(
+                    share, wire.encode_frame(wire.Hello()), (self.peer.facts.connection_id << 32) | wire.CONTROL
+                )
+            except Exception as error:
+                self.fail(error)
+                self.check()
+        self._open_if_ready()  # before the progress, in which the peer may answer with messages
+        engine.progress()
 
     def _unreachable(self, number: int) -> OSError:
         return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
 
-    def adopt_endpoint(self, number: int) -> bool:
-        """Adopts our endpoint. If many fillers are missing, it adopts some of them, and :class:`Greeted` comes again.
-
-        Returns:
-            False if another number must be chosen.
-
-        Raises: what :meth:`make_endpoint` does.
-        """
-        if self.make_endpoint(number):
-            return True
-        if not self.numbers.is_ahead(number):
-            return False
-        self._awaited = number
-        return True
-
-    def greet(self) -> None:
-        """Sends HELLO over UCX. The link may exist when this returns."""
-        core = self._core
-        assert core is not None and self.number is not None
-        try:
-            core.check()
-            post_bytes_send(
-                core, wire.encode_frame(wire.Hello(self.number)), (self.peer.facts.connection_id << 32) | wire.CONTROL
-            )
-        except Exception as error:
-            self.fail(error)
-            return
-        self._open_if_greeted()  # before the progress, in which the peer may answer with messages
-        core.engine.progress()
-
     def under_way(self) -> list[InFlight]:
         """The operations in flight at our endpoint, for the message of a timeout."""
-        return [] if self._core is None else self._core.under_way()
-
-    def keep_as_filler(self) -> None:
-        """Keeps our endpoint, though the peer declined its number: a raw endpoint of the peer may be paired with it."""
-        core, self._core = self._core, None
-        number, self.number = self.number, None
-        if core is not None and number is not None:
-            core.on_failure = None
-            self.numbers.keep_as_filler(number, core)
-
-    def replace_endpoint(self, use_number: Callable[[], None]) -> None:
-        """Replaces our endpoint, whose number the peer could not use, and sends HELLO again if there is a new one.
-
-        Args:
-            use_number: makes the endpoint, and answers the peer through the exchange.
-        """
-        self.keep_as_filler()
-        try:
-            use_number()
-        except (OSError, UCXError, ProtocolError) as error:
-            self.fail(error)
-            return
-        self.flush()
-        if self.number is not None:
-            self.greet()
+        return [] if self._share is None else self._share.under_way()
 
     def flush(self) -> None:
         """Sends what the exchange has to send, after :meth:`hand_over`."""
         assert self.control is not None
         self.control.flush()
 
-    def drop_endpoint(self) -> None:
-        """Closes our endpoint by force; over TCP a moment later.
-
-        If it is closed at once, while UCX still connects it, another connection between the same two workers over TCP
-        sometimes breaks (UCX 1.22: 6 of 900 cancelled attempts to connect did that).
-        """
-        core, self._core = self._core, None
-        if core is None:
-            return
-        core.on_failure = None
-        if self._shared_memory:
-            core.close()
-            return
-
-        async def close() -> None:
-            await trio.sleep(_GIVEN_UP)
-            core.close()
-
-        with ignoring_late_run():  # then the worker, which is about to be closed, closes it
-            core.engine.spawn(close, f"trio_ucx close of an endpoint to {self.label}")
+    def _leave_endpoint(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.close(keep=share.endpoint.greeted)
 
     # ---- messages from the peer, until the link takes over ----
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
-        self.registry.engine.tag_dispatch.discard(handle)
-        self.fail(
-            ConnectionError(
-                errno.EPROTO, f"{self.label} broke the protocol of trio_ucx: it sent a message before its HELLO"
-            )
-        )
+        self._held.append(handle)
+        self._arrived.append(lambda link: link.receiving.message_arrived(queue, handle, length))
+        self._open_if_ready()
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        while True:
-            number = _greeting(data[:length]) if count and queue == wire.CONTROL else None
-            if number is None or number in self._greetings or len(self._greetings) > MAX_DECLINED:
-                self.fail(ConnectionError(errno.EPROTO, f"{self.label} sent something other than its greeting"))
-                return
-            self._greetings.add(number)
-            if number == self._awaited:
-                self._receiving.cancel()
-            count, data = count - 1, data[length:]
-            link = self._open_if_greeted()
-            if link is not None:
-                if count:
-                    link.receiving.packed_arrived(queue, count, length, data)
-                return
-            if not count:
-                return
+        self._arrived.append(lambda link: link.receiving.packed_arrived(queue, count, length, data))
+        self._open_if_ready()
 
-    def _open_if_greeted(self) -> Link | None:
-        """Opens the connection if the peer's HELLO and our endpoint and control socket are there. Returns its link."""
-        core, control = self._core, self.control
+    def _open_if_ready(self) -> None:
+        """Opens the connection if our endpoint and control socket are there, and what has to arrive has arrived."""
+        share, control = self._share, self.control
         if (
-            self.number not in self._greetings
-            or core is None
+            (self._greet and not self._arrived)
+            or share is None
             or control is None
             or control.closed
+            or share.gone
             or self.opened.outcome is not None
         ):
-            return None
+            return
+        share.endpoint.greet()
         control.exchange.greeted()
         facts = self.peer.facts
         link = Link(
             self.registry.worker,
-            Transport(core, facts.connection_id),
+            Transport(share, facts.connection_id),
             self.id,
             facts.connection_id,
             facts.window,
@@ -516,24 +350,27 @@ class Handshake:
         closing.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
         closing.on_closed = self._close_own_worker
-        if self._close_own_worker is None and self.chooses_number is not None and self.number is not None:
-            number, numbers = self.number, self.numbers
-            closing.keep_endpoint = lambda core: numbers.keep(number, core)
         control.on_event, control.on_lost = closing.control_said, closing.control_lost
         self.opened.finish(Value(link))
-        return link
+        self._held.clear()
+        self.registry.engine.undisturbed(lambda: self._hand_arrivals_to(link))
+
+    def _hand_arrivals_to(self, link: Link) -> None:
+        arrived, self._arrived = self._arrived, []
+        for arrival in arrived:
+            arrival(link)
 
     # ---- failures ----
 
-    def event_arrived(self, event: Event) -> None:
-        """Handles an event on the control socket after our endpoint has been made."""
+    def _event_arrived(self, event: Event) -> None:
+        """Handles an event on the control socket after TAKE."""
         match event:
             case Refused(reason=reason):
                 self.fail(self.refusal(reason))
-            case Aborted():
-                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
+            case Again():
+                self.fail(NeedsAnotherWorker(self.label))
             case _:
-                self.fail(ConnectionError(errno.EPROTO, f"{self.label} declined the number that it had chosen"))
+                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
 
     def refusal(self, reason: str) -> OSError:
         """The exception for a connection that the peer has refused."""
@@ -553,13 +390,13 @@ class Handshake:
 
     def queue_stopped(self, error: UCXError) -> None:
         """The worker's shared-memory queue has stopped: see :mod:`ucp._receive_queue`."""
-        if self._own_facts is not None and self._core is None and (self._peer is None or self._shared_memory):
+        if self._own_facts is not None and self._share is None and (self._peer is None or self._shared_memory):
             self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 
     def _endpoint_failed(self) -> None:
-        assert self._core is not None and self._core.error is not None
+        assert self._share is not None and self._share.error is not None
         hint = f" ({self.route})"
-        error = os_error_from_status(self._core.error.status, f"connecting to {self.label} over UCX", hint)
+        error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)
         self.fail(error)
 
     @property
@@ -603,24 +440,22 @@ class Handshake:
             self.opened.finish(Error(ConnectionError("given up")))
             self._release(reason)
 
-    def _drop_awaited(self) -> None:
-        """Adopts the awaited endpoint in order to close it: UCX would keep it."""
-        number, self._awaited = self._awaited, None
-        if number is not None:
-            with suppress(Exception):  # it closes the endpoint, and raises this handshake's error
-                self.make_endpoint(number)
-
     def _release(self, reason: str) -> None:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
             engine.tag_dispatch.remove(self.id)
-        engine.call_soon(self._drop_awaited)  # not now: this may be the delivery of a message, while endpoints are made
-        contained(self._return_number)
+            del engine.children[self.id]
+        held, self._held = self._held, []
+        for handle in held:
+            contained(engine.tag_dispatch.discard, handle)
+        self._arrived.clear()
         if self.control is not None:
             contained(self.control.refuse, reason) if reason else contained(self.control.abort)
-        contained(self.drop_endpoint)
+        contained(self._leave_endpoint)
         if self._peer is not None:
-            contained(engine.numbering.forget_unused, self._peer.uid)
+            contained(self._expect_no_more)
+            contained(engine.tag_dispatch.forget_rendezvous, self._peer.facts.threshold)
+            contained(engine.pairs.forget_unused, self._peer.uid)
             if self._shared_memory:
                 contained(engine.may_be_writing, self._peer.facts.host.process)
         if self._close_own_worker is not None:

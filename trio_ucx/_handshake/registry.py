@@ -1,12 +1,12 @@
 """The handshake registry: what a worker needs for its handshakes.
 
-A worker gets one when it is first used for Connections. The registry also finds the worker for a new connection, which
-must have endpoint numbers left for the peer, and whose data ports and shared-memory queue must work.
+A worker gets one when it is first used for Connections. The registry also finds the worker for a new connection: its
+data ports and shared-memory queue must work, and it must be able to make an endpoint that UCX pairs with the peer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 from .. import _wire as wire
 from .._link import Options
@@ -43,11 +43,6 @@ class Registry:
                 f"than {wire.MAX_BATCH}; here the least is {least}: the peer must know which short messages stay "
                 "with their sender"
             )
-        if not worker.context.requests_other_ends:
-            raise ValueError(
-                "Connections need a worker with RESOLVE_REMOTE_EP_ID=y (UCX_RESOLVE_REMOTE_EP_ID), the default "
-                "here: otherwise a peer that lies about its worker's address could end the process"
-            )
         worker._engine.data_ports.keep_shut()
         check_claim(worker._engine)
         self.worker = worker
@@ -57,20 +52,24 @@ class Registry:
         self.engine.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
 
-    def for_peer(self, uid: int) -> Registry:
-        """The registry of the worker that still has endpoint numbers for a peer worker: this one, or a successor's."""
-        return self._first_usable(lambda engine: not engine.is_full and not engine.numbering.of(uid).used_up)
+    def suitable(self, tried: Collection[Registry] = ()) -> Registry:
+        """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
-    @property
-    def current(self) -> Registry:
-        """The registry for new connections: this one, or a successor's if the queue or a data port here has stopped."""
-        return self._first_usable(lambda engine: True)
+        A successor without connections is closed when a new one is opened: the caller makes its facts at once.
 
-    def _first_usable(self, is_suitable: Callable[[Engine], bool]) -> Registry:
-        for worker in (self.worker, *self.worker._successors.values()):
+        Args:
+            tried: registries whose worker has no endpoint for that.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
+        """
+        self.engine.check()
+        for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.queue_stopped and not engine.data_ports.lost and is_suitable(engine):
-                return Registry.of(worker)
+            if not engine.queue_stopped and not engine.data_ports.lost and not engine.is_full:
+                registry = Registry.of(worker)
+                if registry not in tried:
+                    return registry
         return Registry.of(self.worker._open_successor())
 
     @classmethod

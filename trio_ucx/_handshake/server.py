@@ -27,7 +27,6 @@ from ..ucp import UCXError, Worker
 from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
-from ..ucp._engine.numbering import FILLERS_AT_ONCE
 from ..ucp._engine.pending import Waiters
 from ..ucp._util import warn_resource
 from .control_stream import (
@@ -37,8 +36,8 @@ from .control_stream import (
     set_keepalive,
     source_of,
 )
-from .exchange import Aborted, Declined, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, State, Taken
-from .handshake import ExchangeOptions, Greeted, Handshake
+from .exchange import Again, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, State, Taken
+from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
@@ -63,6 +62,8 @@ ACCEPT_PAUSE = 0.1
 LOG_INTERVAL = 60.0
 #: The kind of clients that protected mode refuses.
 PROTECTED = "it is on another machine"
+#: The kind of clients that are not turned away: they connect again, from another worker.
+AGAIN = "it connects from another worker"
 _CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
@@ -132,7 +133,6 @@ class Acceptor:
         timeout: seconds that a client has for the handshake.
         backlog: clients that were let in and whose connection was not accepted.
         on_close: called when the acceptor is closed, before its socket is.
-        isolate: whether each connection has a worker of its own.
     """
 
     def __init__(
@@ -144,10 +144,7 @@ class Acceptor:
         timeout: float,
         backlog: int,
         on_close: Callable[[], None] = lambda: None,
-        *,
-        isolate: bool = False,
     ) -> None:
-        self._isolate = isolate
         self.worker = worker
         self.registry = Registry.of(worker)
         self.engine = worker._engine
@@ -285,6 +282,8 @@ class Acceptor:
             exchange.refuse(reason)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
+        except NeedsAnotherWorker as error:
+            kind, reason = AGAIN, str(error)
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             kind, reason = (
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
@@ -300,7 +299,7 @@ class Acceptor:
                 if not contained(self._connected, link):
                     contained(link.abort)
             else:
-                self.refused += 1
+                self.refused += kind != AGAIN
                 told = told or f"{kind}: {reason}"
                 contained(handshake.close, told if link is None else "")
                 if exchange.state is not State.PREAMBLE:  # it speaks our protocol
@@ -322,14 +321,26 @@ class Acceptor:
         if options.ssl_context is not None:
             await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
         exchange.protected = not options.lets_in(stream)
-        first = await handshake.next_event(stream, exchange)
-        if isinstance(first, Opened):
-            client.is_let_in = True
-            await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
-            await self._wait_for_place(client)
-        self._answer(client, handshake, exchange, first)
-        await handshake.run_exchange(stream, exchange, lambda event: self._answer(client, handshake, exchange, event))
-        handshake.hand_over(stream, exchange, lambda event: self._event_while_greeting(handshake, exchange, event))
+        opened = await handshake.next_event(stream, exchange)
+        if not isinstance(opened, Opened):
+            raise _gave_up(opened)
+        client.is_let_in = True
+        await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
+        await self._wait_for_place(client)
+        self._check_room()
+        handshake.isolate() if options.isolate else handshake.move_to_suitable_worker()
+        own_facts = handshake.make_facts(options.shared_memory)
+        handshake.peer_facts_arrived(opened.facts)
+        exchange.welcome(own_facts, handshake.standing())
+        taken = await handshake.next_event(stream, exchange)
+        if not isinstance(taken, Taken):
+            raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)
+        try:
+            handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
+        except NeedsAnotherWorker:
+            exchange.again()
+            handshake.flush()
+            raise
 
     async def _wait_for_place(self, client: Client) -> None:
         """Waits until the backlog has room for a client that was let in, and there are descriptors for it.
@@ -351,79 +362,21 @@ class Acceptor:
         if self._opening + len(self._ready) < self._backlog:
             self._places.unpark()
 
-    def _answer(self, client: Client, handshake: Handshake, exchange: Exchange, event: Event | Greeted) -> None:
-        """Answers the client.
-
-        Raises:
-            ProtocolError: the client must be refused.
-            OSError, UCXError: UCX cannot reach it.
-        """
-        match event:
-            case Opened(facts=facts):
-                self._check_room()
-                handshake.isolate() if self._isolate else handshake.move_to_worker_with_numbers(facts)
-                own_facts = handshake.make_facts(self._exchange_options.shared_memory)
-                handshake.peer_facts_arrived(facts)
-                number = None if handshake.chooses_number is False else handshake.choose_number(None)
-                exchange.welcome(own_facts, number, handshake.numbers_to_send())
-            case Taken(number=number, numbers=numbers):
-                if handshake.chooses_number is not False and number != handshake.chosen:
-                    raise ProtocolError(f"it took the number {number}, which it was not given")
-                handshake.numbers.heard(numbers)
-                missing = number - handshake.numbers.numbers().next
-                if missing > 0:
-                    self._check_room(DESCRIPTORS_EACH * min(missing, FILLERS_AT_ONCE))
-                if handshake.adopts:
-                    handshake.expect_greeting(number)
-                else:
-                    self._use_number(handshake, exchange, number)
-            case Greeted(number=number):
-                if not handshake.adopt_endpoint(number):
-                    exchange.reassign(handshake.choose_number(None), handshake.numbers_to_send())
-                elif handshake.number is not None:
-                    exchange.taken()
-            case Declined(numbers=numbers):
-                if handshake.chooses_number is False:
-                    raise ProtocolError("it declined the number that it had chosen itself")
-                exchange.assign(handshake.choose_number(numbers), handshake.numbers_to_send())
-            case Refused(reason=reason):
-                raise ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {reason}")
-            case Aborted():
-                raise ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")
-
-    def _use_number(self, handshake: Handshake, exchange: Exchange, number: int) -> None:
-        """Makes our endpoint with the number that the client took, or declines that number."""
-        if handshake.peer_can_adopt and handshake.make_endpoint(number):
-            exchange.taken()
-        else:
-            exchange.decline(handshake.numbers_to_send())
-
-    def _event_while_greeting(self, handshake: Handshake, exchange: Exchange, event: Event) -> None:
-        """Handles an event while we wait for the client's HELLO: it may still take another number."""
-        if not isinstance(event, Taken) or handshake.chooses_number is not False:
-            handshake.event_arrived(event)
-            return
-        handshake.numbers.heard(event.numbers)
-        handshake.replace_endpoint(lambda: self._use_number(handshake, exchange, event.number))
-
     def _descriptors_for(self, clients: int) -> int:
         """How many descriptors must be left for clients whose connections are being opened."""
-        each = DESCRIPTORS_EACH + (self.worker.context.descriptors_per_worker if self._isolate else 0)
+        each = DESCRIPTORS_EACH + (self.worker.context.descriptors_per_worker if self._exchange_options.isolate else 0)
         return SPARE_DESCRIPTORS + each * clients
 
-    def _check_room(self, more: int = 0) -> None:
+    def _check_room(self) -> None:
         """Refuses a client if there are too few descriptors for it.
 
         UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
-
-        Args:
-            more: descriptors that the client needs besides those of one endpoint.
 
         Raises:
             ProtocolError: with the reason for the client.
         """
         try:
-            descriptors.require(self._descriptors_for(self._opening) + more, "serving the next clients")
+            descriptors.require(self._descriptors_for(self._opening), "serving the next clients")
         except OSError as error:
             logger.warning("clients are turned away: %s", error.strerror)
             raise ProtocolError("the listener's process is running out of file descriptors; try again later") from None
@@ -467,6 +420,13 @@ class Acceptor:
         while self._ready:
             self._ready.popleft().abort()
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
+
+
+def _gave_up(event: Event) -> OSError:
+    """The client sent this instead of going on."""
+    if isinstance(event, Refused):
+        return ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {event.reason}")
+    return ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")
 
 
 def _label(control: trio.socket.SocketType) -> str:

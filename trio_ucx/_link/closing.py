@@ -7,7 +7,8 @@ The graceful close
 2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
 3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_close_handshake`` says why).
-4. Close the endpoint by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
+4. Leave the endpoint. The last connection that does so keeps it for a moment if nothing was left there, and else closes
+   it by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
 
 All within ``close_timeout``. When the closing task is cancelled, a system task goes on.
 """
@@ -24,7 +25,7 @@ from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained, report
-from ..ucp._engine.operations import EndpointCore, under_way
+from ..ucp._engine.operations import under_way
 from ..ucp._live_handles import live_handles
 from ..ucp._status import broken
 from .receiving import Receiving
@@ -52,7 +53,7 @@ class Closing:
 
     Args:
         close_timeout: seconds for the graceful close.
-        unregister: called once, when the endpoint has been closed or passed on: the engine forgets the connection.
+        unregister: called once, when the connection has left the endpoint: the engine forgets the connection.
     """
 
     def __init__(
@@ -69,8 +70,6 @@ class Closing:
         self.handshake = handshake
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None
-        #: Takes the endpoint of a connection that was closed gracefully.
-        self.keep_endpoint: Callable[[EndpointCore], None] | None = None
         #: Called when the connection has been closed.
         self.on_closed: Callable[[], None] | None = None
         self._sending = sending
@@ -88,8 +87,6 @@ class Closing:
         self.acknowledge()
 
     def ack_arrived(self) -> None:
-        if self.handshake.acknowledged:  # each is answered: no peer may have any number of answers sent
-            raise wire.ProtocolError("a second acknowledgement")
         self.handshake.acknowledged = True
         self._sending.send_frame(wire.Done())
         self.core.changed()
@@ -119,7 +116,7 @@ class Closing:
 
     def begin(self) -> None:
         """From here on the user can do nothing with the connection any more."""
-        self.handshake.closing = True
+        self.handshake.closing = self.core.closing = True
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.stop(error)
         # Messages that wait for credit are waited for; a write to the byte stream in another task ends, as in Trio.
@@ -202,25 +199,21 @@ class Closing:
     def _peer_closed(self) -> None:
         """The peer has closed, and has our ACK: lets go of what it did not take."""
         error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed")
-        if self._pass_endpoint_on(error):
-            self.lost()
-        else:
-            self.core.fail(error)
+        self.core.fail(error, keep=self._left_nothing())
 
-    def _pass_endpoint_on(self, error: UCXError | None = None) -> bool:
-        """Leaves the endpoint to another connection, if nothing was left at it. Returns whether it did."""
-        if not self.core.reusable or self.keep_endpoint is None:
-            return False
-        self.keep_endpoint(self.core.pass_on(error))
-        self.engine.watch_events()  # which also closes it when no other connection comes
-        return True
+    def _left_nothing(self) -> bool:
+        """Whether UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
+        return not self._receiving.detached_receives and not self._receiving.transferring()
 
     def control_said(self, event: object) -> None:
-        """An event from the control socket; after the exchange that can only be ABORT, or for a client REFUSE.
+        """An event from the control socket; after the exchange that can only be ABORT, or for a client REFUSE or AGAIN.
 
         Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
         """
         self._aborted = True
+        if self.handshake.graceful:
+            self._peer_closed()
+            return
         sent: int = getattr(event, "sent", 0)
         refusal: str = getattr(event, "reason", "")
         if self._receiving.credit.received < sent:
@@ -248,7 +241,7 @@ class Closing:
         if cause is not None:
             self.internal_error(cause)
         elif not self._aborted:
-            if self.handshake.peer is Peer.CLOSING:
+            if self.handshake.graceful:
                 self._peer_closed()
             else:
                 self.cut_off(f"ended or vanished: {reason}")
@@ -280,15 +273,12 @@ class Closing:
         self.close_now()
 
     def close_now(self) -> None:
-        """Closes the endpoint, or passes it on, and ends everything that waits. Closed already: no effect."""
+        """Leaves the endpoint, and ends everything that waits. Closed already: no effect."""
         handshake = self.handshake
         if handshake.closed:
             return
-        handshake.closing = handshake.closed = True
-        self.core.on_close = None
-        graceful = handshake.acknowledged or handshake.peer is Peer.CLOSING
-        if not (graceful and not self._sending.undelivered and self._pass_endpoint_on()):
-            self.core.close()
+        handshake.closing = handshake.closed = self.core.closing = True
+        self.core.close(keep=handshake.graceful and not self._sending.undelivered and self._left_nothing())
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()

@@ -31,7 +31,7 @@ class Options:
 
 
 class Link:
-    """One connection, over an endpoint.
+    """One connection, over an endpoint that it may share.
 
     Attributes:
         my_id, peer_id: the ids under which this side and the peer are written to.
@@ -75,9 +75,8 @@ class Link:
         )
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.sinks[my_id] = self.receiving
-        tag_dispatch.expect_rendezvous(peer_threshold)
         self.engine.children[my_id] = self._unclosed
-        core.owner = self.closing
+        core.on_internal_error = self.closing.internal_error
         core.on_failure = self.closing.lost
         core.on_close = self.closing.close_now
         live_handles.opened("connection")
@@ -123,7 +122,7 @@ class Link:
             case wire.Done():
                 self.closing.done_arrived()
             case wire.Hello():
-                raise wire.ProtocolError("a second greeting")
+                pass  # that it has arrived was all
 
     def buffers_released(self) -> bool:
         """Whether no buffer of a cancelled send or receive belongs to the library."""

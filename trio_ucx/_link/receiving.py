@@ -13,7 +13,6 @@ from typing import Any, cast
 import trio
 from outcome import Error, Value
 
-from .. import _byte_stream as stream
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
@@ -66,8 +65,6 @@ class Receiving:
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
         self.detached_receives: set[Receive] = set()
-        #: Whether the peer was cut off, because it did not keep to the protocol.
-        self.refused = False
         #: Whether a receive has reported that the connection broke: messages that arrive later are dropped.
         self._over = False
         self._sending = sending
@@ -96,18 +93,13 @@ class Receiving:
                 raise wire.ProtocolError(f"a message of {length} bytes that did not arrive in one piece")
             if number > wire.MAX_TAG:
                 if number == wire.CONTROL:
-                    for index in range(count):
-                        self._on_frame(wire.decode_frame(data[index * length : (index + 1) * length]))
+                    self._on_frame(wire.decode_frame(data))
                     return
                 wire.check_queue(number)
-            if not self.credit.packed_arrived(count, length):
-                if count > 1:
-                    self._arrived_one_by_one(number, count, length, data)
-                    return
-                self.credit.arrived(number, length)
         except wire.ProtocolError as error:
             self._refuse(error)
             return
+        self.credit.arrived(number, length, count)
         self.bytes_received += len(data)
         queue = self.queues.get(number) or self.queue(number)
         if count == 1 and queue.receives and queue.give(data):
@@ -121,28 +113,20 @@ class Receiving:
         if consumed and len(self.queues) > IDLE_QUEUES:
             self.forget_idle(queue)
 
-    def _arrived_one_by_one(self, number: int, count: int, length: int, data: bytes) -> None:
-        """Takes the messages that the peer had credit for, whatever comes after them.
-
-        Four kilobytes of a batch can claim to be 33 million empty messages: it ends with the first one too many.
-        """
-        for index in range(count):
-            self.packed_arrived(number, 1, length, data[index * length : (index + 1) * length])
-            if self.refused:
-                return
-
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
         if self._over:
             self.transport.discard(handle)
             return
         try:
-            self.check_announcement(number, length)
-            self.credit.arrived(number, length)
+            if number == wire.CONTROL:  # control frames are so small that C code receives them
+                raise wire.ProtocolError(f"a control frame of {length} bytes")
+            wire.check_queue(number)
         except wire.ProtocolError as error:
             self.transport.discard(handle)
             self._refuse(error)
             return
+        self.credit.arrived(number, length)
         self.bytes_received += length
         threshold = self.credit.threshold
         queue = self.queue(number)
@@ -151,23 +135,8 @@ class Receiving:
             self._admit_next(queue)
         self.forget_idle(queue)
 
-    def check_announcement(self, number: int, length: int) -> None:
-        """Refuses a message that nobody may send.
-
-        Raises:
-            wire.ProtocolError: it is that.
-        """
-        if number == wire.CONTROL:  # control frames are so small that C code receives them
-            raise wire.ProtocolError(f"a control frame of {length} bytes")
-        wire.check_queue(number)
-        if number == wire.STREAM and length > stream.MAX_PIECE:
-            raise wire.ProtocolError(f"a piece of {length} bytes of the byte stream; {stream.MAX_PIECE} are allowed")
-
     def _refuse(self, error: wire.ProtocolError) -> None:
         """Cuts off a peer that does not keep to the protocol."""
-        if self.refused:
-            return
-        self.refused = True
         failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
         failure.__cause__ = error
         self.core.fail(failure)
@@ -214,12 +183,12 @@ class Receiving:
 
     def receive(self, number: int, want: Want, size: int = 0) -> PendingReceive:
         """Queues a receive that has no buffer of the user's; ``size`` is the limit for ``Want.COPY``."""
-        if want is Want.LENGTH:
+        if want is Want.LENGTH or number == wire.STREAM:
             limit = 1 << 63
         elif want is Want.COPY:
             limit = size
         else:
-            limit = stream.MAX_PIECE if number == wire.STREAM else self.max_message_size
+            limit = self.max_message_size
         return self.wait(number, PendingReceive(self, want, None, limit))
 
     def prepare(self, buffer: Buffer) -> PendingReceive:

@@ -25,17 +25,12 @@ from .._wire import SMALL_MESSAGE
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
-from ..ucp._engine.engine import Engine
-from ..ucp._engine.operations import EndpointCore, Operation
+from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import broken
 from ..ucp._tag import SHORT
 from .transport import Transport
-
-#: Control frames, besides admissions, that may wait until UCX can send them. An honest peer causes a few while it does
-#: not read.
-MAX_WAITING_FRAMES = 1024
 
 
 class Sending:
@@ -59,8 +54,6 @@ class Sending:
         self._sent_at = 0.0
         self._sent_count = 0
         self._posting = False
-        #: Control frames that UCX has not sent yet.
-        self.waiting_frames = 0
 
     # ---- whether ----
 
@@ -248,8 +241,6 @@ class Sending:
             self.send_batch()
             if core.handle is None:
                 return
-        # The program's own waits limit how many admissions there are.
-        kind = Operation if isinstance(frame, wire.Admit) else self._waiting_frame
         try:
             data = wire.encode_frame(frame)
             verdict = self.transport.send_bytes(wire.CONTROL, data)
@@ -259,22 +250,11 @@ class Sending:
                 except BaseException:
                     self.engine.keep(verdict, data)
                     raise
-                pending_operation(self.engine, verdict, pins, "sending a message", core, kind)
+                pending_operation(self.engine, verdict, pins, "sending a message", core)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the failure of the connection is reported elsewhere
         except Exception as error:  # else a peer that waits for this frame would wait for ever
             self.internal_error(error)
-
-    def _waiting_frame(
-        self, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None
-    ) -> Operation:
-        """A control frame that UCX cannot send yet. A peer that does not read cannot have any number of them wait."""
-        frame = _WaitingFrame(self, engine, id, pins, doing, core)
-        if self.waiting_frames > MAX_WAITING_FRAMES:
-            reason = "it makes this side answer, and does not read the answers"
-            error = UCXError(Status.NO_RESOURCE, f"the peer {self.core.label} was cut off: {reason}")
-            self.core.fail(error)
-        return frame
 
     def refused(self, queue: int, size: int, error: Exception) -> None:
         """UCX has taken nothing of the message that was charged last; its task is told."""
@@ -328,23 +308,6 @@ class Sending:
     def undelivered(self) -> bool:
         """Whether something that was sent, and not cancelled, may not have reached the peer."""
         return bool(self.credit.waiting) or self.handshake.undelivered(self.credit.sent, self.cancelled, self.failed)
-
-
-class _WaitingFrame(Operation):
-    """A control frame that UCX could not send at once."""
-
-    __slots__ = ("_sending",)
-
-    def __init__(
-        self, sending: Sending, engine: Engine, id: int, pins: Pinned | None, doing: str, core: EndpointCore | None
-    ) -> None:
-        super().__init__(engine, id, pins, doing, core)
-        self._sending = sending
-        sending.waiting_frames += 1
-
-    def release(self) -> None:
-        super().release()
-        self._sending.waiting_frames -= 1
 
 
 class SendOperation(Operation):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._native import lib
-from ..ucp._engine.operations import EndpointCore
 from ..ucp._memory.buffers import Pinned
+from .share import Share
 
 _HOST = lib.TU_MEMORY_HOST
 
@@ -18,7 +18,7 @@ class Transport:
 
     __slots__ = ("_prefix", "core", "engine")
 
-    def __init__(self, core: EndpointCore, peer_id: int) -> None:
+    def __init__(self, core: Share, peer_id: int) -> None:
         self.core = core
         self.engine = core.engine
         #: What the tags of our messages have in common.

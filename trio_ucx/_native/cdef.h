@@ -234,8 +234,6 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
                         const tu_endpoint_options_t *options, tu_endpoint_t **out);
 int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
                           tu_endpoint_t **out);
-int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_endpoint_options_t *options,
-                      tu_endpoint_t **out);
 int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request, const tu_endpoint_options_t *options,
                              bool *answered, tu_endpoint_t **out);
 #define TU_CLOSE 0
@@ -243,7 +241,6 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 #define TU_CLOSE_STOP 2
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how);
 void tu_endpoint_free(tu_endpoint_t *endpoint);
-void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id);
 
 /* listener.c */
 int tu_listener_create(tu_worker_t *worker, uint64_t id, int family, const char *ip, unsigned port, unsigned scope,
@@ -295,12 +292,6 @@ int64_t tu_stream_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers);
 void tu_stream_release(tu_worker_t *worker, uint64_t data);
 
 /* rma/memory.c */
-#define TU_ATOMIC_ADD 0
-#define TU_ATOMIC_SWAP 1
-#define TU_ATOMIC_COMPARE_SWAP 2
-#define TU_ATOMIC_AND 3
-#define TU_ATOMIC_OR 4
-#define TU_ATOMIC_XOR 5
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
                   ucp_mem_h *out);
 int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *memory_type);
@@ -311,12 +302,16 @@ void tu_rkey_destroy(ucp_rkey_h rkey);
 int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
 int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
 int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
-int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
-                  ucp_rkey_h rkey);
 
-/* rma/transfer.c: puts, gets and atomics without UCX's own; fences and flushes, which are about these and UCX's */
+/* rma/transfer.c: atomics; puts and gets without UCX's own; fences and flushes, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
 #define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
+#define TU_ATOMIC_ADD 0
+#define TU_ATOMIC_SWAP 1
+#define TU_ATOMIC_COMPARE_SWAP 2
+#define TU_ATOMIC_AND 3
+#define TU_ATOMIC_OR 4
+#define TU_ATOMIC_XOR 5
 #define TU_EAGER_GET 98304     /* the data of longer gets stays with the owner until it is fetched */
 
 /* How to reach remote memory. */
@@ -492,13 +487,14 @@ typedef struct tu_chain_report {
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
 void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned max_atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey,
                    const tu_way_t *way);
 int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request);
 void tu_chain_timer(tu_worker_t *worker, int fd);
 /* chain/run.c */
 int64_t tu_chain_run(tu_chain_t *chain);
 bool tu_chains_in_flight(tu_endpoint_t *endpoint);
+void tu_chain_forget(tu_chain_t *chain, uint32_t target);
 void tu_chain_cancel(tu_chain_t *chain);
 /* chain/report.c */
 bool tu_chain_busy(const tu_chain_t *chain);

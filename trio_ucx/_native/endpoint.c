@@ -1,12 +1,5 @@
 /* Endpoints: connects them to a socket address, to a worker address or for a connection request, and closes them. */
-#include <string.h>
-
 #include "native.h"
-
-/* The format of worker addresses (src/ucp/wireup/address.c, version 1): the flag in the header that a uid follows, and
- * the mark of an empty list of devices. */
-#define ADDRESS_WITH_UID 0x20
-#define ADDRESS_NO_DEVICE 0xff
 
 #define LOOK_SHARE 20    /* looking at all sockets takes at most 1/20 of the time */
 #define QUIET_BUDGET 100 /* progress calls. There is always more to do only while peers send all the time */
@@ -40,20 +33,16 @@ static tu_endpoint_t *endpoint_new(tu_worker_t *worker, uint64_t id, const tu_en
     return endpoint;
 }
 
-/* Makes UCX's endpoint, or adopts one, whatever its error handling: UCX would destroy one that is not as we say. If that
- * fails, ours is freed. */
+/* Makes UCX's endpoint. If that fails, ours is freed. */
 static ucs_status_t endpoint_create(tu_endpoint_t *endpoint, ucp_ep_params_t *params,
-                                    const tu_endpoint_options_t *options, bool adopts, tu_endpoint_t **out)
+                                    const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
     tu_worker_t *worker = endpoint->worker;
     ucs_status_t status;
 
-    params->field_mask      |= UCP_EP_PARAM_FIELD_USER_DATA;
-    params->user_data        = endpoint;
-    if (!adopts) {
-        params->field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
-        params->err_mode    = (ucp_err_handling_mode_t)options->error_mode;
-    }
+    params->field_mask |= UCP_EP_PARAM_FIELD_USER_DATA | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
+    params->user_data   = endpoint;
+    params->err_mode    = (ucp_err_handling_mode_t)options->error_mode;
     if (endpoint->error_handling) {
         params->field_mask     |= UCP_EP_PARAM_FIELD_ERR_HANDLER;
         params->err_handler.cb  = endpoint_failed;
@@ -101,11 +90,11 @@ int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *re
         params.flags |= UCP_EP_PARAMS_FLAGS_SEND_CLIENT_ID;
     }
     endpoint = endpoint_new(worker, id, options);
-    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, false, out);
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
-static int to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
-                     bool adopts, tu_endpoint_t **out)
+int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
+                          tu_endpoint_t **out)
 {
     ucp_ep_params_t params = {
         .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS,
@@ -113,31 +102,7 @@ static int to_worker(tu_worker_t *worker, uint64_t id, const void *address, cons
     };
     tu_endpoint_t *endpoint = endpoint_new(worker, id, options);
 
-    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, adopts, out);
-}
-
-int tu_endpoint_to_worker(tu_worker_t *worker, uint64_t id, const void *address, const tu_endpoint_options_t *options,
-                          tu_endpoint_t **out)
-{
-    return to_worker(worker, id, address, options, false, out);
-}
-
-/* Adopts the endpoint with our next number, which UCX has made because the peer's worker (uid) asked for it.
- * UCS_ERR_UNREACHABLE: there is none; the number is used up all the same.
- *
- * UCX looks for such an endpoint first, by the uid, and does not read the rest of the address. Ours has no devices, so
- * UCX cannot make a new endpoint from it. */
-int tu_endpoint_adopt(tu_worker_t *worker, uint64_t id, uint64_t uid, const tu_endpoint_options_t *options,
-                      tu_endpoint_t **out)
-{
-    unsigned char address[] = {ADDRESS_WITH_UID, 0, 0, 0, 0, 0, 0, 0, 0, ADDRESS_NO_DEVICE};
-    int status;
-
-    memcpy(&address[1], &uid, sizeof(uid));
-    tu_log_mute(true); /* UCX would log an error if there is none */
-    status = to_worker(worker, id, address, options, true, out);
-    tu_log_mute(false);
-    return status;
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
 /* *answered: whether UCX was asked to accept the request; if not, it can still be answered. */
@@ -151,7 +116,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
     tu_endpoint_t *endpoint = endpoint_new(worker, id, options);
 
     *answered = endpoint != NULL;
-    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, false, out);
+    return endpoint == NULL ? UCS_ERR_NO_MEMORY : endpoint_create(endpoint, &params, options, out);
 }
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
@@ -202,19 +167,6 @@ static bool writes(tu_endpoint_t *endpoint, int how)
     return own > 0;
 }
 
-/* An endpoint that we have adopted may be without error handling, although the peer did not say so. UCX then refuses to
- * close it by force. It stays with UCX, which keeps such endpoints as long as the worker in any case. */
-static ucs_status_ptr_t close_if_possible(tu_endpoint_t *endpoint, ucp_ep_h ep, const ucp_request_param_t *param)
-{
-    ucs_status_ptr_t closing = ucp_ep_close_nbx(ep, param);
-
-    if (UCS_PTR_RAW_STATUS(closing) == UCS_ERR_INVALID_PARAM) {
-        endpoint->error_handling = false;
-        return NULL;
-    }
-    return closing;
-}
-
 /* Closes by force; without error handling UCX can only flush. From then on the endpoint transfers nothing more. Call
  * tu_endpoint_free when the closing operation is over. Without memory for an operation UCX closes it all the same, and
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
@@ -241,10 +193,10 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how)
         post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         post.param.flags         = flags;
         unlink_endpoint(endpoint);
-        return tu_post_end(&post, close_if_possible(endpoint, ep, &post.param));
+        return tu_post_end(&post, ucp_ep_close_nbx(ep, &post.param));
     }
     unlink_endpoint(endpoint);
-    closing = close_if_possible(endpoint, ep, &param);
+    closing = ucp_ep_close_nbx(ep, &param);
     if (UCS_PTR_IS_PTR(closing)) {
         ucp_request_free(closing);
     }
@@ -268,10 +220,4 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
         endpoint->failed = true; /* nobody needs to hear of it */
         tu_list_prepend(&worker->closed, &endpoint->link);
     }
-}
-
-/* Records name the new id from now on. */
-void tu_endpoint_rename(tu_endpoint_t *endpoint, uint64_t id)
-{
-    endpoint->id = id;
 }

@@ -53,14 +53,6 @@ static struct {
     .last   = &self.first,
 };
 
-/* Whether the lines of this thread are dropped. */
-static _Thread_local bool muted;
-
-void tu_log_mute(bool mute)
-{
-    muted = mute;
-}
-
 static const char *base_name(const char *path)
 {
     const char *slash = strrchr(path, '/');
@@ -178,7 +170,7 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
         pthread_mutex_unlock(&self.mutex);
         return UCS_LOG_FUNC_RC_CONTINUE; /* UCX writes it to stderr, and aborts */
     }
-    if (muted || (level > component->log_level && level != UCS_LOG_LEVEL_PRINT) ||
+    if ((level > component->log_level && level != UCS_LOG_LEVEL_PRINT) ||
         (self.files[0] != '\0' && fnmatch(self.files, file, 0) == FNM_NOMATCH)) {
         return UCS_LOG_FUNC_RC_STOP;
     }

@@ -25,7 +25,7 @@
  *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
  *                                                       is over
  *   tu_endpoint_t               tu_endpoint_connect,    tu_endpoint_free; without      as the argument of callbacks;
- *                               _to_worker, _adopt,     error handling it goes to      without error handling until the
+ *                               _to_worker,             error handling it goes to      without error handling until the
  *                               _from_request           worker->closed and is freed    worker is destroyed
  *                                                       by tu_worker_destroy
  *   tu_listener_t               tu_listener_create      tu_listener_destroy            as the argument of callbacks
@@ -77,9 +77,6 @@
 /* Such a message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they
  * are used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
-/* Raw tag messages that a worker with Connections keeps until the program first asks for such messages. */
-#define TU_RAW_KEPT 64
-#define TU_RAW_BYTES (16 * 1024 * 1024)
 /* Nanoseconds for which sequences may go on in one call from Python. */
 #define TU_SLICE 500000
 
@@ -184,7 +181,6 @@ typedef struct tu_transfers {
     bool fence;                /* the next transfer waits for all before it */
     bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
     ucs_status_t refused;      /* why the owner refused a put or an atomic that had returned before; UCS_OK: none */
-    uint64_t nonce;            /* in this endpoint's requests; 0: none yet */
 } tu_transfers_t;
 
 /* ---- the structures ---- */
@@ -206,13 +202,6 @@ typedef struct tu_operation {
     uint32_t generation;
     struct tu_operation *next_free;
 } tu_operation_t;
-
-/* A raw tag message that was taken off UCX's queue, and is kept until the program asks for it. */
-typedef struct tu_kept {
-    ucp_tag_message_h message;
-    uint64_t tag;
-    size_t length;
-} tu_kept_t;
 
 /* How long a waiting task polls before it parks: adaptive_poll.c. Times are in nanoseconds. */
 typedef struct tu_poll {
@@ -236,11 +225,6 @@ struct tu_worker {
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
-
-    bool raw_used;             /* the program has asked for raw messages: from then on UCX keeps them */
-    tu_kept_t kept[TU_RAW_KEPT];
-    size_t kept_count;
-    size_t kept_bytes;
 
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
@@ -270,7 +254,7 @@ struct tu_worker {
     tu_list_t extensions;
     tu_rma_t *rma;
     tu_chains_t *chains;
-    bool unfenced;             /* UCX has had puts, gets or atomics since the last fence */
+    bool unfenced;             /* UCX has had puts or gets since the last fence */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
@@ -286,7 +270,6 @@ struct tu_endpoint {
     bool error_handling;
     bool failed;               /* its record is in the ring, or was; no room is reserved for one any more */
     bool unread;               /* it has stream data for which the ring had no room */
-    unsigned atomics;          /* atomics of request chains that are under way; their number is limited */
     tu_transfers_t transfers;
     tu_list_t link;            /* in the worker's endpoints, or in its closed ones */
 };
@@ -330,11 +313,6 @@ bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
 /* ---- sockets.c ---- */
 
 unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full);
-
-/* ---- log.c ---- */
-
-/* Starts or stops dropping what UCX logs in this thread. */
-void tu_log_mute(bool mute);
 
 /* ---- the Connections' messages (tag_inbox.c) ---- */
 

@@ -61,32 +61,10 @@ static bool leave_claimed(const tu_worker_t *worker, uint64_t *tag, uint64_t *ma
     return true;
 }
 
-/* The first kept message with a matching tag, or NULL. From now on raw messages stay with UCX: see collect_raw. */
-static tu_kept_t *find_kept(tu_worker_t *worker, uint64_t tag, uint64_t mask)
-{
-    size_t i;
-
-    worker->raw_used = true;
-    for (i = 0; i < worker->kept_count; i++) {
-        if (((worker->kept[i].tag ^ tag) & mask) == 0) {
-            return &worker->kept[i];
-        }
-    }
-    return NULL;
-}
-
-static void remove_kept(tu_worker_t *worker, tu_kept_t *kept)
-{
-    worker->kept_count--;
-    worker->kept_bytes -= kept->length;
-    memmove(kept, kept + 1, (size_t)(worker->kept + worker->kept_count - kept) * sizeof(*kept));
-}
-
 /* A receive that asks for messages of Connections is refused as UCS_ERR_INVALID_PARAM. */
 int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_t tag, uint64_t mask,
                        tu_received_t *received)
 {
-    tu_kept_t *kept;
     tu_post_t post;
     ucp_tag_recv_info_t info;
     int64_t verdict;
@@ -95,19 +73,9 @@ int64_t tu_tag_receive(tu_worker_t *worker, const tu_buffers_t *buffers, uint64_
     if (!leave_claimed(worker, &tag, &mask)) {
         return UCS_ERR_INVALID_PARAM;
     }
-    kept    = find_kept(worker, tag, mask);
     verdict = begin_receive(&post, worker, buffers, &info);
     if (verdict != 0) {
         return verdict;
-    }
-    if (kept != NULL) {
-        answer          = ucp_tag_msg_recv_nbx(worker->worker, post.address, post.count, kept->message, &post.param);
-        info.length     = kept->length; /* UCX 1.13 does not set it if it completes at once */
-        info.sender_tag = kept->tag;
-        if (UCS_PTR_RAW_STATUS(answer) != UCS_ERR_NO_MEMORY) { /* else it had no request, and the message stays */
-            remove_kept(worker, kept);
-        }
-        return end_receive(&post, answer, &info, received);
     }
     if (worker->loses_info) {
         post.param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
@@ -153,24 +121,11 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool rem
 {
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
-    tu_kept_t *kept;
 
     if (!leave_claimed(worker, &tag, &mask)) {
         return 0;
     }
-    kept = find_kept(worker, tag, mask);
-    if (kept != NULL) {
-        received->length = kept->length;
-        received->tag    = kept->tag;
-        if (!remove) {
-            return 1;
-        }
-        message = kept->message;
-        remove_kept(worker, kept);
-        return (uint64_t)(uintptr_t)message;
-    }
     message = ucp_tag_probe_nb(worker->worker, tag, mask, remove, &info);
-
     if (message == NULL) {
         return 0;
     }

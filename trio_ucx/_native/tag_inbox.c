@@ -38,7 +38,7 @@ static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h me
 }
 
 /* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it.
- * Control frames do not: Python looks at each, and it takes only so many records before other tasks run. */
+ * Control frames do not: each is a record of its own. */
 static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count, const char *data)
 {
     size_t offset     = worker->arena_used;
@@ -54,8 +54,7 @@ static void pack(tu_worker_t *worker, uint64_t tag, size_t length, size_t count,
     }
 }
 
-/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count.
- * Control frames cost no credit, so a batch of them would keep Python busy for longer than a message may. */
+/* Packs the messages of a batch that was received into the scratch memory. The groups before a malformed one count. */
 static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
 {
     const char *next = worker->scratch;
@@ -81,30 +80,6 @@ static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
         next += (size_t)count * length;
     }
     return UCS_OK;
-}
-
-/* Takes raw tag messages off UCX's queue of unexpected messages, which has no limit, until the program first asks for
- * such messages. The first ones are kept; the others go to Python, which drops them. */
-static void collect_raw(tu_worker_t *worker)
-{
-    ucp_tag_recv_info_t info;
-    ucp_tag_message_h message;
-
-    while (tu_ring_has_slack(worker) && worker->collected < TU_BATCH_BYTES) {
-        message = ucp_tag_probe_nb(worker->worker, 0, worker->claimed_bit, 1, &info);
-        if (message == NULL) {
-            return;
-        }
-        if (worker->kept_count < TU_RAW_KEPT && info.length <= TU_RAW_BYTES - worker->kept_bytes) {
-            worker->kept[worker->kept_count++] = (tu_kept_t){message, info.sender_tag, info.length};
-            worker->kept_bytes += info.length;
-        } else {
-            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
-                           (uint64_t)(uintptr_t)message);
-            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
-        }
-    }
-    worker->behind = true;
 }
 
 static bool has_room(const tu_worker_t *worker)
@@ -140,9 +115,6 @@ void tu_inbox_collect(tu_worker_t *worker)
         }
         message = ucp_tag_probe_nb(worker->worker, worker->claimed_bit, worker->claimed_bit, 1, &info);
         if (message == NULL) {
-            if (!worker->raw_used) {
-                collect_raw(worker);
-            }
             return;
         }
         batch = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;

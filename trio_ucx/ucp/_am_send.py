@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from .._native import ffi, lib
-from ._engine.operations import EndpointCore, Operation
+from ._engine.operations import Operation, Scope
 from ._engine.posting import pending_operation, pin
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
@@ -48,7 +48,7 @@ class _Send(Operation):
 
 
 def post_am_send(
-    core: EndpointCore, id: int, data: Buffer, header: Buffer, reply: bool, protocol: SendProtocol
+    core: Scope, id: int, data: Buffer, header: Buffer, reply: bool, protocol: SendProtocol
 ) -> Operation | None:
     """Posts an active message; None when UCX has taken all of it already."""
     id = check_integer(id, "the id", 0, MAX_ID)

@@ -118,7 +118,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         has opened no endpoint to it: what UCX has then, it may take away at any time.
         """
         core = self._arrival.engine.endpoints.get(self._arrival.sender)
-        return core.facade() if core is not None and core.handle is not None else None
+        return core.user_object() if core is not None and core.handle is not None else None
 
     @property
     def data(self) -> memoryview:

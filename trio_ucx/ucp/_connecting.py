@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .._native import ffi, lib
@@ -14,7 +13,6 @@ from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
 from ._address_format import PADDING, parse_worker_address, with_uid
 from ._engine.engine import Engine
-from ._engine.numbering import NotRequested
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._network_part import without_shared_memory
@@ -56,123 +54,58 @@ def accept_request(
 
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    core = _make_to_worker(engine, address, options, repr(address), raw=True)
+    core = _make_to_worker(engine, address, options, repr(address))
     watch_process(core, address.process)
     return core
 
 
-def connect_for_atomics(core: EndpointCore, address: WorkerAddress) -> EndpointCore:
-    """An endpoint for atomics: it has no error handling, and fails with the endpoint that it belongs to."""
-    core.engine.has_atomics_endpoints = True
-    return _connect_beside(core, address, opening.WITHOUT_ERROR_HANDLING, f"{address!r}, for atomics")
-
-
 def connect_for_memory(core: EndpointCore) -> EndpointCore:
-    """The endpoint beside a Connection's that reaches the peer's memory.
+    """The endpoint beside one that Connections share, by which UCX reaches the peer's memory. It ends when that does.
 
     UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
-    answers under way, so it must not be a Connection's, which both sides may close at any time.
+    answers under way, so it must not be a Connection's, which both sides may close at any time. UCX gets the peer's
+    address with a random uid: so this is none of the generations that both sides count (:mod:`._engine.pairs`).
     """
     if core.memory_endpoint is None or core.memory_endpoint.handle is None:
-        assert core.peer_address is not None
+        engine, address = core.engine, core.peer_address
+        assert address is not None
         label = f"{core.label}, for its memory"
-        core.memory_endpoint = _connect_beside(core, core.peer_address, opening.DEFAULT, label)
+        if address.uid == engine.address.uid:
+            endpoint = _make_to_worker(engine, address, opening.DEFAULT, label)
+        else:
+            blob = with_uid(_usable_part(engine, address, opening.DEFAULT), secrets.randbits(64))
+            endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
+        endpoint.origin, endpoint.beside = core.origin, core
+        core.memory_endpoint = endpoint
+        if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
+            endpoint.follow(core)
     return core.memory_endpoint
 
 
-def _connect_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
-    """Makes an endpoint that ends when ``core`` does."""
-    endpoint = _make_beside(core, address, options, label)
-    endpoint.origin = core.origin
-    if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
-        endpoint.follow(core)
-    return endpoint
+def connect_shared(engine: Engine, address: WorkerAddress, generation: int, label: str) -> EndpointCore | None:
+    """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.pairs`.
 
-
-def _make_beside(core: EndpointCore, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
-    """Makes an endpoint beside another one to the same worker.
-
-    Beside a Connection's endpoint, UCX gets the peer's address with a random uid. So UCX at the peer makes a new
-    endpoint for it. Here it does not compare the address, which may be false, with what the peer's UCX says.
-    """
-    engine = core.engine
-    if core.owner is None or address.uid == engine.address.uid:
-        return _make_to_worker(engine, address, options, label, raw=True)
-    blob = with_uid(_usable_part(engine, address, options), secrets.randbits(64))
-    return _make_from(engine, address, blob, options, label)
-
-
-def connect_paired(engine: Engine, address: WorkerAddress, uid: int, number: int, label: str) -> EndpointCore | None:
-    """Makes our endpoint with this number, or takes one that was made before. UCX pairs it with the peer's.
-
-    The worker with the greater uid adopts its endpoint: see :mod:`._engine.numbering`.
-
-    Args:
-        uid: of that worker.
+    An endpoint to this worker itself is not shared: UCX connects it with itself.
 
     Returns:
-        None when the number cannot be used: see :meth:`PeerNumbers.make`.
-
-    Raises:
-        NotRequested: there is nothing to adopt.
+        None if the endpoint of this generation cannot be had.
     """
 
-    make = partial(_adopt if uid < engine.address.uid else _make_numbered, engine, address)
-    if uid == engine.address.uid:  # UCX connects such an endpoint with itself
-        core: EndpointCore | None = make(True)
-    else:
-        engine.safety_net.watch()  # it closes fillers that no connection uses
-        core = engine.numbering.of(uid).make(number, make, address.ucx)
-    if core is not None:
-        core.label = label
-        core.set_peer(address)  # an earlier handshake may have named other features for this worker
-    return core
+    def make() -> EndpointCore:
+        return _make_to_worker(engine, address, opening.DEFAULT, label)
+
+    with_itself = address.uid == engine.address.uid
+    return make() if with_itself else engine.pairs.of(address.uid).get(generation, address, make)
 
 
-def _make_numbered(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
-    return _make_to_worker(engine, address, _numbered_options(error_handling), repr(address), raw=False)
+def _make_to_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
+    blob, pair = _usable_part(engine, address, options), engine.pairs.of(address.uid)
 
+    def count(status: int) -> None:
+        if status != Status.NO_MEMORY:  # UCX uses a number up even if it cannot make the endpoint
+            pair.made()
 
-def _numbered_options(error_handling: bool) -> EndpointOptions:
-    return opening.DEFAULT if error_handling else opening.WITHOUT_ERROR_HANDLING
-
-
-def _adopt(engine: Engine, address: WorkerAddress, error_handling: bool) -> EndpointCore:
-    """Takes the endpoint that UCX has made for the peer's next one.
-
-    Raises:
-        NotRequested: there is none.
-    """
-    options, uid = _numbered_options(error_handling), address.uid
-    how = options.native(None)
-
-    def create(id: int, out: Any) -> int:
-        status = lib.tu_endpoint_adopt(engine.handle, id, uid, how, out)
-        _count(engine, uid, options, status)
-        return status
-
-    try:
-        return _make_known(engine, address, options, repr(address), create)
-    except OSError as error:
-        if error.errno != errno.EHOSTUNREACH:
-            raise
-        raise NotRequested(errno.EPROTO, "the peer's UCX has not requested this endpoint") from None
-
-
-def _make_to_worker(
-    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, *, raw: bool
-) -> EndpointCore:
-    blob, uid = _usable_part(engine, address, options), address.uid
-    core = _make_from(engine, address, blob, options, label, lambda status: _count(engine, uid, options, status))
-    if raw:
-        engine.numbering.of(uid).add_raw(core)
-    return core
-
-
-def _count(engine: Engine, uid: int, options: EndpointOptions, status: int) -> None:
-    """Counts an endpoint that UCX has made, or failed to make: both use up a number."""
-    if status != Status.NO_MEMORY:
-        engine.numbering.of(uid).made(error_handling=options.error_mode is not ErrorMode.NONE)
+    return _make_from(engine, address, blob, options, label, count)
 
 
 def _make_from(
@@ -191,13 +124,6 @@ def _make_from(
         tried(status)
         return status
 
-    return _make_known(engine, address, options, label, create)
-
-
-def _make_known(
-    engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str, create: Callable[[int, Any], int]
-) -> EndpointCore:
-    """Makes an endpoint whose peer's address is known."""
     core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
     core.set_peer(address)
     return core

@@ -49,8 +49,7 @@ DEFAULT_OPTIONS: Mapping[str, str] = {
     # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
     "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
     # Endpoints by worker address resolve the peer's endpoint at once, and are up then. Otherwise the first large
-    # message resolves it. Then a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices,
-    # and an atomic that waits for it ends our process when its peer dies meanwhile.
+    # message resolves it, and a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices.
     "RESOLVE_REMOTE_EP_ID": "y",
 }
 if ucx.version >= WELL_CONFIGURABLE:
@@ -78,15 +77,6 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
         "TCP_PUT_ENABLE": "n",
         **DEFAULT_OPTIONS,
     }
-
-
-def default_options(features: Feature) -> Mapping[str, str]:
-    """The options of a context that the user has not chosen."""
-    if features & _MEMORY:
-        return DEFAULT_OPTIONS  # UCX ends the process when it has to abort an atomic: so it must have no number for it
-    # Messages name even endpoints without error handling by numbers. By default they name these by their addresses in
-    # memory, which UCX uses although it has destroyed such an endpoint because the peer concealed what it is.
-    return {**DEFAULT_OPTIONS, "PROTO_INDIRECT_ID": "y"}
 
 
 class WorkerOfContext(Protocol):
@@ -152,7 +142,7 @@ class Context(metaclass=OpenedNotConstructed):
         keepalive = _keepalive_options(keepalive_interval, chosen)
         defaults = {
             name: value
-            for name, value in default_options(features).items()
+            for name, value in DEFAULT_OPTIONS.items()
             if name not in chosen and f"UCX_{name}" not in os.environ
         }
         received = _memory_units(in_force("TCP_RX_SEG_SIZE", chosen) or "64k")
@@ -274,11 +264,6 @@ class Context(metaclass=OpenedNotConstructed):
         """The lowest and the highest port at which its workers may listen (TCP_PORT_RANGE); (0, 0) if at any."""
         lowest, _, highest = (in_force("TCP_PORT_RANGE", self.config) or "0").partition("-")
         return (int(lowest), int(highest or lowest)) if lowest.isdecimal() and (highest or "0").isdecimal() else (0, 0)
-
-    @property
-    def requests_other_ends(self) -> bool:
-        """Whether UCX requests the other end as soon as an endpoint is made (RESOLVE_REMOTE_EP_ID)."""
-        return self._is_on("RESOLVE_REMOTE_EP_ID")
 
     @property
     def shared_memory_handles_errors(self) -> bool:
@@ -518,7 +503,7 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
 
 def with_chosen_options(doing: str, options: Mapping[str, str]) -> str:
     """What failed, with the options that may be why. UCX says only in its log which one it refuses."""
-    chosen = option_limits.chosen(options, {**default_options(Feature(0)), "POSIX_SHM_MIN_SIZE": "inf"})
+    chosen = option_limits.chosen(options, {**DEFAULT_OPTIONS, "POSIX_SHM_MIN_SIZE": "inf"})
     return f"{doing}, with the options {chosen} (UCX's log says what it refuses)" if chosen else doing
 
 

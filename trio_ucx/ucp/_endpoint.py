@@ -16,7 +16,7 @@ from .._native import ffi, lib, ucx
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore, under_way, with_endpoints_beside
+from ._engine.operations import EndpointCore, Scope, under_way, with_endpoints_beside
 from ._engine.posting import completed, flush
 from ._memory.buffers import Buffer
 from ._memory.registered import MemoryDescriptor
@@ -94,10 +94,13 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
         )
     if status != Status.OK:
         raise error_from_status(status, "asking for an endpoint's transports", core.origin)
-    lines = ffi.string(text).decode().splitlines()
-    lanes = (Transport(*line.split("/", 1)) for line in lines)
+    return as_transports(ffi.string(text).splitlines())
+
+
+def as_transports(lanes: list[bytes]) -> tuple[Transport, ...]:
+    transports = (Transport(*lane.decode().split("/", 1)) for lane in lanes)
     # The one without a device is the connection manager, which carries no data.
-    return tuple(lane for lane in lanes if lane.device)
+    return tuple(transport for transport in transports if transport.device)
 
 
 def query_name(core: EndpointCore) -> str:
@@ -131,10 +134,10 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     """
 
     _worker: Worker
-    _core: EndpointCore
+    #: What its operations belong to: the endpoint, or a Connection's share in it.
+    _scope: Scope
     _local: tuple[str, int] | None = None
     _remote: tuple[str, int] | None = None
-    _closing: bool = False
     #: Whether a task is in :meth:`aclose`, waiting for the flush.
     _flushing: bool = False
     _name: str | None = None
@@ -143,8 +146,16 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     _reader: StreamReader = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._reader = StreamReader(self._core)
-        self._core.facade = weakref.ref(self)
+        self._reader = StreamReader(self._scope)
+        self._scope.facade = weakref.ref(self)
+
+    @property
+    def _core(self) -> EndpointCore:
+        return self._scope.native
+
+    @property
+    def _is_of_connection(self) -> bool:
+        return self._scope is not self._core
 
     @property
     def worker(self) -> Worker:
@@ -154,7 +165,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     @property
     def alive(self) -> bool:
         """Whether it is open and not known to be broken."""
-        return self._core.handle is not None and not self._closing and self._core.engine.usable
+        return self._scope.handle is not None and not self._scope.closing and self._core.engine.usable
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -186,7 +197,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         if self._has_not_ended:
             self._transports = query_transports(self._core)
-        return self._transports
+        return self._transports or as_transports(self._core.lanes_when_greeted)
 
     @property
     def name(self) -> str:
@@ -202,7 +213,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @property
     def _has_not_ended(self) -> bool:
-        return self._core.problem() is None and self._core.engine.usable
+        return self._scope.problem() is None and self._core.engine.usable
 
     def _remember(self) -> None:
         """Asks UCX what can be asked after the end, too."""
@@ -236,21 +247,21 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises: nothing, also after the close.
         """
-        return [operation.describe() for core in with_endpoints_beside(self._core) for operation in core.under_way()]
+        return [operation.describe() for one in with_endpoints_beside(self._scope) for operation in one.under_way()]
 
     def statistics(self) -> EndpointStatistics:
         """Returns what it has in flight.
 
         Raises: nothing, also after the close.
         """
-        pending = [operation for core in with_endpoints_beside(self._core) for operation in core.pending]
+        pending = [operation for one in with_endpoints_beside(self._scope) for operation in one.pending]
         return EndpointStatistics(len(pending), sum(operation.detached for operation in pending))
 
     def _check(self) -> None:
         self._core.engine.check()
-        if self._closing:
+        if self._scope.closing:
             raise trio.ClosedResourceError("this endpoint was closed")
-        self._core.check()
+        self._scope.check()
 
     @enable_ki_protection
     async def tag_send(self, data: Buffer, tag: int) -> None:
@@ -275,7 +286,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        await completed(post_send(self._core, data, tag), self._core.engine)
+        await completed(post_send(self._scope, data, tag), self._core.engine)
 
     @enable_ki_protection
     async def tag_send_sync(self, data: Buffer, tag: int) -> None:
@@ -290,7 +301,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        await completed(post_send(self._core, data, tag, sync=True), self._core.engine)
+        await completed(post_send(self._scope, data, tag, sync=True), self._core.engine)
 
     @enable_ki_protection
     async def am_send(
@@ -327,7 +338,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        await completed(post_am_send(self._core, id, data, header, reply, protocol), self._core.engine)
+        await completed(post_am_send(self._scope, id, data, header, reply, protocol), self._core.engine)
 
     @enable_ki_protection
     async def stream_send(self, data: Buffer) -> None:
@@ -348,7 +359,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        await completed(post_stream_send(self._core, data), self._core.engine)
+        await completed(post_stream_send(self._scope, data), self._core.engine)
 
     @enable_ki_protection
     async def stream_receive(self, buffer: Buffer, *, exact: bool = False) -> int:
@@ -396,7 +407,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
         self._check()
-        return attach(self._check, self._core, descriptor)
+        return attach(self._check, self._scope, descriptor)
 
     @enable_ki_protection
     async def flush(self) -> None:
@@ -411,19 +422,21 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        await flush(self._core)
+        await flush(self._scope)
 
     @enable_ki_protection
     def abort(self) -> None:
         """Closes by force, at once (``ucp_ep_close_nbx`` with FORCE). A plain function; closed already: no effect.
 
-        Raises: nothing.
+        Raises:
+            RuntimeError: it is the endpoint of a Connection that is open: abort or close that.
         """
         self._core.engine.check_thread()
+        self._check_is_not_shared()
         self._remember()
-        self._closing = True
+        self._scope.closing = True
         if self._core.engine.usable:
-            self._core.close()
+            self._scope.close()
 
     @enable_ki_protection
     async def aclose(self, mode: CloseMode = CloseMode.FLUSH) -> None:
@@ -441,31 +454,39 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
                 be flushed, and no operation on this endpoint has reported that yet. The endpoint is closed
                 nevertheless. (UCX cannot tell whether the data had arrived; a :class:`trio_ucx.Connection` can.)
             trio.ClosedResourceError: with FLUSH, it was closed by force meanwhile.
+            RuntimeError: it is the endpoint of a Connection that is open: close that.
             TypeError: ``mode`` is no :class:`CloseMode`.
         """
         check_mode(mode)
         self._core.engine.check_thread()
+        self._check_is_not_shared()
         if mode is CloseMode.FORCE:
             self.abort()
             await trio.lowlevel.checkpoint()
-        elif self._closing or self._core.handle is None or not self._core.engine.usable:
+        elif self._scope.closing or self._scope.handle is None or not self._core.engine.usable:
             await self._closed_already()
         else:
             self._remember()
-            self._closing = True
+            self._scope.closing = True
             await self._flush_and_close()
+
+    def _check_is_not_shared(self) -> None:
+        if self._is_of_connection and self._scope.handle is not None and self._core.engine.usable:
+            raise RuntimeError(
+                "this endpoint belongs to all Connections between two workers: close or abort the Connection instead"
+            )
 
     async def _closed_already(self) -> None:
         """It was closed, is being closed, or has failed."""
-        closed, self._closing = self._closing, True
+        closed, self._scope.closing = self._scope.closing, True
         try:
             await trio.lowlevel.checkpoint()
         except trio.Cancelled:
             if self._flushing:
                 self.abort()
             raise
-        if not closed and self._core.unflushed and not self._core.told:
-            _raise_if_broken(self._core)
+        if not closed and self._scope.unflushed and not self._scope.told:
+            _raise_if_broken(self._scope)
 
     async def _flush_and_close(self) -> None:
         self._flushing = True
@@ -492,14 +513,16 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def __del__(self) -> None:
         if self._core.engine.birth.inherited:
             return
-        if not self._closing and self._core.handle is not None:
+        if self._is_of_connection:
+            return
+        if not self._scope.closing and self._core.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
         elif self._core.stream_buffer is not None:
             self._core.engine.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
 
     def __repr__(self) -> str:
-        state = "open" if self.alive else "broken" if self._core.error is not None else "closed"
-        return f"<trio_ucx.ucp.Endpoint to {self._core.label}, {state}>"
+        state = "open" if self.alive else "broken" if self._scope.error is not None else "closed"
+        return f"<trio_ucx.ucp.Endpoint to {self._scope.label}, {state}>"
 
 
 async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE_TIMEOUT) -> None:
@@ -530,12 +553,12 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     await trio.lowlevel.cancel_shielded_checkpoint()
 
 
-def _raise_if_broken(core: EndpointCore) -> None:
+def _raise_if_broken(core: Scope) -> None:
     if core.error is not None:
         raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error, core.origin)
 
 
-def close_in_background(engine: Engine, core: EndpointCore, function: Any) -> None:
+def close_in_background(engine: Engine, core: Scope, function: Any) -> None:
     """Goes on with a close whose task was cancelled; by force, where the run cannot."""
 
     async def run() -> None:

@@ -12,12 +12,12 @@ from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore, Operation
+from ._engine.operations import Operation, Scope
 from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import Piece, StreamBuffer
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
-from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
+from ._util import OpenedNotConstructed, warn_resource
 
 
 @attrs.define(eq=False, repr=False)
@@ -71,7 +71,7 @@ class StreamData(metaclass=OpenedNotConstructed):
             return "<trio_ucx.ucp.StreamData, released>"
 
 
-def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
+def post_stream_send(core: Scope, data: Buffer) -> Operation | None:
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
@@ -85,15 +85,15 @@ def post_stream_send(core: EndpointCore, data: Buffer) -> Operation | None:
 class StreamReader:
     """One task at a time takes what an endpoint's stream buffer holds, or waits for more."""
 
-    def __init__(self, core: EndpointCore) -> None:
+    def __init__(self, core: Scope) -> None:
         self._core = core
-        self._guard = ConflictDetector("another task is receiving from this stream")
+        self._guard = core.native.stream_guard
 
     def _open_buffer(self) -> StreamBuffer:
         core = self._core
         core.engine.check()
         core.require(Feature.STREAM, "receiving from a UCP stream")
-        stream_buffer = core.open_stream_buffer()
+        stream_buffer = core.native.open_stream_buffer()
         if core.handle is None and core.error is None:
             core.check()  # we closed it
         return stream_buffer

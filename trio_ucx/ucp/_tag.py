@@ -6,7 +6,7 @@ import attrs
 
 from .._native import lib
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore, Operation, ReceiveOperation
+from ._engine.operations import Operation, ReceiveOperation, Scope
 from ._engine.posting import pending_operation, pin
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
@@ -74,7 +74,7 @@ def check_feature(engine: Engine) -> None:
         engine.context.require(Feature.TAG, "receiving tag messages")
 
 
-def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False) -> Operation | None:
+def post_send(core: Scope, data: Buffer, tag: int, *, sync: bool = False) -> Operation | None:
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
@@ -91,7 +91,7 @@ def post_send(core: EndpointCore, data: Buffer, tag: int, *, sync: bool = False)
     return pending_operation(core.engine, verdict, pins, "sending a message", core)
 
 
-def post_bytes_send(core: EndpointCore, data: bytes, tag: int) -> Operation | None:
+def post_bytes_send(core: Scope, data: bytes, tag: int) -> Operation | None:
     """The short way for bytes that UCX will hardly keep: they are pinned only if it does."""
     core.unflushed = True
     verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)

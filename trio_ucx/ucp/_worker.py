@@ -45,9 +45,8 @@ class Worker(metaclass=OpenedNotConstructed):
 
     It belongs to the thread and the run that opened it. Raw tag messages of any sender arrive at the worker, not at an
     endpoint. From the first Connection or listener for Connections on, tags with bit 63 set belong to the Connections:
-    :meth:`tag_receive` and :meth:`tag_probe` match no such messages, whatever the mask. Of the others, the first 64
-    messages (16 MiB at most) are kept until the program first calls :meth:`tag_receive` or :meth:`tag_probe`, and all
-    messages after that. A worker that never has Connections leaves all 64 bits to the program.
+    :meth:`tag_receive` and :meth:`tag_probe` match no such messages, whatever the mask. A worker that never
+    has Connections leaves all 64 bits to the program.
     """
 
     _context: Context
@@ -473,7 +472,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _with_stream_data(self) -> list[Endpoint]:
         ready = [
-            core.facade()
+            core.user_object()
             for core in endpoints_of(self._engine)
             if core.stream_buffer is not None and core.stream_buffer.size
         ]
@@ -505,7 +504,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """Orders remote memory operations: those after it happen after those before it, endpoint by endpoint.
 
         If UCX's own puts and gets are in flight, this calls ``ucp_worker_fence``, which may wait for them and block the
-        thread. It does not order UCX's own atomics, which use endpoints of their own, with puts and gets.
+        thread. It does not order atomics with UCX's own puts and gets: flush in between.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.

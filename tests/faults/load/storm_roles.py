@@ -231,7 +231,7 @@ class Cycle:
         await connection.aclose() if self.chance.random() < 0.5 else connection.abort()
 
     def _die(self) -> None:
-        """By ``os._exit``, or over TCP inside UCX perhaps: see ``hostile_steps.py``."""
+        """By ``os._exit``, or over TCP inside UCX perhaps: over shared memory that could stop the server's queue."""
         if os.environ.get("UCX_TLS") != "tcp" or self.chance.random() < 0.5:
             os._exit(EXIT)
         threading.Timer(self.chance.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()

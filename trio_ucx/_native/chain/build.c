@@ -46,7 +46,7 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
     return (int)chain->target_count++;
 }
 
-void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey, unsigned max_atomics,
+void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey,
                    const tu_way_t *way)
 {
     tu_target_t *bound = chain->targets[target];
@@ -55,16 +55,15 @@ void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, 
     if (way != NULL) {
         bound->way = *way;
     }
-    bound->endpoint    = endpoint;
-    bound->rkey        = rkey;
-    bound->max_atomics = max_atomics;
+    bound->endpoint = endpoint;
+    bound->rkey     = rkey;
 }
 
 static bool make_room(tu_chain_t *chain)
 {
     uint32_t room = chain->room == 0 ? FIRST_ROOM : chain->room * 2;
     tu_node_t **nodes;
-    uint64_t *ready, *atomics;
+    uint64_t *ready;
 
     if (chain->count < chain->room) {
         return true;
@@ -79,14 +78,8 @@ static bool make_room(tu_chain_t *chain)
         return false;
     }
     chain->ready = ready;
-    atomics      = tu_realloc(chain->atomics, room / 8);
-    if (atomics == NULL) {
-        return false;
-    }
-    memset(atomics + chain->room / 64, 0, (room - chain->room) / 8);
-    chain->atomics = atomics;
-    chain->memory += (room - chain->room) * sizeof(*nodes) + (room - chain->room) / 4;
-    chain->room    = room;
+    chain->memory += (room - chain->room) * sizeof(*nodes) + (room - chain->room) / 8;
+    chain->room = room;
     return true;
 }
 
@@ -305,9 +298,6 @@ int tu_chain_add(tu_chain_t *chain, const tu_chain_request_t *request)
         return UCS_ERR_NO_MEMORY;
     }
     chain->memory += builder.memory;
-    if (copied.kind == TU_CHAIN_ATOMIC) {
-        chain->atomics[chain->count / 64] |= (uint64_t)1 << chain->count % 64;
-    }
     chain->nodes[chain->count] = node;
     return (int)chain->count++;
 }
@@ -327,7 +317,6 @@ void tu_chain_destroy(tu_chain_t *chain)
     }
     free(chain->nodes);
     free(chain->ready);
-    free(chain->atomics);
     free(chain->targets);
     free(chain);
 }

@@ -53,21 +53,12 @@ typedef struct tu_node {
     bool flushed;              /* a put that is known to have happened */
     tu_list_t completed_link;  /* in `completed` of the chain: UCX is done with it, and run.c has not seen it yet */
     bool lost;                 /* its endpoint has gone: nothing waits for UCX to complete it */
-    bool counted;              /* it counts among the atomics of UCX that its endpoint has in flight */
-    uint64_t operand[1];       /* of an atomic */
 
     tu_chain_request_t request; /* its arrays are the chain's copies */
     char *payload;             /* assembled from parts; NULL if it is one piece of the user's memory */
     size_t payload_size;
     size_t edge_room;
 } tu_node_t;
-
-/* Whether chains wait for a place among the atomics of an endpoint. */
-typedef enum tu_places {
-    TU_PLACES_NOBODY_WAITS,
-    TU_PLACES_AWAITED,
-    TU_PLACES_FREE,            /* one has become free since, for which another request may wait */
-} tu_places_t;
 
 /* A target of requests: an endpoint, or memory that is reached by it. */
 typedef struct tu_target {
@@ -77,7 +68,6 @@ typedef struct tu_target {
     uint64_t address;
     uint64_t length;
     tu_way_t way;              /* how to reach the memory without UCX's puts and gets, if that is possible */
-    unsigned max_atomics;      /* the most of UCX's atomics that may be under way on its endpoint */
     bool written;              /* by puts of UCX's that no flush has followed yet */
     bool flushing;
     bool lost;
@@ -92,7 +82,6 @@ struct tu_chain {
     bool freed;                /* to be destroyed as soon as UCX is done with it */
 
     tu_node_t **nodes;
-    uint64_t *atomics;         /* bits: which nodes are atomics */
     uint32_t count, room;
     tu_target_t **targets;
     uint32_t target_count;
@@ -111,7 +100,6 @@ struct tu_chain {
     uint32_t lost;             /* requests that UCX still has, whose endpoints have gone: the run does not wait for them */
     bool lost_for_good;        /* UCX may not complete some of these before the worker is destroyed */
     uint64_t wake_at;          /* when a delayed request may begin; 0: none waits */
-    bool blocked;              /* a request waits for a place among the atomics of an endpoint */
     bool cancelled;
 };
 
@@ -127,7 +115,6 @@ struct tu_chains {
     unsigned calls;
     uint64_t wake;             /* when a delayed request may begin; 0: none waits */
     int timer;                 /* fires then */
-    tu_places_t places;        /* among the atomics of an endpoint */
 };
 
 /* Why something could not be evaluated. */
@@ -165,8 +152,6 @@ ucs_status_t tu_chains_open(tu_worker_t *worker);
 /* post.c. Begin: the node is ready. Go on: UCX is done with its request, or with the flush after it. */
 void tu_node_begin(tu_node_t *node);
 void tu_node_go_on(tu_node_t *node);
-bool tu_node_has_no_place(const tu_node_t *node);
-bool tu_chain_has_no_place(const tu_chain_t *chain);
 bool tu_node_is_written(const tu_node_t *node);
 bool tu_node_has_data(const tu_node_t *node);
 

@@ -199,7 +199,7 @@ static const char *payload(tu_node_t *node)
 
 /* ---- requests ---- */
 
-/* Whether a target's memory can be reached without UCX's puts, gets and atomics, with local memory of this kind. */
+/* Whether a target's memory can be reached without UCX's puts and gets, with local memory of this kind. */
 static bool bypasses_ucx_rma(const tu_target_t *target, int memory)
 {
     return target->way.messages || (target->way.local != NULL && memory <= TU_MEMORY_HOST);
@@ -292,26 +292,6 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
                                target->rkey, &param));
 }
 
-/* Posts an atomic of UCX's. */
-static void post_atomic(tu_node_t *node, tu_target_t *target, tu_integer_t operand, tu_integer_t swapped)
-{
-    size_t size = node->request.size;
-    char *reply = node->result; /* for UCX also what a compare-and-swap stores */
-    ucp_request_param_t param;
-
-    tu_integer_store(node->operand, operand, size, false);
-    tu_integer_store(reply, swapped, size, false);
-    node->counted = true;
-    target->endpoint->atomics++;
-    begin_post(node, &param, TU_MEMORY_HOST);
-    param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_REPLY_BUFFER;
-    param.datatype      = ucp_dt_make_contig(size);
-    param.reply_buffer  = reply;
-    node->chain->worker->unfenced = true;
-    end_post(node, ucp_atomic_op_nbx(target->endpoint->ep, tu_atomic_operations[node->request.atomic], node->operand, 1,
-                                     target->address + node->offset, target->rkey, &param));
-}
-
 static void begin_atomic(tu_node_t *node, tu_target_t *target)
 {
     tu_integer_t operand, swapped;
@@ -323,10 +303,6 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     }
     if ((target->address + node->offset) % node->request.size != 0) {
         out_of_bounds(node, UCS_ERR_INVALID_PARAM);
-        return;
-    }
-    if (!bypasses_ucx_rma(target, TU_MEMORY_HOST)) {
-        post_atomic(node, target, operand, swapped);
         return;
     }
     atomic = (tu_atomic_terms_t){
@@ -420,43 +396,6 @@ static void follow_arrived(tu_node_t *node)
     }
 }
 
-/* Whether as many of UCX's atomics are under way on its endpoint as may be. */
-static bool is_full(const tu_target_t *target)
-{
-    return target->endpoint != NULL && !bypasses_ucx_rma(target, TU_MEMORY_HOST) &&
-           target->endpoint->atomics >= target->max_atomics;
-}
-
-/* Whether it must wait for a place among the atomics of its endpoint. _rma/atomics.py says why their number is limited. */
-bool tu_node_has_no_place(const tu_node_t *node)
-{
-    const tu_chain_t *chain = node->chain;
-    size_t i;
-
-    if (node->request.kind != TU_CHAIN_ATOMIC || node->dependency_failed) {
-        return false;
-    }
-    for (i = 0; i < node->request.target_count; i++) { /* any of them may be chosen */
-        if (is_full(chain->targets[node->request.targets[i]])) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Whether no atomic of the chain can have a place. */
-bool tu_chain_has_no_place(const tu_chain_t *chain)
-{
-    uint32_t i;
-
-    for (i = 0; i < chain->target_count; i++) {
-        if (!is_full(chain->targets[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
 void tu_node_begin(tu_node_t *node)
 {
     tu_integer_t holds;
@@ -515,13 +454,6 @@ void tu_node_go_on(tu_node_t *node)
     tu_target_t *target = chain->targets[node->target];
     int kind            = node->request.kind;
 
-    if (node->counted && target->endpoint != NULL) {
-        target->endpoint->atomics--;
-        if (chain->worker->chains->places == TU_PLACES_AWAITED) {
-            chain->worker->chains->places = TU_PLACES_FREE;
-        }
-    }
-    node->counted = false;
     if (node->status != UCS_OK) {
         if (node->flushing) {
             target->status = node->status; /* the flush was for other puts, too */

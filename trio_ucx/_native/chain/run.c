@@ -52,14 +52,13 @@ static void clear_ready(tu_node_t *node)
     node->chain->ready[node->index / 64] &= ~((uint64_t)1 << node->index % 64);
 }
 
-/* The first node from `index` on that is ready, atomics left out if `no_atomics`; `count` when there is none. */
-static uint32_t next_ready(const tu_chain_t *chain, uint32_t index, bool no_atomics)
+/* The first node from `index` on that is ready; `count` when there is none. */
+static uint32_t next_ready(const tu_chain_t *chain, uint32_t index)
 {
     uint64_t word;
 
     while (index < chain->count) {
-        word = chain->ready[index / 64] & ~(no_atomics ? chain->atomics[index / 64] : 0);
-        word >>= index % 64;
+        word = chain->ready[index / 64] >> index % 64;
         if (word != 0) {
             return index + (uint32_t)__builtin_ctzll(word);
         }
@@ -362,19 +361,12 @@ static void end_run(tu_chain_t *chain)
     }
 }
 
-/* Whether a node may begin now. If not, notes what it waits for. */
+/* Whether a node may begin now. If not, notes when it may. */
 static bool may_begin(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
     tu_chains_t *chains = chain->worker->chains;
 
-    if (tu_node_has_no_place(node)) {
-        if (chains->places == TU_PLACES_NOBODY_WAITS) {
-            chains->places = TU_PLACES_AWAITED;
-        }
-        chain->blocked = true;
-        return false;
-    }
     if (node->not_before > chains->now && node->not_before > (chains->now = tu_now())) {
         if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
             chain->wake_at = node->not_before;
@@ -387,24 +379,17 @@ static bool may_begin(tu_node_t *node)
 /* The next node that is ready and may begin, in turn, so that a request that is retried lets others begin, too. */
 static tu_node_t *next_to_begin(tu_chain_t *chain)
 {
-    uint32_t from  = chain->cursor;
-    uint32_t to    = chain->count;
-    bool looked     = false;
-    bool no_atomics = false;
+    uint32_t from = chain->cursor;
+    uint32_t to   = chain->count;
     uint32_t index;
     int round;
 
     for (round = 0; round < 2; round++) {
-        for (index = next_ready(chain, from, no_atomics); index < to;
-             index = next_ready(chain, index + 1, no_atomics)) {
+        for (index = next_ready(chain, from); index < to; index = next_ready(chain, index + 1)) {
             if (may_begin(chain->nodes[index])) {
                 clear_ready(chain->nodes[index]);
                 chain->cursor = index + 1;
                 return chain->nodes[index];
-            }
-            if (chain->blocked && !looked) { /* only once: thousands may be blocked */
-                looked     = true;
-                no_atomics = tu_chain_has_no_place(chain);
             }
         }
         from = 0;
@@ -464,14 +449,13 @@ static void set_timer(tu_chains_t *chains)
     }
 }
 
-/* Queues the chains whose delay is over at `due`, and perhaps those that wait for a place. */
-static void queue_those(tu_chains_t *chains, bool blocked, uint64_t due)
+/* Queues the chains whose delay is over at `due`. */
+static void queue_those(tu_chains_t *chains, uint64_t due)
 {
     tu_chain_t *chain;
 
     TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
-        if ((blocked && chain->blocked) || (chain->wake_at != 0 && chain->wake_at <= due)) {
-            chain->blocked = false;
+        if (chain->wake_at != 0 && chain->wake_at <= due) {
             chain->wake_at = 0; /* `advance` finds out what it waits for */
             enqueue(chain);
         }
@@ -503,12 +487,8 @@ static unsigned progress(tu_hook_t *hook)
     tu_chain_t *chain;
 
     if (chains->wake != 0 && chains->wake <= (chains->now = tu_now())) {
-        queue_those(chains, false, chains->now);
+        queue_those(chains, chains->now);
         set_timer(chains); /* for the next delay */
-    }
-    if (chains->places == TU_PLACES_FREE) {
-        chains->places = TU_PLACES_NOBODY_WAITS;
-        queue_those(chains, true, 0);
     }
     if (tu_list_is_empty(&chains->queue) || slice_is_over(chains)) {
         return 0; /* they stay queued */
@@ -570,7 +550,6 @@ int64_t tu_chain_run(tu_chain_t *chain)
     chain->running       = true;
     chain->cancelled     = false;
     chain->lost_for_good = false;
-    chain->blocked       = false;
     chain->wake_at       = 0;
     chain->unfinished    = chain->count;
     chain->cursor        = 0;
@@ -654,8 +633,7 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
         tu_node_t *node = chain->nodes[i];
 
         if (node->state == TU_CHAIN_POSTED && !tu_list_is_linked(&node->completed_link) && node->target == index) {
-            node->lost   = true;
-            node->counted = false;
+            node->lost = true;
             chain->lost++;
             chain->in_flight--;
             if (node->flushing) {
@@ -685,32 +663,43 @@ bool tu_chains_in_flight(tu_endpoint_t *endpoint)
     return false;
 }
 
-/* Posts nothing more to an endpoint. Gives up its requests unless UCX is about to complete them. Ends the delays of its
- * chains: what they retry may fail now. */
-static void forget_endpoint(tu_endpoint_t *endpoint, bool ucx_completes)
+/* Posts nothing more to a target. Ends the delays of its chain: what that retries may fail now. */
+static void forget(tu_chain_t *chain, uint32_t index)
+{
+    uint32_t i;
+
+    chain->targets[index]->endpoint = NULL;
+    for (i = 0; i < chain->count; i++) {
+        chain->nodes[i]->not_before = 0;
+    }
+    enqueue(chain);
+}
+
+/* Its user has given a target up: nothing waits for its requests any more, which UCX completes later. */
+void tu_chain_forget(tu_chain_t *chain, uint32_t target)
+{
+    if (chain->running && chain->targets[target]->endpoint != NULL) {
+        lose(chain, target, false);
+        forget(chain, target);
+    }
+}
+
+/* With error handling, UCX is about to complete the requests. */
+static void endpoint_closing(tu_endpoint_t *endpoint)
 {
     tu_chain_t *chain;
-    uint32_t i, j;
+    uint32_t i;
 
     TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
-                chain->targets[i]->endpoint = NULL;
-                if (!ucx_completes) {
-                    lose(chain, i, !endpoint->error_handling);
+                if (!endpoint->error_handling) {
+                    lose(chain, i, true);
                 }
-                for (j = 0; j < chain->count; j++) {
-                    chain->nodes[j]->not_before = 0;
-                }
-                enqueue(chain);
+                forget(chain, i);
             }
         }
     }
-}
-
-static void endpoint_closing(tu_endpoint_t *endpoint)
-{
-    forget_endpoint(endpoint, endpoint->error_handling);
 }
 
 static void worker_destroyed(tu_worker_t *worker)

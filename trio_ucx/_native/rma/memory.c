@@ -1,16 +1,7 @@
-/* Registered memory and remote keys; UCX's own puts, gets and atomics. */
+/* Registered memory and remote keys; UCX's own puts and gets. */
 #include <string.h>
 
 #include "rma/rma.h"
-
-const ucp_atomic_op_t tu_atomic_operations[] = {
-    [TU_ATOMIC_ADD]          = UCP_ATOMIC_OP_ADD,
-    [TU_ATOMIC_SWAP]         = UCP_ATOMIC_OP_SWAP,
-    [TU_ATOMIC_COMPARE_SWAP] = UCP_ATOMIC_OP_CSWAP,
-    [TU_ATOMIC_AND]          = UCP_ATOMIC_OP_AND,
-    [TU_ATOMIC_OR]           = UCP_ATOMIC_OP_OR,
-    [TU_ATOMIC_XOR]          = UCP_ATOMIC_OP_XOR,
-};
 
 /* Registers what is at `address`, or allocates when that is NULL. */
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
@@ -112,26 +103,4 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     endpoint->worker->unfenced = true;
     return tu_post_end(&post, ucp_get_nbx(endpoint->ep, post.address, post.count, remote, rkey,
                                           &post.param));
-}
-
-/* `operand`, and `reply` of an atomic that fetches, are `size` bytes (4 or 8) that must stay until the operation is
- * over. A compare-and-swap compares with the operand, and stores what is in `reply`. */
-int64_t tu_atomic(tu_endpoint_t *endpoint, int operation, size_t size, void *operand, void *reply, uint64_t remote,
-                  ucp_rkey_h rkey)
-{
-    tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
-
-    if (verdict != 0) {
-        return verdict;
-    }
-    post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
-    post.param.datatype      = ucp_dt_make_contig(size);
-    if (reply != NULL) {
-        post.param.op_attr_mask |= UCP_OP_ATTR_FIELD_REPLY_BUFFER;
-        post.param.reply_buffer  = reply;
-    }
-    endpoint->worker->unfenced = true;
-    return tu_post_end(&post, ucp_atomic_op_nbx(endpoint->ep, tu_atomic_operations[operation], operand, 1, remote,
-                                                rkey, &post.param));
 }

@@ -1,8 +1,7 @@
 /* The owner's side of remote memory: answers the requests by which peers get and put it, and do atomics on it.
  *
  * Everything in a request is checked: the kind, the token of the memory, the access rights, the range. Answers in
- * flight hold the memory, so that it is not unmapped meanwhile, and are counted for each peer. When a peer goes away,
- * UCX completes the answers to it.
+ * flight hold the memory, so that it is not unmapped meanwhile. When a peer goes away, UCX completes the answers to it.
  *
  * If this process has opened no endpoint to a peer, UCX may free its own endpoint to the peer at any time after the
  * callback that named it.
@@ -27,19 +26,11 @@ struct tu_served {
     bool withdrawn;
 };
 
-/* The number of answers to one peer that are in flight. */
-typedef struct load {
-    tu_list_t link;            /* in its bucket */
-    ucp_ep_h ep;               /* only for comparison: it may have been freed */
-    unsigned count;
-} load_t;
-
 /* An answer in flight, or a put whose data is. */
 typedef struct service {
     tu_list_t link;            /* in the list of its worker */
     tu_worker_t *worker;
     tu_served_t *served;       /* the memory; NULL: none is needed */
-    load_t *load;
     ucp_ep_h ep;
     uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
     tu_remote_answer_t answer; /* UCX sends it from here */
@@ -176,41 +167,6 @@ static unsigned tell_unused(tu_hook_t *hook)
 
 /* ---- answers ---- */
 
-/* Counts one more answer to a peer. Returns UCS_ERR_EXCEEDS_LIMIT if as many as are allowed are in flight to it. */
-static ucs_status_t begin_load(tu_rma_t *rma, ucp_ep_h ep, load_t **out)
-{
-    tu_list_t *bucket = &rma->loads[(uintptr_t)ep / 64 % TU_LOAD_BUCKETS];
-    load_t *load;
-
-    TU_LIST_FOR_EACH(load, bucket, link) {
-        if (load->ep == ep) {
-            if (load->count >= TU_REMOTE_LIMIT) {
-                return UCS_ERR_EXCEEDS_LIMIT;
-            }
-            load->count++;
-            *out = load;
-            return UCS_OK;
-        }
-    }
-    load = tu_calloc(1, sizeof(*load));
-    if (load == NULL) {
-        return UCS_ERR_NO_MEMORY;
-    }
-    load->ep    = ep;
-    load->count = 1;
-    tu_list_append(bucket, &load->link);
-    *out = load;
-    return UCS_OK;
-}
-
-static void end_load(load_t *load)
-{
-    if (--load->count == 0) {
-        tu_list_remove(&load->link);
-        free(load);
-    }
-}
-
 /* Answers a request for which there is no memory. UCX copies the answer; an older one cannot, and nothing is sent. */
 static void refuse(const tu_remote_request_t *request, ucp_ep_h ep)
 {
@@ -224,33 +180,26 @@ static void refuse(const tu_remote_request_t *request, ucp_ep_h ep)
     if (!tu_ucx_has(1, 17)) {
         return;
     }
-    answer.id    = request->id;
-    answer.nonce = request->nonce;
-    sent         = ucp_am_send_nbx(ep, TU_REMOTE_AM_ID, &answer, sizeof(answer), NULL, 0, &param);
+    answer.id = request->id;
+    sent      = ucp_am_send_nbx(ep, TU_REMOTE_AM_ID, &answer, sizeof(answer), NULL, 0, &param);
     if (UCS_PTR_IS_PTR(sent)) {
         ucp_request_free(sent);
     }
 }
 
-/* NULL: there is no memory for it, which the peer is told; or the peer has more requests in flight than it may, and one
- * that does not keep to that is not answered. */
+/* NULL: there is no memory for it; the peer is told so. */
 static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const ucp_am_recv_param_t *param)
 {
-    service_t *service  = tu_calloc(1, sizeof(*service));
-    ucs_status_t status = service == NULL ? UCS_ERR_NO_MEMORY : begin_load(rma, param->reply_ep, &service->load);
+    service_t *service = tu_calloc(1, sizeof(*service));
 
-    if (status != UCS_OK) {
-        if (status == UCS_ERR_NO_MEMORY) {
-            refuse(request, param->reply_ep);
-        }
-        free(service);
+    if (service == NULL) {
+        refuse(request, param->reply_ep);
         return NULL;
     }
-    service->worker       = rma->worker;
-    service->ep           = param->reply_ep;
-    service->answer.kind  = TU_REMOTE_ANSWER;
-    service->answer.id    = request->id;
-    service->answer.nonce = request->nonce;
+    service->worker      = rma->worker;
+    service->ep          = param->reply_ep;
+    service->answer.kind = TU_REMOTE_ANSWER;
+    service->answer.id   = request->id;
     tu_list_prepend(&rma->services, &service->link);
     return service;
 }
@@ -260,7 +209,6 @@ static void end(service_t *service)
     if (service->served != NULL) {
         release(service->worker->rma, service->served);
     }
-    end_load(service->load);
     tu_list_remove(&service->link);
     free(service);
 }
@@ -469,12 +417,7 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 
 ucs_status_t tu_owner_open(tu_rma_t *rma)
 {
-    size_t i;
-
     tu_list_init(&rma->services);
-    for (i = 0; i < TU_LOAD_BUCKETS; i++) {
-        tu_list_init(&rma->loads[i]);
-    }
     tu_hook_init(&rma->unused_hook, tell_unused);
     if ((rma->worker->context->features & UCP_FEATURE_AM) == 0) {
         return UCS_OK;

@@ -1,6 +1,5 @@
 /* Remote memory that this process has not mapped: messages ask its owner, whose answers are checked and taken here. */
 #include <string.h>
-#include <sys/random.h>
 
 #include "rma/transfer.h"
 
@@ -31,28 +30,10 @@ void tu_requester_forget(tu_transfer_t *transfer)
 
 /* ---- requests ---- */
 
-/* Only the peer of this endpoint learns it. */
-static ucs_status_t make_nonce(tu_endpoint_t *endpoint)
-{
-    uint64_t *nonce = &endpoint->transfers.nonce;
-
-    while (*nonce == 0) {
-        if (getrandom(nonce, sizeof(*nonce), 0) != sizeof(*nonce)) {
-            *nonce = 0;
-            return UCS_ERR_IO_ERROR;
-        }
-    }
-    return UCS_OK;
-}
-
-ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset)
+void tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset)
 {
     tu_remote_request_t *request = &transfer->request;
-    ucs_status_t status          = make_nonce(transfer->endpoint);
 
-    if (status != UCS_OK) {
-        return status;
-    }
     switch (transfer->kind) {
     case TU_TRANSFER_ATOMIC:
         request->kind              = TU_REMOTE_ATOMIC;
@@ -67,11 +48,9 @@ ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, 
         request->kind  = TU_REMOTE_GET;
         request->flags = transfer->memory > TU_MEMORY_HOST ? TU_REMOTE_RENDEZVOUS : 0;
     }
-    request->nonce  = tu_le64_from(transfer->endpoint->transfers.nonce);
     request->offset = tu_le64_from(offset);
     request->length = tu_le64_from(transfer->length);
     memcpy(request->token, way->token, sizeof(request->token));
-    return UCS_OK;
 }
 
 static void request_left(tu_transfer_t *transfer, ucs_status_t status)
@@ -188,12 +167,12 @@ static void take_old_value(tu_transfer_t *transfer, const void *data, size_t len
     tu_transfer_conclude(transfer, UCS_OK);
 }
 
-/* Checks and takes an answer. It may come from a peer that only claims to be the owner. */
+/* Checks and takes an answer. */
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length, bool rendezvous)
 {
     tu_transfer_t *transfer = find(rma, tu_le64_to(answer->id));
 
-    if (transfer == NULL || transfer->request.nonce.wire != answer->nonce.wire) {
+    if (transfer == NULL) {
         return; /* the transfer was cancelled meanwhile */
     }
     if (answer->status != 0) {

@@ -1,11 +1,11 @@
-/* Remote memory between two trio_ucx peers, without UCX's own puts, gets and atomics, as far as the rest of the C code
+/* Remote memory between two trio_ucx peers, without UCX's own puts and gets, as far as the rest of the C code
  * needs it.
  *
  *   transfer.c    puts, gets and atomics in the order of their posting; fences, flushes, cancelling
  *   mapped.c      memory that this process has mapped: load, store, and the processor's atomics
  *   requester.c   memory that it has not: messages to the owner, and its answers
  *   owner.c       the owner's side: memory that peers may use, and answers to them
- *   memory.c      registered memory and remote keys; UCX's own puts, gets and atomics
+ *   memory.c      registered memory and remote keys; UCX's own puts and gets
  *
  * docs/wire.md describes the messages.
  */
@@ -46,9 +46,6 @@ typedef struct tu_transfer_params {
     tu_transfer_done_t done;
     void *owner;               /* the argument of `done` */
 } tu_transfer_params_t;
-
-/* UCX's numbers by TU_ATOMIC_... */
-extern const ucp_atomic_op_t tu_atomic_operations[];
 
 /* Prepares a worker for remote memory. */
 ucs_status_t tu_rma_open(tu_worker_t *worker);

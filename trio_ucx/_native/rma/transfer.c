@@ -1,5 +1,5 @@
-/* Puts, gets and atomics without UCX's own, in the order of their posting: by load, store and the processor's atomics if
- * this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
+/* Atomics, and puts and gets without UCX's own, in the order of their posting: by load, store and the processor's
+ * atomics if this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
  *
  * An endpoint's transfers are in a list until they have happened at the owner. They begin in the order of the list, up
  * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry
@@ -196,7 +196,6 @@ static void advance(tu_endpoint_t *endpoint)
 static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, char *local, tu_transfer_t **out)
 {
     tu_transfer_t *transfer = enter(endpoint, params->kind, params->done, params->owner);
-    ucs_status_t status;
 
     if (transfer == NULL) {
         return UCS_ERR_NO_MEMORY;
@@ -207,11 +206,8 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->memory = params->memory;
     transfer->atomic = params->atomic;
     transfer->local  = local;
-    status           = local != NULL ? UCS_OK : tu_requester_prepare(transfer, params->way, params->offset);
-    if (status != UCS_OK) {
-        leave(transfer);
-        dispose(transfer);
-        return status;
+    if (local == NULL) {
+        tu_requester_prepare(transfer, params->way, params->offset);
     }
     *out = transfer;
     return UCS_OK;

@@ -6,7 +6,6 @@
 #include "rma/rma.h"
 
 #define TU_AWAITING_BUCKETS 256 /* of the transfers that wait for an answer, by id */
-#define TU_LOAD_BUCKETS 64      /* of the peers to which answers are in flight: owner.c */
 
 #define TU_REMOTE_GET 1
 #define TU_REMOTE_PUT 2
@@ -16,9 +15,8 @@
 /* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
 
-/* Requests of one endpoint in flight, at most. An owner does not answer those beyond TU_REMOTE_LIMIT. */
+/* Requests of one endpoint in flight, at most. */
 #define TU_REMOTE_WINDOW 64
-#define TU_REMOTE_LIMIT 256
 
 /* The heads of the active messages, as they go over the wire. */
 typedef struct tu_remote_request {
@@ -26,7 +24,6 @@ typedef struct tu_remote_request {
     uint8_t flags;             /* of an atomic: TU_ATOMIC_... */
     uint8_t reserved[6];
     tu_le64_t id;
-    tu_le64_t nonce;           /* of the endpoint; only its peer knows it */
     tu_le64_t offset;
     tu_le64_t length;
     char token[TU_TOKEN_SIZE];
@@ -37,7 +34,6 @@ typedef struct tu_remote_answer {
     uint8_t status;            /* minus the ucs_status_t */
     uint8_t reserved[6];
     tu_le64_t id;
-    tu_le64_t nonce;
 } tu_remote_answer_t;
 
 /* The data of an atomic's request. The data of its answer is the old value, as a tu_le64_t. */
@@ -47,8 +43,8 @@ typedef struct tu_remote_operands {
 } tu_remote_operands_t;
 
 _Static_assert(sizeof(tu_remote_operands_t) == 16, "docs/wire.md");
-_Static_assert(sizeof(tu_remote_request_t) == 56, "docs/wire.md");
-_Static_assert(sizeof(tu_remote_answer_t) == 24, "docs/wire.md");
+_Static_assert(sizeof(tu_remote_request_t) == 48, "docs/wire.md");
+_Static_assert(sizeof(tu_remote_answer_t) == 16, "docs/wire.md");
 
 typedef enum tu_transfer_state {
     TU_TRANSFER_WAITING,
@@ -96,7 +92,6 @@ struct tu_rma {
     tu_list_t copies;          /* that go on with the worker's progress */
     tu_hook_t copy_hook;
     tu_list_t services;        /* requests of peers that are being answered: owner.c */
-    tu_list_t loads[TU_LOAD_BUCKETS];
     tu_hook_t unused_hook;     /* withdrawn memory is no longer in use: a record is due */
 };
 
@@ -117,7 +112,7 @@ void tu_mapped_begin(tu_transfer_t *transfer);
 void tu_mapped_end(tu_transfer_t *transfer);
 
 /* requester.c. Forget: an answer to this transfer is not taken any more. */
-ucs_status_t tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset);
+void tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset);
 void tu_requester_send(tu_transfer_t *transfer);
 void tu_requester_forget(tu_transfer_t *transfer);
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,

@@ -426,10 +426,10 @@ class RequestChain(ChainBuilder):
         the chain can be run again.
 
         Raises:
-            ValueError: remote memory that it refers to was closed, or has no worker's address for UCX's own
-                atomics.
-            RuntimeError: UCX's own requests are needed, and the owner of the memory would never answer them.
-            OSError, UCXError: a connection for atomics, or for memory, cannot be opened, or used for this memory.
+            ValueError: remote memory that it refers to was closed.
+            RuntimeError: the owner of the memory would never answer a get or a put, or does no atomics for others: see
+                :class:`RemoteMemory`.
+            OSError, UCXError: a connection for memory cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
                 or broke.
@@ -459,7 +459,9 @@ class RequestChain(ChainBuilder):
             verdict,
             None,
             "running a request chain",
-            kind=lambda engine, id, pins, doing, core: self._begun(Run(self, keys, engine, id)),
+            kind=lambda engine, id, pins, doing, core: self._begun(
+                Run(self, self._native.handle, list(self._targets.values()), keys, engine, id)
+            ),
         )
         await completed(operation, self._engine)
         return outcomes
@@ -480,8 +482,7 @@ class RequestChain(ChainBuilder):
                 raise ValueError("remote memory that this request chain refers to was closed")
         keys = [key for target in self._targets.values() if (key := target.bind(self._native.handle)) is not None]
         for target in self._targets.values():
-            assert target.core is not None
-            target.core.unflushed = True
+            target.scope.unflushed = True
         return keys
 
     def _begun(self, run: Run) -> Run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, overload
 
 import attrs
@@ -15,15 +17,14 @@ from ..._native import ffi, lib
 from .._descriptors import opened
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
-from .._engine.operations import EndpointCore, Operation
+from .._engine.operations import Operation, Scope
 from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
-from .._rma.atomics import LIMIT, LIMIT_OVER_TCP
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key, Way, connect
-from .._status import Status, error_from_status
+from .._rma.ways import Key, Way
+from .._status import Status
 from .._util import ignoring_late_run
 from .errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
 from .expressions import ChainRequest
@@ -33,9 +34,6 @@ Reports = Callable[[int], Any]
 
 _GET, _ATOMIC, _FOLLOW = lib.TU_CHAIN_GET, lib.TU_CHAIN_ATOMIC, lib.TU_CHAIN_FOLLOW
 _DONE, _NO_VALUE = lib.TU_CHAIN_DONE, lib.TU_CHAIN_NO_VALUE
-
-#: What the remote key is for that atomics of chains use.
-ATOMICS = "atomics of chains"
 
 
 class Skipped:
@@ -209,70 +207,68 @@ class Target:
     engine: Engine
     index: int
     thing: Endpoint | RemoteMemory
-    #: Whether they are atomics: UCX's own have a connection of their own.
+    #: Whether they are atomics, which may reach the memory in another way than gets and puts.
     atomic: bool
-    core: EndpointCore | None = None
-    #: How its memory is reached by gets and puts.
+    #: How its memory is reached.
     way: Way | None = None
+    _forget: Callable[[], None] = attrs.field(init=False)
+
+    @property
+    def scope(self) -> Scope:
+        """The endpoint, or a Connection's share in it."""
+        return self.thing._scope
 
     async def connect(self) -> None:
         """Waits until the connection is up, or has failed. No checkpoint if it is known to be."""
-        if isinstance(self.thing, Endpoint):
-            self.core = self.thing._core
+        self.way = None
+        if isinstance(self.thing, Endpoint) or self.scope.problem() is not None:
             return
-        self.core, self.way = self.thing._core, None
-        if self.core.problem() is not None:
-            return
-        try:
-            self.way = await (
-                self.thing._reach_without_ucx_rma() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
-            )
-            if self.way is not None:
-                self.core = self.way.core
-            else:
-                self.core = self.thing._chain_atomics_endpoint()
-                await connect(self.core)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # its requests say so
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # its requests say so
+            self.way = await (self.thing._reach_for_atomics() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST))
 
     def bind(self, native: Any) -> Key | None:
         """Tells C where they go in the next run; nowhere, if the connection is gone."""
-        core = self.core
-        assert core is not None
-        if core.problem() is not None:
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
+        way = self.way
+        core = self.scope.native if way is None else way.core
+        ended = way is None and isinstance(self.thing, RemoteMemory)  # while we looked for a way
+        if ended or core.problem() is not None or self.scope.problem() is not None:
+            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, ffi.NULL)
             return None
-        if isinstance(self.thing, Endpoint):
-            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, 0, ffi.NULL)
+        if way is None:
+            lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, ffi.NULL)
             return None
-        if self.way is None and core is self.thing._core:  # the endpoint ended while we looked for a way
-            lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, 0, ffi.NULL)
-            return None
-        if self.way is None:
-            key = self.thing._key(ATOMICS, core)
-            limit = LIMIT_OVER_TCP if core.over_tcp() else LIMIT
-            lib.tu_chain_bind(native, self.index, core.handle, key.handle, limit, ffi.NULL)
-            return key
-        handle = ffi.NULL if self.way.key is None else self.way.key.handle
-        lib.tu_chain_bind(native, self.index, core.handle, handle, 0, self.way.native)
-        return self.way.key
+        handle = ffi.NULL if way.key is None else way.key.handle
+        lib.tu_chain_bind(native, self.index, core.handle, handle, way.native)
+        return way.key
+
+    def begun(self, native: Any) -> None:
+        """The chain runs: its requests to this target end with a Connection."""
+        self._forget = partial(lib.tu_chain_forget, native, self.index)
+        self.scope.at_end.add(self._forget)
+
+    def over(self) -> None:
+        """The run is over."""
+        self.scope.at_end.discard(self._forget)
 
     def error(self, status: int, doing: str) -> Exception:
-        refused = refusal(status, doing)
-        if self.core is None:
-            return refused or error_from_status(status, doing)
-        self.core.told = True
-        return refused if refused is not None and self.core.problem() is None else self.core.error_of(status, doing)
+        refused, scope = refusal(status, doing), self.scope
+        scope.told = True
+        return refused if refused is not None and scope.problem() is None else scope.error_of(status, doing)
 
 
 class Run(Operation):
     """A chain that runs: it has the chain, the keys that are held for it, and the buffers of a closed chain."""
 
-    __slots__ = ("_chain", "_keys", "_lost", "buffers")
+    __slots__ = ("_chain", "_keys", "_lost", "_targets", "buffers")
 
-    def __init__(self, chain: Any, keys: list[Key], engine: Engine, id: int) -> None:
+    def __init__(
+        self, chain: Any, native: Any, targets: list[Target], keys: list[Key], engine: Engine, id: int
+    ) -> None:
         self._chain = chain
         self._keys = keys
+        self._targets = targets
+        for target in targets:
+            target.begun(native)
         self._lost = False
         self.buffers = Buffers()
         super().__init__(engine, id, None, "running a request chain")
@@ -285,6 +281,9 @@ class Run(Operation):
         super().complete(status, length, tag)
 
     def finish(self, result: Outcome[Any]) -> None:
+        for target in self._targets:
+            target.over()
+        self._targets = []
         super().finish(result)
         if self._chain is not None:
             self._chain._stands_differently()

@@ -3,7 +3,7 @@
     arming                     what progresses a worker next: its state, and a table of transitions; without I/O
     pending, polling           what a task may wait for, and how it waits
     batches, tag_dispatch,
-      numbering, backoff,
+      pairs, backoff,
       data_ports, statistics   parts of an engine that know nothing of it
     engine                     the engine
     progress, loop_hooks,

@@ -1,9 +1,8 @@
 """What UCX still has to send when a worker closes, and would crash over when the worker is destroyed.
 
 That is answers to peers that read our memory, which are no operations of ours: UCX takes what a get's answer keeps in
-its request for the description of a buffer (ucp_request_send_state_ff). And it is atomics ("'abort' is not
-implemented"). Both are left when the shared-memory queue of a peer that is gone or stopped is full; as long as they
-are, the worker cannot be armed.
+its request for the description of a buffer (ucp_request_send_state_ff). They are left when the shared-memory queue of a
+peer that is gone or stopped is full; as long as they are, the worker cannot be armed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .engine import Engine
 
 def send_answers(engine: Engine, timeout: float) -> Iterator[None]:
     """Progresses until there are none, yielding in between; after ``timeout`` the worker must not be destroyed."""
-    if not engine.context.lent_memory and not engine.has_atomics_endpoints:
+    if not engine.context.lent_memory:
         return
     start = time.monotonic()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:

@@ -34,16 +34,14 @@ def deliver(engine: Engine, rows: list[int]) -> None:
             elif kind == _PACKED:
                 engine.messages += id  # their number, in records of this kind
                 sink = tag_dispatch.sinks.get(tag >> 32)
-                if sink is None:
-                    tag_dispatch.nobody_takes(tag >> 32, id)
-                else:
+                if sink is not None:
                     data = tag_dispatch.arena[pointer : pointer + id * length].tobytes()
                     sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
             elif kind == _MESSAGE:
                 engine.messages += 1
                 sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is None:
-                    tag_dispatch.drop_unclaimed(tag, pointer)
+                    tag_dispatch.discard(pointer)
                 else:
                     sink.message_arrived(tag & 0xFFFFFFFF, pointer, length)
             else:

@@ -51,7 +51,7 @@ from .arming import Arming, Event, Progress
 from .backoff import Backoff
 from .batches import Batches
 from .data_ports import DataPorts
-from .numbering import Numbering
+from .pairs import Pairs
 from .pending import Signal, Waiters
 from .polling import Waiting
 from .statistics import WorkerStatistics
@@ -77,10 +77,18 @@ def _disown() -> None:
     for engine in engines:
         engine.handle = None
         for endpoint in engine.endpoints.values():
-            endpoint.handle = None
+            endpoint.disown()
 
 
 os.register_at_fork(after_in_child=_disown)
+
+
+class OperationOwner(Protocol):
+    """What an operation belongs to: :class:`~.operations.Scope`."""
+
+    @property
+    def native(self) -> OpenEndpoint:
+        """The endpoint over which it goes."""
 
 
 class InFlight(Protocol):
@@ -92,7 +100,7 @@ class InFlight(Protocol):
     def engine(self) -> Engine: ...
 
     @property
-    def endpoint(self) -> OpenEndpoint | None: ...
+    def endpoint(self) -> OperationOwner | None: ...
 
     @property
     def doing(self) -> str:
@@ -143,9 +151,8 @@ class OpenEndpoint(Protocol):
     @property
     def label(self) -> str: ...
 
-    @property
-    def facade(self) -> Callable[[], Any]:
-        """Returns the user's object for it, if there still is one."""
+    def user_object(self) -> Any:
+        """The user's object for it, if there still is one."""
 
     @property
     def stream_buffer(self) -> StreamPieces | None: ...
@@ -155,6 +162,9 @@ class OpenEndpoint(Protocol):
 
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
+
+    def disown(self) -> None:
+        """In a forked child: drops the handles."""
 
     def fail(self, error: UCXError) -> None:
         """UCX reports that it has failed."""
@@ -289,16 +299,14 @@ class Engine:
         self.unanswered = False
         #: What wakes it for delayed requests of chains.
         self.chain_timer: object | None = None
-        #: Whether there were ever endpoints for atomics.
-        self.has_atomics_endpoints = False
         self._next_id = 0
         #: Ends the progress task.
         self.stop: trio.CancelScope | None = None
         self.statistics_at_close: WorkerStatistics | None = None
         #: Called when the worker has been closed.
         self.on_closed: Callable[[], None] | None = None
-        #: The numbers of its endpoints by worker address.
-        self.numbering: Numbering[Any] = Numbering()
+        #: Its endpoints by worker address, for each peer worker.
+        self.pairs: Pairs[Any] = Pairs(lambda: self.safety_net.watch())
         #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
         #: Whether the shared-memory queue has stopped (_receive_queue.py).
@@ -309,7 +317,6 @@ class Engine:
         self.endpoint_closing: Callable[[Any], None] = lambda core: None
         #: Called when a process may be writing to this worker, to which we have no endpoint.
         self.may_be_writing: Callable[[Any], None] = lambda process: None
-        #: Endpoints that are closed a moment later.
 
     # ---- checks ----
 
@@ -463,7 +470,7 @@ class Engine:
         """Whether anybody waits for anything that UCX would tell."""
         return bool(
             self.in_flight
-            or self.numbering.has_temporary
+            or self.pairs.idle
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
             or self.stream_watchers
@@ -594,7 +601,7 @@ class Engine:
             operations_in_flight=len(self.in_flight),
             left_over_operations=self.detached,
             completed_operations=self.counters["completed"],
-            endpoints=open_endpoints - self.numbering.idle,
+            endpoints=open_endpoints - self.pairs.idle,
             wakeups=self.counters["wakeups"],
             busy_arms=counts.arm_busy,
             backoffs=self.counters["backoffs"],
@@ -608,5 +615,4 @@ class Engine:
             poll_limit=counts.poll_limit / 1e9,
             background_closes=len(self.background),
             stopped_queues=self.counters["stopped_queues"],
-            unknown_messages=self.tag_dispatch.unknown_messages,
         )

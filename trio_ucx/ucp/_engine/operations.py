@@ -22,7 +22,9 @@ from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
+from .._util import ConflictDetector
 from .engine import Engine, InFlight
+from .pairs import Pair
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
 
@@ -47,9 +49,7 @@ class Operation(Pending):
 
     __slots__ = ("detached", "doing", "endpoint", "engine", "id", "pins")
 
-    def __init__(
-        self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: EndpointCore | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, id: int, pins: Pinned | None, doing: str, endpoint: Scope | None = None) -> None:
         super().__init__()
         self.engine = engine
         self.id = id
@@ -187,39 +187,33 @@ class ReceiveOperation(Operation):
         return length, tag
 
 
-class EndpointCore:
-    """The engine's side of an endpoint: its handle, its operations, and what became of it."""
+class Scope:
+    """What operations belong to: an endpoint, or a Connection's share in one.
+
+    Args:
+        id: of the endpoint.
+        handle: UCX's endpoint.
+        label: what to call the peer in messages.
+    """
 
     __slots__ = (
         "__weakref__",
-        "_left",
-        "atomics",
-        "atomics_endpoint",
-        "chain_atomics_endpoint",
-        "connected",
+        "at_end",
+        "closing",
         "engine",
         "error",
-        "exposed",
         "facade",
         "features",
-        "forcible",
         "handle",
         "id",
         "label",
-        "memory_endpoint",
-        "on_close",
         "on_failure",
         "origin",
-        "owner",
-        "peer",
         "peer_address",
         "pending",
-        "served",
-        "stream_buffer",
         "tags",
         "told",
         "unflushed",
-        "watch",
         "watchers",
     )
 
@@ -228,61 +222,35 @@ class EndpointCore:
         self.id = id
         self.handle: Any = handle  # None once closed
         self.label = label
+        #: Whether the user closes it, or has closed it.
+        self.closing = False
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
         #: Marks the errors about this endpoint, and about the endpoints beside it: see :func:`_status.origin_of`.
         self.origin = object()
-        #: Whether the user has ever had it in hand, and so may have left something at it.
-        self.exposed = False
-        #: Called once, when it is closed (not when it fails).
-        self.on_close: Callable[[], None] | None = None
-        #: What the layer above has made of it (a Connection's link).
-        self.owner: Any = None
-        #: Which process it leads to, and to which worker, where that is known.
-        self.peer = NOBODY
+        #: To which worker it leads, where that is known.
         self.peer_address: WorkerAddress | None = None
         #: The features that our context has and, as far as is known, the peer's; and whether TAG is among them.
         self.features: Feature = engine.context.features
         self.tags = engine.tags
         #: The user's object for it.
         self.facade: Callable[[], Any] = lambda: None
-        #: What came of its UCP stream, once something came.
-        self.stream_buffer: StreamBuffer | None = None
         self.pending: set[Operation] = set()
+        #: Called when a Connection's share ends, and the endpoint perhaps goes on: what they belong to ends, too.
+        self.at_end: set[Callable[[], None]] = set()
         #: Called once, when it fails (not when it is closed).
         self.on_failure: Callable[[], None] | None = None
-        #: The endpoint without error handling beside it, for atomics (_rma/remote_memory.py).
-        self.atomics_endpoint: EndpointCore | None = None
-        #: The same for the atomics of request chains.
-        self.chain_atomics_endpoint: EndpointCore | None = None
-        #: The endpoint beside a Connection's that reaches the peer's memory.
-        self.memory_endpoint: EndpointCore | None = None
-        #: An atomics endpoint's atomics under way.
-        self.atomics: Any = None
-        #: Whether it is known to be up, and will not change its lanes any more.
-        self.connected = False
-        #: Whether it has served a Connection that was closed (numbering.py).
-        self.served = False
-        #: Whether UCX may close it by force.
-        self.forcible = True
-        #: UCX's endpoint, if this object was closed and UCX still has something to write.
-        self._left: Any = None
-        #: What looks whether the peer's process lives.
-        self.watch: Closable | None = None
         #: Whether something was sent since the last flush.
         self.unflushed = False
         #: Whether an operation of the user's has reported that it broke: then closing it need not.
         self.told = False
         #: Set, and forgotten, whenever something about its operations changes.
         self.watchers: list[Signal] = []
-        engine.endpoints[id] = self
-        live_handles.opened("endpoint")
 
-    def set_peer(self, address: WorkerAddress) -> None:
-        """Records which worker it leads to."""
-        self.peer, self.peer_address = address.process, address
-        self.features = self.engine.context.features & address.features
-        self.tags = Feature.TAG in self.features
+    @property
+    def native(self) -> EndpointCore:
+        """The endpoint itself."""
+        raise NotImplementedError
 
     def require(self, feature: Feature, doing: str) -> None:
         """Refuses an operation if our context or the peer's lacks the feature: the peer would never answer.
@@ -352,6 +320,158 @@ class EndpointCore:
     def buffers_released(self) -> bool:
         return not any(operation.detached for operation in self.pending)
 
+    def end_operations(self) -> None:
+        """Ends the waits for its operations, which UCX may not have completed."""
+        for operation in list(self.pending):
+            contained(self._end_operation, operation)
+
+    def _end_operation(self, operation: Operation) -> None:
+        if operation.outcome is None and not operation.detached:
+            problem = self.problem()
+            assert problem is not None
+            operation.fail(problem)
+            operation.detach()
+
+    def failed(self) -> None:
+        """Calls :attr:`on_failure`, once."""
+        callback, self.on_failure = self.on_failure, None
+        if callback is not None:
+            callback()
+
+    def fail(self, error: UCXError) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes it by force."""
+        raise NotImplementedError
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends it, and no other, after an exception in our own code. Never raises."""
+        report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
+        contained(self.fail_inside, error)
+
+    def fail_inside(self, error: BaseException) -> None:
+        """Fails with an internal error."""
+        failure = UCXError(Status.IO_ERROR, f"an internal error of trio_ucx: {error!r}")
+        failure.__cause__ = error
+        self.fail(failure)
+
+
+class SharesEndpoint(Protocol):
+    """A Connection's share in an endpoint: :class:`_link.share.Share`."""
+
+    handle: Any
+    facade: Callable[[], Any]
+
+    def endpoint_ended(self) -> None:
+        """The endpoint was closed, or has failed."""
+
+    def worker_broke(self, error: BaseException) -> None:
+        """Its worker is of no use any more."""
+
+
+class EndpointCore(Scope):
+    """The engine's side of an endpoint: its handle, its operations, and what became of it."""
+
+    __slots__ = (
+        "_left",
+        "beside",
+        "connected",
+        "forcible",
+        "greeted",
+        "lanes_when_greeted",
+        "memory_endpoint",
+        "pair",
+        "peer",
+        "shares",
+        "stream_buffer",
+        "stream_guard",
+        "watch",
+    )
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
+        super().__init__(engine, id, handle, label)
+        #: Which process it leads to, where that is known.
+        self.peer = NOBODY
+        #: What came of its UCP stream, once something came.
+        self.stream_buffer: StreamBuffer | None = None
+        self.stream_guard = ConflictDetector("another task is receiving from this stream")
+        #: The endpoint beside a Connection's that reaches the peer's memory.
+        self.memory_endpoint: EndpointCore | None = None
+        #: The other way round: the one that Connections share, and that the operations here belong to.
+        self.beside: EndpointCore | None = None
+        #: Of an endpoint that Connections share: the endpoints to the same worker, the Connections that have not left
+        #: it, and whether messages have come through in both directions.
+        self.pair: Pair[EndpointCore] | None = None
+        self.shares: dict[SharesEndpoint, None] = {}
+        self.greeted = False
+        #: Whether it is known to be up, and will not change its lanes any more.
+        self.connected = False
+        #: Its lanes at that moment: see :meth:`lanes`.
+        self.lanes_when_greeted: list[bytes] = []
+        #: Whether UCX may close it by force.
+        self.forcible = True
+        #: UCX's endpoint, if this object was closed and UCX still has something to write.
+        self._left: Any = None
+        #: What looks whether the peer's process lives.
+        self.watch: Closable | None = None
+        engine.endpoints[id] = self
+        live_handles.opened("endpoint")
+
+    @property
+    def native(self) -> EndpointCore:
+        return self
+
+    def set_peer(self, address: WorkerAddress) -> None:
+        """Records which worker it leads to."""
+        self.peer, self.peer_address = address.process, address
+        self.features = self.engine.context.features & address.features
+        self.tags = Feature.TAG in self.features
+
+    def user_object(self) -> Any:
+        """The user's object for it, or for the share of a Connection that has not ended; None if there is none."""
+        holders: list[SharesEndpoint | EndpointCore] = [*self.shares, self]
+        found = (holder.facade() for holder in holders)
+        return next((facade for facade in found if facade is not None), None)
+
+    def disown(self) -> None:
+        """In a forked child: drops the handles."""
+        self.handle = None
+        for share in self.shares:
+            share.handle = None
+
+    # ---- Connections that share it ----
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether Connections share it, or did."""
+        return self.pair is not None or bool(self.shares)
+
+    def join(self, share: SharesEndpoint) -> None:
+        """A Connection begins to use it."""
+        self.shares[share] = None
+
+    def leave(self, share: SharesEndpoint, *, keep: bool, error: UCXError | None = None) -> None:
+        """A Connection uses it no more. Left already: no effect.
+
+        Args:
+            keep: if it was the last one, see :meth:`Pair.left`.
+            error: why the Connection broke, if it did.
+        """
+        if share not in self.shares:
+            return
+        del self.shares[share]
+        if self.shares or self.handle is None:
+            return
+        keep = keep and self.stream_buffer is None and not self._in_use()
+        if self.pair is not None and self.pair.left(self, keep=keep):
+            return
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
     def open_stream_buffer(self) -> StreamBuffer:
         if self.stream_buffer is None:
             self.stream_buffer = StreamBuffer(self.engine)
@@ -367,71 +487,24 @@ class EndpointCore:
         finally:
             if self.stream_buffer is not None:
                 contained(self.stream_buffer.wake)  # what has arrived can still be read
-            callback, self.on_failure = self.on_failure, None
-            if callback is not None:
-                callback()
+            self.failed()
 
     def worker_broke(self, error: BaseException) -> None:
         """Its worker is of no use any more: ends all waits."""
-        callback, self.on_failure = self.on_failure, None
+        for share in list(self.shares):
+            contained(share.worker_broke, error)
         if self.error is None:
-            self.error = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
-            self.error.__cause__ = error
+            self.error = worker_error(error)
         if self.stream_buffer is not None:
             contained(self.stream_buffer.wake)
-        contained(self._fail_atomics)
         contained(self.changed)
-        if callback is not None:
-            callback()
+        self.failed()
 
-    def internal_error(self, error: BaseException) -> None:
-        """Ends this endpoint, and no other, after an exception in our own code.
-
-        Never raises.
-        """
-        if self.owner is not None:
-            self.owner.internal_error(error)
-        else:
-            report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
-            contained(self.fail_inside, error)
-
-    def fail_inside(self, error: BaseException) -> None:
-        """Fails with an internal error."""
-        failure = UCXError(Status.IO_ERROR, f"an internal error of trio_ucx: {error!r}")
-        failure.__cause__ = error
-        self.fail(failure)
-
-    @property
-    def reusable(self) -> bool:
-        """Whether another connection between the same two workers could go on with it: nothing was left at it."""
-        return (
-            self.handle is not None
-            and self.error is None
-            and not self.exposed
-            and not self.pending
-            and self.stream_buffer is None
-            and self.atomics_endpoint is None
-            and self.chain_atomics_endpoint is None
-            and self.memory_endpoint is None
-        )
-
-    def pass_on(self, error: UCXError | None = None) -> EndpointCore:
-        """Closes this object, but not UCX's endpoint, which gets a new object. (It must be :attr:`reusable`.)
-
-        Args:
-            error: why it is of no use any more, for those who try.
-        """
-        engine, handle, self.handle = self.engine, self.handle, None
-        self.error = error
-        self.on_failure = None
-        self.closed_here()
-        id = engine.next_id()
-        lib.tu_endpoint_rename(handle, id)
-        heir = EndpointCore(engine, id, handle, self.label)
-        heir.connected = self.connected
-        if self.peer_address is not None:
-            heir.set_peer(self.peer_address)
-        return heir
+    def greet(self) -> None:
+        """Messages have come through in both directions. Known already: no effect."""
+        if not self.greeted:
+            self.greeted = True
+            self.lanes_when_greeted = self.lanes() or []
 
     def lanes(self) -> list[bytes] | None:
         """The transport and device of each lane; None before UCX 1.14, which does not tell."""
@@ -453,9 +526,6 @@ class EndpointCore:
             self._close_left()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
-        callback, self.on_close = self.on_close, None
-        if callback is not None:
-            callback()
 
     def stop_watching(self) -> None:
         watch, self.watch = self.watch, None
@@ -467,27 +537,18 @@ class EndpointCore:
         contained(self.stop_watching)
         contained(self.engine.endpoint_closing, self)
         handle, self.handle = self.handle, None
-        for operation in list(self.pending):
-            contained(self._end_operation, operation)
-        endpoints_beside = self.atomics_endpoint, self.chain_atomics_endpoint, self.memory_endpoint
-        self.atomics_endpoint = self.chain_atomics_endpoint = self.memory_endpoint = None
-        for beside in endpoints_beside:
-            if beside is not None:
-                contained(beside.follow, self)
-        contained(self._fail_atomics)
+        if self.pair is not None:
+            self.pair.ended(self)
+        self.end_operations()
+        shares, self.shares = list(self.shares), {}
+        for share in shares:
+            share.handle = None  # none of them may use it while others are told
+        for share in shares:
+            contained(share.endpoint_ended)
+        beside, self.memory_endpoint = self.memory_endpoint, None
+        if beside is not None:
+            contained(beside.follow, self)
         return handle
-
-    def _fail_atomics(self) -> None:
-        """Ends the waits for a place in the window of UCX's own atomics."""
-        if self.atomics is not None:
-            self.atomics.fail(self.problem())
-
-    def _end_operation(self, operation: Operation) -> None:
-        if operation.outcome is None and not operation.detached:
-            problem = self.problem()
-            assert problem is not None
-            operation.fail(problem)
-            operation.detach()
 
     def _force_close(self) -> None:
         engine = self.engine
@@ -508,8 +569,17 @@ class EndpointCore:
             self._finish_writing(handle)
         engine.progress()  # UCX takes the lanes apart in its progress, completed or not
 
+    def _in_use(self) -> bool:
+        """Whether an operation is under way over it, whoever posted it."""
+        operations = self.engine.in_flight.values()
+        return any(one.endpoint is not None and one.endpoint.native is self for one in operations)
+
     def _sending(self) -> bool:
-        return any(operation.pins for operation in self.pending)
+        """Whether UCX may still send from a buffer, whoever gave it."""
+        owners = self, self.beside
+        return any(
+            one.pins and one.endpoint and one.endpoint.native in owners for one in self.engine.in_flight.values()
+        )
 
     def _finish_writing(self, handle: Any) -> None:
         """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
@@ -570,17 +640,21 @@ class EndpointCore:
     def closed(self, handle: Any) -> None:
         """UCX has closed it."""
         lib.tu_endpoint_free(handle)
-        self.closed_here()
-
-    def closed_here(self) -> None:
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
 
 
-def with_endpoints_beside(core: EndpointCore) -> list[EndpointCore]:
-    """An endpoint, and those beside it that carry what is asked of it."""
-    beside = [one for one in (core.memory_endpoint, core.atomics_endpoint) if one is not None]
-    return [core, *(each for one in beside for each in with_endpoints_beside(one))]
+def worker_error(error: BaseException) -> UCXError:
+    """The error of an endpoint whose worker broke."""
+    failure = UCXError(Status.IO_ERROR, f"the worker broke: {error!r}")
+    failure.__cause__ = error
+    return failure
+
+
+def with_endpoints_beside(scope: Scope) -> list[Scope]:
+    """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
+    beside = scope.native.memory_endpoint
+    return [scope] if beside is None else [scope, beside]
 
 
 def endpoints_of(engine: Engine) -> Collection[EndpointCore]:

@@ -12,7 +12,7 @@ from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
 from .._status import Status, UCXError, error_from_status
 from .engine import Engine
-from .operations import EndpointCore, Operation, with_endpoints_beside
+from .operations import Operation, Scope, with_endpoints_beside
 from .pending import Pending
 
 _HOST = lib.TU_MEMORY_HOST
@@ -73,8 +73,8 @@ def pending_operation(
     verdict: int,
     pins: Pinned | None,
     doing: str,
-    core: EndpointCore | None = None,
-    kind: Callable[[Engine, int, Pinned | None, str, EndpointCore | None], Operation] = Operation,
+    core: Scope | None = None,
+    kind: Callable[[Engine, int, Pinned | None, str, Scope | None], Operation] = Operation,
 ) -> Operation | None:
     """Takes a verdict that is not about a receive: None when the operation completed at once."""
     if verdict > 0:
@@ -104,22 +104,28 @@ def refusal(status: int, doing: str) -> Exception | None:
     return None
 
 
-def post_flush(core: EndpointCore) -> Operation | None:
+def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
+    """Posts a flush of an endpoint.
+
+    Args:
+        owner: what it belongs to, if that is not ``core``: a share, or the endpoint beside which ``core`` is.
+    """
     core.engine.batches.send_all()
     core.check()
-    return pending_operation(core.engine, lib.tu_endpoint_flush(core.handle), None, "flushing an endpoint", core)
+    verdict = lib.tu_endpoint_flush(core.handle)
+    return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner or core)
 
 
-async def flush(core: EndpointCore) -> None:
+async def flush(scope: Scope) -> None:
     """Flushes an endpoint, and the endpoints beside it. Always a checkpoint."""
-    core.unflushed = False
+    scope.unflushed = False
     try:
-        for one in with_endpoints_beside(core):
-            operation = post_flush(one)
+        for one in with_endpoints_beside(scope):
+            operation = post_flush(one, scope)
             if operation is not None:
                 await completed(operation, one.engine)
-            one.connected = True
+            one.native.connected = True
     except BaseException:
-        core.unflushed = True
+        scope.unflushed = True
         raise
     await trio.lowlevel.cancel_shielded_checkpoint()

@@ -75,8 +75,8 @@ class SafetyNet:
                 self._running = True
                 self._set(INTERVAL)
                 continue
-            if engine.numbering.has_temporary:
-                engine.guard(engine.numbering.close_idle)
+            if engine.pairs.idle:
+                engine.guard(engine.pairs.close_idle)
             if engine.tag_dispatch.undiscarded:
                 engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():

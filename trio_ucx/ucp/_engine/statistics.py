@@ -28,8 +28,6 @@ class WorkerStatistics:
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
-        unknown_messages: messages for connections that do not exist, because a peer that was let in may be guessing
-            ids. Late messages for the 1,000 connections that ended last do not count.
     """
 
     operations_in_flight: int
@@ -49,4 +47,3 @@ class WorkerStatistics:
     poll_limit: float
     background_closes: int
     stopped_queues: int
-    unknown_messages: int

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import collections
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..._native import ffi, lib
 from .._status import Status, UCXError, os_error_from_status
 
-logger = logging.getLogger("trio_ucx")
-
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
-#: How many ids of ended connections are remembered, because messages for them may still arrive.
-ENDED_IDS = 1000
-#: So many messages for unknown connection ids cause a warning; then ten times as many cause the next one, and so on.
-SUSPICIOUS = 10
 
 
 class TagSink(Protocol):
@@ -60,15 +53,10 @@ class TagDispatch:
         self.undiscarded: list[int] = []
         #: What takes the messages of a connection id, while it is open.
         self.sinks: dict[int, TagSink] = {}
-        self._ended: dict[int, None] = {}
-        #: Messages for connection ids that this worker does not know, ended ones (ENDED_IDS) excepted.
-        self.unknown_messages = 0
-        self._next_warning = SUSPICIOUS
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
         #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
         self._thresholds: collections.Counter[int] = collections.Counter()
-        self._warned = False
         #: Where C code receives small messages; a record says at which offset.
         self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
@@ -106,7 +94,7 @@ class TagDispatch:
 
     def discard(self, message: int) -> None:
         """Throws a message away; if there is no memory for that, the safety net tries again."""
-        if not self._discard(message):
+        if self._engine.handle is not None and not self._discard(message):
             self.undiscarded.append(message)
             self._engine.watch_events()
 
@@ -117,34 +105,5 @@ class TagDispatch:
             self.discard(message)
 
     def remove(self, id: int) -> None:
-        """A connection has ended. (Removed already: no effect.)"""
-        if self.sinks.pop(id, None) is not None:
-            self._ended[id] = None
-            if len(self._ended) > ENDED_IDS:
-                del self._ended[next(iter(self._ended))]
-
-    def nobody_takes(self, id: int, count: int) -> None:
-        """Counts messages for a connection that does not exist. UCX does not tell who sent them."""
-        if id in self._ended:
-            return
-        self.unknown_messages += count
-        if self.unknown_messages >= self._next_warning:
-            self._next_warning = 10 * self.unknown_messages
-            logger.warning(
-                "%d messages have come for connections that do not exist: a peer that was let in may be guessing the "
-                "ids of others' connections",
-                self.unknown_messages,
-            )
-
-    def drop_unclaimed(self, tag: int, message: int) -> None:
-        """Drops a message of a closed connection, or a raw tag message that the program does not ask for."""
-        if tag & CONNECTION_BIT:
-            self.nobody_takes(tag >> 32, 1)
-        elif not self._warned:
-            self._warned = True
-            logger.warning(
-                "tag messages that belong to no Connection are dropped (tag %#x was the first): nobody has asked for "
-                "such on this worker. Call tag_receive or tag_probe before they come, or use another worker for them",
-                tag,
-            )
-        self.discard(message)
+        """A connection has ended: messages that are late for it are dropped. (Removed already: no effect.)"""
+        self.sinks.pop(id, None)

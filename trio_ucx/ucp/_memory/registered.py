@@ -14,7 +14,6 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .._address import WorkerAddress
 from .._features import Feature
 from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
@@ -47,9 +46,9 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
 #: Magic and version, access, access by UCX, address, length; the process (host, pid namespace, pid, start time); the
-#: token; the lengths of the remote key and of a worker's address, which follow; then a checksum of everything before.
-_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sII")
-_MAGIC, _VERSION = b"TURM", 4
+#: token; the length of the remote key, which follows; then a checksum of everything before.
+_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sI")
+_MAGIC, _VERSION = b"TURM", 5
 #: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
@@ -80,26 +79,20 @@ def is_host_memory(packed: bytes) -> bool:
 
 
 def ucx_access(features: Feature) -> Access:
-    """Which of UCX's puts, gets and atomics the workers of a context with these features answer."""
-    access = Access(0)
-    if Feature.RMA in features:
-        access |= Access.READ | Access.WRITE
-    if features & (Feature.AMO32 | Feature.AMO64):
-        access |= Access.ATOMIC
-    return access
+    """Which of UCX's puts and gets the workers of a context with these features answer."""
+    return Access.READ | Access.WRITE if Feature.RMA in features else Access(0)
 
 
-def require_answers(access: Access, answered: Access, context: str) -> None:
-    """Refuses those of UCX's puts, gets and atomics to which a peer's context gives no answer.
+def require_answers(answered: Access, context: str) -> None:
+    """Refuses UCX's puts and gets if a peer's context gives no answer to them.
 
     Raises:
         RuntimeError: with what to do.
     """
-    if access not in answered:
-        what, feature = ("atomics", "AMO64") if access is Access.ATOMIC else ("puts and gets", "RMA")
+    if Access.READ | Access.WRITE not in answered:
         raise RuntimeError(
-            f"{context} was opened without Feature.{feature}, so it would never answer UCX's {what}: "
-            f"open it with ucp.DEFAULT_FEATURES | ucp.Feature.{feature}"
+            f"{context} was opened without Feature.RMA, so it would never answer UCX's puts and gets: "
+            "open it with ucp.DEFAULT_FEATURES | ucp.Feature.RMA"
         )
 
 
@@ -115,19 +108,16 @@ class MemoryDescriptor:
         nbytes: its length.
         rkey: UCX's packed remote key.
         access: what peers may do. UCX itself checks that only with RDMA hardware.
-        worker: the address of a worker of the memory's context; UCX's own atomics need one
-            (:class:`RemoteMemory`).
         process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
         token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
             empty for memory of programs without trio_ucx.
-        ucx_access: which of UCX's puts, gets and atomics the owner's UCX answers; the features of its context decide.
+        ucx_access: which of UCX's puts and gets the owner's UCX answers; the features of its context decide.
     """
 
     address: int
     nbytes: int
     rkey: bytes
     access: Access = Access.ALL
-    worker: WorkerAddress | None = None
     process: Process = NOBODY
     token: bytes = b""
     ucx_access: Access = Access.ALL
@@ -139,8 +129,6 @@ class MemoryDescriptor:
         check_access(self.ucx_access)
         if not isinstance(self.rkey, bytes):
             raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
-        if not isinstance(self.worker, WorkerAddress | None):
-            raise TypeError(f"worker must be a WorkerAddress, not {type(self.worker).__name__}")
         if not isinstance(self.token, bytes):
             raise TypeError(f"a token is bytes, not {type(self.token).__name__}")
         if len(self.token) not in (0, lib.TU_TOKEN_SIZE):
@@ -149,7 +137,6 @@ class MemoryDescriptor:
             raise ValueError(f"these {len(self.rkey)} bytes are no packed remote key of UCX's, or not all of one")
 
     def __bytes__(self) -> bytes:
-        worker = bytes(self.worker) if self.worker is not None else b""
         body = (
             _DESCRIPTOR.pack(
                 _MAGIC,
@@ -161,10 +148,8 @@ class MemoryDescriptor:
                 *attrs.astuple(self.process),
                 self.token or _NO_TOKEN,
                 len(self.rkey),
-                len(worker),
             )
             + self.rkey
-            + worker
         )
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
@@ -189,28 +174,27 @@ class MemoryDescriptor:
         _, version, access, ucx_access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
-        process, (token, rkey_length, worker_length) = check_process(*rest[:4]), rest[4:]
-        rkey, worker = body[_DESCRIPTOR.size :][:rkey_length], body[_DESCRIPTOR.size + rkey_length :]
-        if len(rkey) != rkey_length or len(worker) != worker_length:
+        process, (token, rkey_length) = check_process(*rest[:4]), rest[4:]
+        rkey = body[_DESCRIPTOR.size :]
+        if len(rkey) != rkey_length:
             raise ValueError("this memory descriptor contradicts itself")
         return cls(
             address,
             nbytes,
             rkey,
             Access(access & 7),
-            WorkerAddress(worker) if worker else None,
             process,
             b"" if token == _NO_TOKEN else token,
             Access(ucx_access & 7),
         )
 
-    def require_ucx(self, access: Access) -> None:
-        """Refuses those of UCX's puts, gets and atomics that the owner's UCX would never answer.
+    def require_ucx(self) -> None:
+        """Refuses UCX's puts and gets if the owner's UCX would never answer them.
 
         Raises:
             RuntimeError: with what to do.
         """
-        require_answers(access, self.ucx_access, "the owner's context")
+        require_answers(self.ucx_access, "the owner's context")
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
@@ -271,22 +255,17 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def descriptor(self) -> bytes:
         """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
 
-        Includes the address of a worker of the context, if one is open: UCX's own atomics need it.
-
         Raises:
             ValueError: it was closed.
             RuntimeError: its context was closed.
         """
         self._check()
-        worker = next((worker for worker in list(self.context.workers) if worker.handle is not None), None)
-        address = None if worker is None else worker.address
         return bytes(
             MemoryDescriptor(
                 self.address,
                 self.nbytes,
                 self.rkey,
                 self.access,
-                address,
                 this_process(),
                 self._token,
                 ucx_access(self.context.features),

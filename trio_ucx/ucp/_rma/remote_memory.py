@@ -1,19 +1,4 @@
-"""Memory of a peer: put, get, and atomics.
-
-Theory of UCX's own atomics
-===========================
-
-They are used where UCX's puts and gets are (``_rma/ways.py``). UCX cannot run them on an endpoint with error handling:
-they fail, and over TCP the endpoint with them. Without error handling they work, but such an endpoint never notices
-that its peer died: what is under way then stays pending for ever; nor can it be closed by force. So the first atomic
-gives an endpoint an *atomics endpoint*: a second endpoint to the same process, by worker address, without error
-handling. When the endpoint fails or is closed, operations that wait on its atomics endpoint fail, too. What UCX still
-has pending there ends with the worker. UCX bears that for atomics that were sent, but not for others, so only as many
-are under way as surely can be sent (``_rma/atomics.py``).
-
-What is lost: an atomic that was under way when the peer died may or may not have happened, as with any operation; and
-an atomics endpoint's connection to a dead peer is freed only with the worker.
-"""
+"""Memory of a peer: put, get, and atomics."""
 
 from __future__ import annotations
 
@@ -25,24 +10,22 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .._address import WorkerAddress
-from .._connecting import connect_for_atomics, connect_for_memory
+from .._connecting import connect_for_memory
 from .._engine.borrowed import Borrowed
 from .._engine.engine import Engine
-from .._engine.operations import EndpointCore, Operation
+from .._engine.operations import EndpointCore, Operation, Scope
 from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
 from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
-from .._status import Status, UCXError
+from .._status import Status, UCXError, broken
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from .atomics import LIMIT, LIMIT_OVER_TCP, AtomicWindow
 from .ways import Key, Way, connect, find_way, try_connect
 
 
-class _WithKey(Operation):
-    """An operation that releases the key, which the caller has held, and keeps memory that C writes to."""
+class _Transfer(Operation):
+    """A put, a get or an atomic. It releases the key, which the caller has held, and keeps memory that C writes to."""
 
     __slots__ = ("_keep", "_key")
 
@@ -52,11 +35,11 @@ class _WithKey(Operation):
         id: int,
         pins: Pinned | None,
         doing: str,
-        core: EndpointCore | None,
+        scope: Scope | None,
         key: Key | None,
         keep: Any = None,
     ) -> None:
-        super().__init__(engine, id, pins, doing, core)
+        super().__init__(engine, id, pins, doing, scope)
         self._key = key
         self._keep = keep
 
@@ -65,45 +48,11 @@ class _WithKey(Operation):
         if self._key is not None:
             self._key.let_go()
 
-
-class _Transfer(_WithKey):
-    """A put, a get, or one of trio_ucx's own atomics."""
-
-    __slots__ = ()
-
     def error(self, status: int) -> Exception:
         return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
 
     def _gone(self) -> bool:
         return self.endpoint is not None and self.endpoint.problem() is not None
-
-
-class _UCXAtomic(_WithKey):
-    """One of UCX's own atomics. It has a place in the atomics endpoint's window."""
-
-    __slots__ = ("_fetches", "_window")
-
-    def __init__(
-        self,
-        engine: Engine,
-        id: int,
-        doing: str,
-        core: EndpointCore | None,
-        key: Key,
-        words: Any,
-        window: AtomicWindow,
-        fetches: bool,
-    ) -> None:
-        super().__init__(engine, id, None, doing, core, key, words)
-        self._window = window
-        self._fetches = fetches
-
-    def release(self) -> None:
-        super().release()
-        if self._fetches:
-            self._window.leave()
-        else:
-            self._window.sent()
 
 
 @attrs.define(eq=False, repr=False)
@@ -117,12 +66,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     :meth:`Worker.fence` orders them. Atomics use the CPU's atomic instructions. So they are atomic with respect to all
     others of the same width, the owner's own included.
 
-    UCX's own atomics are used where its puts and gets are: for programs without trio_ucx, contexts without
-    ``Feature.AM``, descriptors without a token, device memory, and RDMA hardware. They need a worker's address: the
-    endpoint's, if it was opened by one, else the descriptor's. UCX has none with error handling, so they go over a
-    connection of their own, for which the endpoint watches: when the peer dies, waiting tasks get BrokenResourceError.
-    They are not ordered with puts and gets, not even by a fence: flush in between. With RDMA hardware they are atomic
-    only with respect to other UCX atomics of the same width.
+    UCX's own atomics are not used. Where this process has not mapped the memory, its owner does them, whose worker must
+    progress. That needs ``Feature.AM`` in both contexts, and a descriptor with a token. So atomics are refused, with a
+    RuntimeError, on memory of programs without trio_ucx and on device memory. Where UCX's own puts and gets are used,
+    a fence does not order them with atomics: flush in between.
 
     Attributes:
         nbytes: its length in bytes.
@@ -132,7 +79,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     nbytes: int
     access: Access
     _check_endpoint: Callable[[], None]
-    _core: EndpointCore
+    _scope: Scope
     _descriptor: MemoryDescriptor
     #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
     _keys: dict[str, Key] = attrs.field(factory=dict)
@@ -206,7 +153,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         pins = await self._pin(data, Access.WRITE, "write", offset)
-        self._core.unflushed = True
+        self._scope.unflushed = True
         await self._transfer(True, pins, offset, "writing remote memory")
 
     @enable_ki_protection
@@ -223,9 +170,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
-        await flush(self._core)
-        if self._core.handle is None:  # another task has closed it meanwhile
-            self._core.check()
+        await flush(self._scope)
+        if self._scope.handle is None:  # another task has closed it meanwhile
+            self._scope.check()
         error = refusal(lib.tu_transfers_status(self._core.handle), "a put or an atomic before this flush")
         if error is not None:
             raise error
@@ -246,7 +193,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_open()
         self._check(Access.READ, "read", 0, 0)
         if self._borrowed is None:
-            if not try_connect(self._core):
+            if not try_connect(self._core, self._scope):
                 raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
             key = self._key("load and store", self._core)
             pointer = key.mapped(self._descriptor)
@@ -261,7 +208,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Adds to an integer of the peer's: by the processor, by a message to its owner, or by ``ucp_atomic_op_nbx``.
+        """Adds to an integer of the peer's: by the processor, here or, after a message, at the owner (docs/ucp.md).
 
         Returns before that has happened: :meth:`flush` waits for it, and raises an error if the owner refused it.
 
@@ -274,12 +221,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
-                :attr:`access`; closed; UCX's own atomics are needed, and no worker's address is known.
-            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``); or the owner's has neither,
-                and UCX's own atomics are needed.
+                :attr:`access`; closed.
+            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``); or the memory is not mapped,
+                and its owner does no atomics for others (see :class:`RemoteMemory`).
             UCXError: the owner refused; if nothing is fetched, :meth:`flush` raises that. NO_ELEM: it has closed the
                 memory.
-            OSError: the connection for UCX's own atomics cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
@@ -391,13 +337,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
-        way = await self._reach_without_ucx_rma()
-        if way is None:
-            return await self._atomic_by_ucx(kind, size, operand, reply, offset, fetch)
+        way = await self._reach_for_atomics()
         core, key = way.core, way.key
-        core.check()
+        self._check_way(core)
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
-        self._core.unflushed = True
+        self._scope.unflushed = True
         if key is not None:
             key.hold()
         verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
@@ -408,81 +352,21 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             verdict,
             None,
             "an atomic operation",
-            core,
-            lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key, old),
+            self._scope,
+            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, old),
         )
         await completed(operation, engine)
         return int(old[0]) if fetch else 0
 
-    async def _atomic_by_ucx(self, kind: int, size: int, operand: int, reply: int, offset: int, fetch: bool) -> int:
-        engine = self._core.engine
-        core = self._atomics_endpoint()
-        await connect(core)
-        if core.atomics is None:
-            core.atomics = AtomicWindow(core, LIMIT_OVER_TCP if core.over_tcp() else LIMIT)
-        window: AtomicWindow = core.atomics
-        await window.enter()
-        try:
-            self._check_open()
-            core.check()
-            key = self._key("atomics", core)
-        except BaseException:
-            window.leave()
-            raise
-        words = ffi.new(f"uint{8 * size}_t[2]", [operand, reply])
-        self._core.unflushed = True
-        remote = self._descriptor.address + offset
-        key.hold()
-        verdict = lib.tu_atomic(core.handle, kind, size, words, words + 1 if fetch else ffi.NULL, remote, key.handle)
-        if verdict <= 0:
-            key.let_go()
-            window.leave() if fetch or verdict < 0 else window.sent()
-        operation = pending_operation(
-            engine,
-            verdict,
-            None,
-            "an atomic operation",
-            core,
-            lambda engine, id, _, doing, core: _UCXAtomic(engine, id, doing, core, key, words, window, fetch),
-        )
-        await completed(operation, engine)
-        return int(words[1])
+    @property
+    def _core(self) -> EndpointCore:
+        return self._scope.native
 
-    def _atomics_endpoint(self) -> EndpointCore:
-        """The endpoint without error handling beside ours."""
-        core = self._core
-        if "atomics" not in self._keys:  # else this has been checked
-            self._require_ucx(Access.ATOMIC, core.peer_address or self._descriptor.worker)
-        if core.atomics_endpoint is None:
-            core.atomics_endpoint = connect_for_atomics(core, self._worker_address())
-        return core.atomics_endpoint
-
-    def _chain_atomics_endpoint(self) -> EndpointCore:
-        """The same for the atomics of request chains, of which C decides how many are under way."""
-        core = self._core
-        self._require_ucx(Access.ATOMIC, core.peer_address or self._descriptor.worker)
-        if core.chain_atomics_endpoint is None:
-            core.chain_atomics_endpoint = connect_for_atomics(core, self._worker_address())
-        return core.chain_atomics_endpoint
-
-    def _require_ucx(self, access: Access, address: WorkerAddress | None) -> None:
-        """Refuses those of UCX's puts, gets and atomics that would never be answered.
-
-        Args:
-            address: the worker to which they go, where it is known. Its context may be another one than the memory's.
-        """
-        self._descriptor.require_ucx(access)
-        if address is not None:
-            require_answers(access, ucx_access(address.features), "the context of the worker at the peer")
-
-    def _worker_address(self) -> WorkerAddress:
-        address = self._core.peer_address or self._descriptor.worker
-        if address is None:
-            raise ValueError(
-                "atomics need the address of a worker of the peer's: open the endpoint by one, or make the "
-                "descriptor while a worker of the memory's context is open"
-            )
-        return address
+    def _check_way(self, core: EndpointCore) -> None:
+        """Refuses to use an endpoint that has ended, ours or the one beside it."""
+        if core.error is not None and core is not self._core:
+            raise broken(f"the connection to {core.label} broke: {core.error}", core.error, self._scope.origin)
+        core.check()
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
@@ -527,19 +411,36 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return way if way is not None and way.takes(memory) else await self._reach_by_ucx()
 
     async def _reach_without_ucx_rma(self) -> Way | None:
-        """Finds the way without UCX's puts, gets and atomics; None: there is none. No checkpoint if it is known."""
+        """Finds the way without UCX's puts and gets; None: there is none. No checkpoint if it is known."""
         if self._way is None:
-            await connect(self._core)
+            await connect(self._core, self._scope)
             self._check_open()
             self._way = self._way or self._find_way()
         return self._way
 
+    async def _reach_for_atomics(self) -> Way:
+        """Finds the way of atomics. No checkpoint if it is known.
+
+        Raises:
+            RuntimeError: the memory is not mapped, and its owner does no atomics for others; with what to do.
+        """
+        way = await self._reach_without_ucx_rma()
+        if way is None:
+            doing = "an atomic on memory that this process has not mapped"
+            self._core.require(Feature.AM, doing)
+            raise RuntimeError(
+                f"{doing} is done by its owner, which takes no requests for this memory (the descriptor has no token): "
+                "let a trio_ucx program own it, as host memory, in a context with ucp.Feature.AM; or send the owner a "
+                "message, and let it change the memory itself"
+            )
+        return way
+
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
         if self._ucx_way is None or self._ucx_way.core.handle is None:
-            self._require_ucx(Access.READ | Access.WRITE, self._core.peer_address)
-            core = connect_for_memory(self._core) if self._core.owner is not None else self._core
-            await connect(core)
+            self._require_ucx_answers()
+            core = connect_for_memory(self._core) if self._core.is_shared else self._core
+            await connect(core, self._scope)
             self._check_open()
             if self._ucx_way is not None and self._ucx_way.core is core:
                 return self._ucx_way  # another task was first
@@ -548,6 +449,13 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 old.close()
             self._ucx_way = Way(core, ffi.NULL, self._key("put and get", core))
         return self._ucx_way
+
+    def _require_ucx_answers(self) -> None:
+        """Refuses UCX's puts and gets if they would never be answered."""
+        self._descriptor.require_ucx()
+        address = self._core.peer_address  # of a worker whose context may be another one than the memory's
+        if address is not None:
+            require_answers(ucx_access(address.features), "the context of the worker at the peer")
 
     def _find_way(self) -> Way | None:
         try:
@@ -566,7 +474,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             way = await self._reach(pins.memory)
             self._check_open()
             core, key = way.core, way.key
-            core.check()
+            self._check_way(core)
         except BaseException:
             pins.release()
             raise
@@ -585,8 +493,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             verdict,
             pins,
             doing,
-            core,
-            lambda engine, id, pins, doing, core: _Transfer(engine, id, pins, doing, core, key),
+            self._scope,
+            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key),
         )
         await completed(operation, core.engine)
 
@@ -622,13 +530,12 @@ def _word(value: int, bits: int) -> int:
     return number % (1 << bits)
 
 
-def attach(check: Callable[[], None], core: EndpointCore, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+def attach(check: Callable[[], None], scope: Scope, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
     """:meth:`Endpoint.attach`."""
     if not isinstance(descriptor, MemoryDescriptor):
         descriptor = MemoryDescriptor.from_bytes(descriptor)
-    context = core.engine.context
-    context.require_memory("using remote memory")
-    if NOBODY not in (core.peer, descriptor.process) and core.peer != descriptor.process:
+    scope.engine.context.require_memory("using remote memory")
+    if NOBODY not in (scope.native.peer, descriptor.process) and scope.native.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
-    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, core, descriptor)
+    memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, scope, descriptor)
     return memory

@@ -1,4 +1,4 @@
-"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts, gets and atomics.
+"""How a peer's memory is reached: by load and store, by messages to its owner, or by UCX's puts and gets.
 
 Theory
 ======
@@ -9,11 +9,15 @@ them:
 
 * Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and atomics are
   the CPU's instructions (``rma/mapped.c``).
-* Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if the
-  memory's descriptor has a token and the endpoint has no better transports than TCP and shared memory. The owner checks
-  each request. docs/wire.md describes these messages.
-* UCX's puts, gets and atomics do the rest: for peers without trio_ucx, contexts without ``Feature.AM``, descriptors
-  without a token, device memory, and RDMA hardware.
+* Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if both
+  contexts have ``Feature.AM`` and the memory's descriptor has a token. The owner checks each request. docs/wire.md
+  describes these messages.
+* UCX's puts and gets do the rest: for peers without trio_ucx, contexts without ``Feature.AM``, descriptors without a
+  token, and device memory; also with RDMA hardware, which is faster than messages.
+
+UCX's atomics are not used at all. UCX cannot run them on an endpoint with error handling. Without it, such an endpoint
+does not notice that its peer died, and UCX ends the process when the endpoint goes with atomics that were not sent yet
+("'abort' is not implemented for protocol amo/fetch/sw").
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import attrs
 
 from ..._native import ffi, lib
-from .._engine.operations import EndpointCore
+from .._engine.operations import EndpointCore, Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
 from .._live_handles import live_handles
@@ -110,24 +114,27 @@ def _end_of_shared_mapping(address: int) -> int:
     return 0
 
 
-async def connect(core: EndpointCore) -> None:
+async def connect(core: EndpointCore, owner: Scope) -> None:
     """Waits until the endpoint is up. No checkpoint if it is known to be.
+
+    Args:
+        owner: what the wait belongs to.
 
     On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
         to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
     if not core.connected:
-        operation = post_flush(core)
+        operation = post_flush(core, owner)
         if operation is not None:
             await completed(operation, core.engine)
         core.connected = True
     core.check()
 
 
-def try_connect(core: EndpointCore) -> bool:
+def try_connect(core: EndpointCore, owner: Scope) -> bool:
     """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
     if not core.connected:
-        operation = post_flush(core)
+        operation = post_flush(core, owner)
         if operation is not None and operation.outcome is None:
             operation.detach()
             return False
@@ -151,19 +158,25 @@ class Way:
         core: the endpoint.
         native: ``tu_way_t``; NULL: UCX's puts and gets.
         key: the key that UCX needs, or that keeps the memory mapped.
+        hardware: whether UCX puts and gets by RDMA hardware, which messages must not replace.
     """
 
     core: EndpointCore
     native: Any
     key: Key | None
+    hardware: bool = False
 
     def takes(self, memory: int) -> bool:
-        """Whether it can use local memory of this kind."""
-        return bool(self.native == ffi.NULL or memory <= lib.TU_MEMORY_HOST or self.native.messages)
+        """Whether puts and gets use it for local memory of this kind."""
+        return bool(
+            self.native == ffi.NULL
+            or (self.native.local and memory <= lib.TU_MEMORY_HOST)
+            or (self.native.messages and not self.hardware)
+        )
 
 
 def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
-    """The way to a peer's memory without UCX's puts, gets and atomics; None if there is none.
+    """The way to a peer's memory without UCX's puts and gets; None if there is none.
 
     Args:
         core: an endpoint that is up.
@@ -175,8 +188,10 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
     pointer = 0 if key is None else key.mapped(descriptor)
     native.local = ffi.cast("char *", pointer)
-    if descriptor.token and Feature.AM in core.features and _is_emulated(core):
+    if descriptor.token and Feature.AM in core.features:
         native.messages = True
         native.part = PART_OVER_TCP if core.over_tcp() else 0
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))
-    return Way(core, native, key if pointer else None) if pointer or native.messages else None
+    if not pointer and not native.messages:
+        return None
+    return Way(core, native, key if pointer else None, hardware=not _is_emulated(core))

@@ -1,0 +1,250 @@
+"""The endpoint that all Connections between two workers share, and how both sides choose the same one.
+
+UCX pairs the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it, and
+a large message is answered by the endpoint that is paired with its sender's. The number of an endpoint is its
+*generation*, from 1 on. Each side says how many endpoints it has made to the other's worker, and which of them, if any,
+its Connections share (:class:`Standing`). The client chooses: the shared endpoint, if both sides have it or make it
+next; else the next one, if both have made equally many. Otherwise (one side has a raw endpoint to the other's worker,
+or an attempt failed on one side only) the client connects from another worker, which has made none. Connections over
+shared memory and Connections without it have an endpoint each; the two are counted together.
+
+Making an endpoint takes UCX longer than everything else about a connection. So when the last Connection has left the
+shared endpoint, it is kept for a moment. An endpoint that the next generation replaces is closed when its last
+Connection leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import attrs
+
+from .._address import WorkerAddress
+
+#: Generations that can be used between two workers. UCX's numbers have 16 bits.
+LIMIT = 65_000
+#: Seconds before an endpoint without Connections is closed.
+IDLE_TIME = 2.0
+
+
+@attrs.frozen
+class Standing:
+    """What one side says about its endpoints to the other side's worker.
+
+    Attributes:
+        made: how many it has made.
+        shared: the generation of the one that its Connections share; 0 if there is none.
+        greeted: whether messages have come through between that one and its pair.
+    """
+
+    made: int = 0
+    shared: int = 0
+    greeted: bool = False
+
+    def reaches(self, generation: int) -> bool:
+        """Whether the side has this endpoint, or makes it next."""
+        return generation in (self.shared, self.made + 1)
+
+
+class SharedEndpoint(Protocol):
+    """An endpoint that Connections share: :class:`~.operations.EndpointCore`."""
+
+    handle: Any
+    pair: Pair[Any] | None
+    greeted: bool
+    peer_address: WorkerAddress | None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was closed, or has failed."""
+
+    def close(self) -> None:
+        """Closes it by force."""
+
+
+E = TypeVar("E", bound=SharedEndpoint)
+
+
+@attrs.define
+class Shared(Generic[E]):
+    """The endpoint that Connections of one kind share: over shared memory, or without.
+
+    Attributes:
+        core: None if there is none.
+        expected: how many clients were told of it, and have not joined it yet.
+    """
+
+    core: E | None = None
+    generation: int = 0
+    expected: int = 0
+
+
+class Pair(Generic[E]):
+    """The endpoints that this worker makes to one peer worker.
+
+    The address from which an endpoint is made, with shared memory or without, distinguishes its kind.
+
+    Args:
+        watch: called when an endpoint has no Connection any more: :meth:`close_idle` is to be called from time to time.
+    """
+
+    def __init__(self, watch: Callable[[], None]) -> None:
+        self._watch = watch
+        self._made = 0
+        self._kinds: dict[bytes, Shared[E]] = {}
+        #: Endpoints without Connections, and since when.
+        self._idle: dict[E, float] = {}
+
+    def made(self) -> None:
+        """UCX has made an endpoint, or used a generation up on an attempt to make one."""
+        self._made += 1
+
+    def _kind(self, address: WorkerAddress | None) -> Shared[E]:
+        assert address is not None
+        return self._kinds.setdefault(address.ucx, Shared())
+
+    def standing(self, address: WorkerAddress) -> Standing:
+        """What is said to the peer about the endpoints of one kind."""
+        kind = self._kind(address)
+        return Standing(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.greeted)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no endpoint was ever made, and no client is expected."""
+        return self._made == 0 and not any(kind.expected for kind in self._kinds.values())
+
+    # ---- clients that were told our standing ----
+
+    def expect(self, address: WorkerAddress) -> None:
+        """A client is told our standing: the shared endpoint stays until :meth:`expect_no_more`."""
+        self._kind(address).expected += 1
+
+    def expect_no_more(self, address: WorkerAddress) -> None:
+        """The client has joined, or will not."""
+        self._kind(address).expected -= 1
+
+    # ---- choosing and making ----
+
+    def choose(self, theirs: Standing, address: WorkerAddress) -> int | None:
+        """For the client: the generation that both sides use; None if there is none.
+
+        Args:
+            theirs: the server's standing.
+            address: of the server's worker, for our endpoint.
+        """
+        ours = self.standing(address)
+        shared = max(ours.shared, theirs.shared)
+        if shared and self._reaches(shared, address) and theirs.reaches(shared):
+            return shared
+        following = ours.made + 1
+        return following if ours.made == theirs.made and self._reaches(following, address) else None
+
+    def _reaches(self, generation: int, address: WorkerAddress) -> bool:
+        kind = self._kind(address)
+        if kind.core is not None and (generation == kind.generation or kind.expected):
+            return generation == kind.generation  # a client that was told of it must find it
+        return generation == self._made + 1 and generation < LIMIT
+
+    def get(self, generation: int, address: WorkerAddress, make: Callable[[], E]) -> E | None:
+        """Returns the endpoint of this generation, which it makes if it is the next; None if it cannot be had.
+
+        Raises:
+            OSError, UCXError: what ``make`` raises.
+        """
+        if not self._reaches(generation, address):
+            return None
+        kind = self._kind(address)
+        if kind.core is None or generation != kind.generation:
+            core = make()
+            old, kind.core, kind.generation = kind.core, core, generation
+            core.pair = self
+            if core.gone:
+                self._forget(core)
+            if old is not None and self._idle.pop(old, None) is not None:
+                old.close()
+            return core
+        self._idle.pop(kind.core, None)
+        return kind.core
+
+    # ---- the end ----
+
+    def left(self, core: E, *, keep: bool) -> bool:
+        """The last Connection has left an endpoint.
+
+        Args:
+            keep: whether another connection may go on with it: nothing was left at it.
+
+        Returns:
+            Whether it stays for a moment. If not, it is to be closed now.
+        """
+        kind = self._kind(core.peer_address)
+        if not kind.expected and not (keep and core.greeted):
+            self._forget(core)
+        # UCX may still be connecting one that was not greeted. If that is closed at once, another connection between
+        # the same two workers over TCP sometimes breaks (UCX 1.22: 6 of 900 cancelled connects did that).
+        stays = core is kind.core or not core.greeted
+        if stays:
+            self._idle[core] = time.monotonic()
+            self._watch()
+        return stays
+
+    def ended(self, core: E) -> None:
+        """An endpoint was closed, or has failed."""
+        self._idle.pop(core, None)
+        self._forget(core)
+
+    def _forget(self, core: E) -> None:
+        kind = self._kind(core.peer_address)
+        if core is kind.core:
+            kind.core, kind.generation = None, 0
+
+    @property
+    def idle(self) -> int:
+        """How many endpoints have no Connection."""
+        return len(self._idle)
+
+    def close_idle(self) -> None:
+        """Closes those that have had no Connection for a while."""
+        oldest = time.monotonic() - IDLE_TIME
+        for core, since in list(self._idle.items()):
+            kind = self._kind(core.peer_address)
+            if since <= oldest and core in self._idle and not (kind.expected and core is kind.core):
+                del self._idle[core]
+                core.close()
+
+
+class Pairs(Generic[E]):
+    """The pairs of one worker, by the uid of the peer worker.
+
+    Args:
+        watch: see :class:`Pair`.
+    """
+
+    def __init__(self, watch: Callable[[], None]) -> None:
+        self._watch = watch
+        self._pairs: dict[int, Pair[E]] = {}
+
+    def of(self, uid: int) -> Pair[E]:
+        """That with one peer worker. (It is kept as long as UCX counts, until the worker is closed.)"""
+        pair = self._pairs.get(uid)
+        if pair is None:
+            pair = self._pairs[uid] = Pair(self._watch)
+        return pair
+
+    def forget_unused(self, uid: int) -> None:
+        """Forgets a peer worker that only said it was there."""
+        pair = self._pairs.get(uid)
+        if pair is not None and pair.is_unused:
+            del self._pairs[uid]
+
+    @property
+    def idle(self) -> int:
+        """How many endpoints have no Connection."""
+        return sum(pair.idle for pair in self._pairs.values())
+
+    def close_idle(self) -> None:
+        """Closes those that have had no Connection for a while."""
+        for pair in list(self._pairs.values()):  # closing may end a handshake with another peer
+            pair.close_idle()
