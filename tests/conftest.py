@@ -85,8 +85,8 @@ _finish_close = _lifetime._finish_close
 
 def _recording_finish_close(engine: Engine) -> None:
     _finish_close(engine)
-    assert engine.statistics_at_close is not None
-    _closed.append(engine.statistics_at_close)
+    assert engine.teardown.statistics is not None
+    _closed.append(engine.teardown.statistics)
 
 
 _lifetime._finish_close = _recording_finish_close

@@ -64,9 +64,9 @@ def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.Monkey
 def forget_queues(worker: ucp.Worker) -> None:
     """The engine drops its references to queues of active messages, and to all that it closes before itself."""
     engine = internals(worker)
-    engine.am_queues.clear()
-    engine.children.clear()
-    engine.on_broken.clear()
+    engine.receivers.am_queues.clear()
+    engine.teardown.children.clear()
+    engine.teardown.on_broken.clear()
 
 
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -85,7 +85,9 @@ def has_unexpected_messages(worker: ucp.Worker) -> bool:
     engine.progress()
     lib.tu_worker_claim_messages(engine.handle, 0, 0)  # or the probe would match none of them
     try:
-        return bool(lib.tu_tag_probe(engine.handle, CONNECTION_BIT, CONNECTION_BIT, False, engine.received))
+        return bool(
+            lib.tu_tag_probe(engine.handle, CONNECTION_BIT, CONNECTION_BIT, False, engine.tag_dispatch.received)
+        )
     finally:
         engine.tag_dispatch.claim()
 
@@ -115,7 +117,7 @@ def fail_flushes(monkeypatch: pytest.MonkeyPatch, status: ucp.Status) -> None:
 
 def fill_worker(worker: ucp.Worker) -> None:
     """UCX has no room for another kind of endpoint in this worker, as EXCEEDS_LIMIT tells."""
-    internals(worker).is_full = True
+    internals(worker).pairs.is_full = True
 
 
 def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -220,7 +222,7 @@ def change_facts(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypat
 
     def changed(facts: Facts) -> bytes:
         data = encode(facts)
-        return change(data) if facts.address == internals(worker).address.ucx else data
+        return change(data) if facts.address == internals(worker).identity.address.ucx else data
 
     monkeypatch.setattr(Facts, "encode", changed)
 

@@ -32,6 +32,7 @@ from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.operations import EndpointCore, Operation
 from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._engine.teardown import Teardown
 from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._memory.buffers import Pinned
@@ -82,6 +83,7 @@ class SimulatedTagDispatch:
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
         self.sinks: dict[int, Any] = {}
+        self.messages = 0
         self.arena = memoryview(b"")
 
     def remove(self, id: int) -> None:
@@ -109,17 +111,15 @@ class SimulatedEngine:
     def __init__(self) -> None:
         self.tag_dispatch = SimulatedTagDispatch(self)
         self.in_flight: dict[int, Any] = {}
-        self.unrecorded: dict[int, object] = {}
+        self.teardown = Teardown()
         self.endpoints: dict[int, EndpointCore] = {}
-        self.children: dict[int, Callable[[], None]] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, int]] = []
-        self.detached = 0
         self.progress_count = 0
-        self.messages = 0
         self.batches = self
         self.waiting = SimpleNamespace(poll_at_once=lambda: False)
-        self.birth = SimpleNamespace(inherited=False)
+        self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
+        self.receive_queue = SimpleNamespace(suspect=lambda: None, endpoint_closing=lambda core: None)
         #: The messages that UCX holds here, by handle.
         self.held: dict[int, InFlight] = {}
         #: The sending halves with a deferred batch.
@@ -152,18 +152,12 @@ class SimulatedEngine:
     def watch_events(self) -> None:
         pass
 
-    def suspect_queue(self) -> None:
-        pass
-
-    def endpoint_closing(self, core: EndpointCore) -> None:
-        pass
-
     def undisturbed(self, function: Callable[[], None]) -> bool:
         function()
         return False
 
     def keep(self, id: int, what: object) -> None:
-        self.unrecorded[id] = what
+        self.teardown.unrecorded[id] = what
 
     def internal_error(self, error: BaseException) -> None:
         self.errors.append(error)
@@ -800,14 +794,13 @@ class World:
         assert not internal_errors
         for side in self.sides:
             assert not side.engine.errors
-            assert not side.engine.unrecorded
+            assert not side.engine.teardown.unrecorded
 
     def check_nothing_left(self) -> None:
         """After both ends were closed: nothing is in flight, and every buffer is its owner's again."""
         for side in self.sides:
             side.collect()
             assert not side.engine.in_flight, side.engine.in_flight
-            assert side.engine.detached == 0
             assert not side.receivers and not side.link.receiving.queues
             assert not side.link.receiving.detached_receives and side.link.buffers_released()
             assert not side.link.sending.credit.waiting

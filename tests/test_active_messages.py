@@ -651,12 +651,12 @@ async def test_worker_closed_while_something_uses_the_data(
 async def test_dropped_messages_are_released(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3, max_bytes=2**30) as queue, trio.fail_after(20):
-            children = len(internals(worker).children)
+            children = len(internals(worker).teardown.children)
             for number in range(300):
                 message = await exchange(client, queue, bytes(BORROWED if number % 2 else 10), protocol=EAGER)
                 del message
             gc.collect()
-            await until(lambda: len(internals(worker).children) == children)
+            await until(lambda: len(internals(worker).teardown.children) == children)
 
 
 @pytest.mark.filterwarnings("default::ResourceWarning")
@@ -669,7 +669,7 @@ async def test_dropped_message_whose_data_is_used(worker: ucp.Worker) -> None:
             with pytest.warns(ResourceWarning, match="still in use"):
                 del message
                 gc.collect()
-                await until(lambda: internals(worker).unreleased)
+                await until(lambda: internals(worker).teardown.unreleased)
             assert array.tobytes() == pattern(BORROWED)
             del array
 
@@ -1017,7 +1017,7 @@ async def test_dropped_queue_is_closed(worker: ucp.Worker) -> None:
         forget_queues(worker)
         del queue
         gc.collect()
-    await until(lambda: 3 not in internals(worker).am_ids)
+    await until(lambda: 3 not in internals(worker).receivers.am_ids)
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:

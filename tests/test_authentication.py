@@ -70,7 +70,7 @@ async def expect_nothing_left(worker: ucp.Worker, listener: trio_ucx.Listener, r
 
 def telling_facts(worker: ucp.Worker) -> list[bytes]:
     """Parts of what a side says about itself."""
-    address = internals(worker).address.ucx
+    address = internals(worker).identity.address.ucx
     return [address[1:9], address[-12:], this_host().process.host]
 
 

@@ -56,7 +56,7 @@ async def test_waiting_for_streams(transports: str) -> None:
             nursery.start_soon(expect_closed, other.wait_stream_ready)
             await trio.testing.wait_all_tasks_blocked()
             await client.stream_send(b"x")
-            while internals(other).stream_watchers:
+            while internals(other).receivers.stream_watchers:
                 internals(worker).progress()
                 internals(other).progress()
             close_worker_at_once(other)

@@ -91,8 +91,8 @@ class Attacker:
             error_handling=True,
             sees_local=True,
             host=host,
-            address=internals(worker).address.ucx,
-            network_address=internals(worker).network_address.ucx,
+            address=internals(worker).identity.address.ucx,
+            network_address=internals(worker).identity.network_address.ucx,
             features=0,
             software="attacker",
         )

@@ -404,7 +404,9 @@ async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.Monkey
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         ports = internals(worker).data_ports._ports
         assert {port.address for port in ports} <= listening(os.getpid())
-        assert {port.address for port in ports} == {*parse_worker_address(internals(worker).address.ucx).tcp_addresses}
+        assert {port.address for port in ports} == {
+            *parse_worker_address(internals(worker).identity.address.ucx).tcp_addresses
+        }
         for port in ports:
             assert attached_filter(port.fd) == struct.pack("=HBBI", 0x06, 0, 0, 0)
             with pytest.raises(TimeoutError):

@@ -484,7 +484,9 @@ class Node:
         self.pairs: Pairs[Any] = Pairs(self._watch)
         #: What UCX says to the next attempts to make an endpoint; None: the library does not even ask it.
         self.obstacles: list[Status | None] = []
-        self.engine: Any = SimpleNamespace(pairs=self.pairs, address=SimpleNamespace(uid=uid), handle=self)
+        self.engine: Any = SimpleNamespace(
+            pairs=self.pairs, identity=SimpleNamespace(address=SimpleNamespace(uid=uid)), handle=self
+        )
 
     def __repr__(self) -> str:
         return f"worker {self.uid}"

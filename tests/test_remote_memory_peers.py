@@ -157,7 +157,7 @@ async def open_asker(
         ucp.open_worker(config=config) as worker,
         ucp.open_worker(config=config, features=REMOTE) as owner,
     ):
-        del internals(worker).am_ids[ID]  # the test takes the place of the library
+        del internals(worker).receivers.am_ids[ID]  # the test takes the place of the library
         with (
             owner.context.register(bytearray(b"secret!!" * 8), access=access) as memory,
             worker.open_active_messages(ID) as answers,

@@ -81,7 +81,7 @@ async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Work
 async def test_the_timer_of_request_chains() -> None:
     async with open_chain(0.001, 1) as (worker, chain):
         await chain.run()
-        timer = internals(worker).chain_timer._fd  # type: ignore[attr-defined]
+        timer = internals(worker).progress_task.chain_timer._fd  # type: ignore[attr-defined]
         async with just_before("trio_ucx chain timer", lambda: lib.tu_timer_set(timer, LATER, 0)):
             lib.tu_timer_set(timer, NOW, 0)
         assert remaining(timer) > LATER / 2e9, "what C had armed was disarmed"
@@ -99,7 +99,7 @@ async def test_the_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
     monkeypatch.setattr(safety_net, "TIMER", LATER / 1e9)
     async with ucp.open_worker() as worker:
-        net = internals(worker).safety_net
+        net = internals(worker).progress_task.safety_net
         await trio.testing.wait_all_tasks_blocked()
         async with just_before("trio_ucx safety net", net.watch_polling):
             net._set(NOW / 1e9)

@@ -311,8 +311,8 @@ async def test_closed_by_us(worker: ucp.Worker) -> None:
             nursery.start_soon(receive)
             await trio.testing.wait_all_tasks_blocked()
             client.abort()
-    assert not internals(worker).unreleased
-    assert not internals(worker).children
+    assert not internals(worker).teardown.unreleased
+    assert not internals(worker).teardown.children
 
 
 async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Worker) -> None:
@@ -326,7 +326,7 @@ async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Work
         await until(lambda: not server.alive)
     server = None
     gc.collect()
-    await until(lambda: not internals(worker).children)
+    await until(lambda: not internals(worker).teardown.children)
 
 
 @pytest.mark.parametrize("read", [0, 3])
@@ -436,11 +436,11 @@ async def test_worker_closed_while_something_uses_the_data(transports: str, monk
 async def test_dropped_data(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, server):
         await client.stream_send(pattern(5000))
-        children = len(internals(worker).children)
+        children = len(internals(worker).teardown.children)
         with pytest.warns(ResourceWarning, match="unreleased .*StreamData"):
             await server.stream_receive_some()
             gc.collect()
-            await until(lambda: len(internals(worker).children) <= children + 1)  # the stream buffer
+            await until(lambda: len(internals(worker).teardown.children) <= children + 1)  # the stream buffer
 
 
 # ---- cancelled, stopped, killed ----

@@ -455,7 +455,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises: nothing.
         """
-        self._link.engine.check_thread()
+        self._link.engine.run.check_thread()
         if self._link.engine.usable:
             self._link.abort()
 
@@ -473,7 +473,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 connection is broken. It is closed nevertheless.
         """
         link = self._link
-        link.engine.check_thread()
+        link.engine.run.check_thread()
         if link.handshake.closing or not link.engine.usable:
             await trio.lowlevel.checkpoint()
             return
@@ -517,10 +517,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         link = self._link
-        if not link.handshake.closing and not link.engine.birth.inherited:
+        if not link.handshake.closing and not link.engine.run.inherited:
             warn_resource(f"unclosed {self!r}", self)
             link.on_unclosed = None
-            link.engine.call_soon(link.abort)
+            link.engine.run.call_soon(link.abort)
 
     def __repr__(self) -> str:
         link = self._link

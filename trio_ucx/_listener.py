@@ -78,7 +78,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
         Raises: nothing, closed already or not.
         """
-        self._acceptor.engine.check_thread()
+        self._acceptor.engine.run.check_thread()
         if self._acceptor.engine.usable:
             self._acceptor.close()
         await trio.lowlevel.checkpoint()
@@ -87,7 +87,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
         acceptor = self._acceptor
         if not acceptor.closed and acceptor.engine.usable:
             warn_resource(f"unclosed {self!r}", self)
-            acceptor.engine.call_soon(acceptor.close)
+            acceptor.engine.run.call_soon(acceptor.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._acceptor.closed else "listening"

@@ -16,7 +16,7 @@ def shared_worker() -> Worker:
     except LookupError:
         worker = None
     if worker is not None:
-        worker._engine.birth.check("this run's worker")
+        worker._engine.run.check("this run's worker")
     if worker is None or worker._engine.handle is None:
         worker = Worker._open(None, None)
         _worker.set(worker)

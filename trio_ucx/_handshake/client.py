@@ -65,12 +65,12 @@ class Connector:
         engine = self._registry.engine
         try:
             with trio.move_on_after(self.timeout) as scope:
-                engine.children[id(self)] = scope.cancel
+                engine.teardown.children[id(self)] = scope.cancel
                 link = await self._connect_from_some_worker()
             if scope.cancelled_caught:
                 waiting_for = under_way(self._handshake.under_way())
         finally:
-            engine.children.pop(id(self), None)
+            engine.teardown.children.pop(id(self), None)
             if link is None:
                 self._handshake.close()
         if link is None:

@@ -152,7 +152,7 @@ class ControlSockets:
         self._engine = engine
         self._epoll: select.epoll | None = select.epoll()
         self._sockets: dict[int, ControlSocket] = {}
-        engine.spawn(self._run, f"trio_ucx control sockets (efd {engine.efd})")
+        engine.run.spawn(self._run, f"trio_ucx control sockets (efd {engine.progress_task.efd})")
 
     def add(self, descriptor: int, control: ControlSocket) -> None:
         assert self._epoll is not None
@@ -165,7 +165,7 @@ class ControlSockets:
             self._epoll.unregister(descriptor)
 
     def peer_may_have_died(self) -> None:
-        self._engine.suspect_queue()
+        self._engine.receive_queue.suspect()
 
     async def _run(self) -> None:
         try:

@@ -24,8 +24,7 @@ from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
-from ..ucp._engine.engine import InFlight
-from ..ucp._engine.operations import EndpointCore
+from ..ucp._engine.operations import EndpointCore, Operation
 from ..ucp._engine.pairs import Pair, Standing
 from ..ucp._engine.pending import Signal
 from ..ucp._status import os_error_from_status
@@ -188,7 +187,7 @@ class Handshake:
         while self.id in sinks:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
-        self.registry.engine.children[self.id] = self.close
+        self.registry.engine.teardown.children[self.id] = self.close
         self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
         return self._own_facts
 
@@ -228,7 +227,7 @@ class Handshake:
     @property
     def _with_itself(self) -> bool:
         """Whether the worker connects with itself. UCX connects each such endpoint with itself."""
-        return self.registry.engine.address.uid == self.peer.uid
+        return self.registry.engine.identity.address.uid == self.peer.uid
 
     def standing(self) -> Standing:
         """For the server: our standing, to be sent to the client. What it says holds until the client has joined."""
@@ -297,7 +296,7 @@ class Handshake:
     def _unreachable(self, number: int) -> OSError:
         return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
 
-    def under_way(self) -> list[InFlight]:
+    def under_way(self) -> list[Operation]:
         """The operations in flight at our endpoint, for the message of a timeout."""
         return [] if self._share is None else self._share.under_way()
 
@@ -444,7 +443,7 @@ class Handshake:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
             engine.tag_dispatch.remove(self.id)
-            del engine.children[self.id]
+            del engine.teardown.children[self.id]
         held, self._held = self._held, []
         for handle in held:
             contained(engine.tag_dispatch.discard, handle)
@@ -457,6 +456,6 @@ class Handshake:
             contained(engine.tag_dispatch.forget_rendezvous, self._peer.facts.threshold)
             contained(engine.pairs.forget_unused, self._peer.uid)
             if self._shared_memory:
-                contained(engine.may_be_writing, self._peer.facts.host.process)
+                contained(engine.receive_queue.may_be_writing, self._peer.facts.host.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)

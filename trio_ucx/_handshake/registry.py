@@ -49,7 +49,7 @@ class Registry:
         self.engine: Engine = worker._engine
         self._network_address = _network_address(self.engine)
         self.control = ControlSockets(self.engine)
-        self.engine.at_end[self.engine.next_id()] = self.control.close
+        self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
 
     def suitable(self, tried: Collection[Registry] = ()) -> Registry:
@@ -66,7 +66,7 @@ class Registry:
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.queue_stopped and not engine.data_ports.lost and not engine.is_full:
+            if not engine.receive_queue.stopped and not engine.data_ports.lost and not engine.pairs.is_full:
                 registry = Registry.of(worker)
                 if registry not in tried:
                     return registry
@@ -90,7 +90,7 @@ class Registry:
             error_handling=engine.context.shared_memory_handles_errors,
             sees_local=sees_local,
             host=this_host(),
-            address=engine.address.ucx,
+            address=engine.identity.address.ucx,
             network_address=self._network_address,
             features=engine.context.features,
             software=SOFTWARE,
@@ -101,7 +101,7 @@ class Registry:
 
 def _network_address(engine: Engine) -> bytes:
     """The worker's address without shared memory; empty if it has no other transport."""
-    blob = engine.network_address.ucx
+    blob = engine.identity.network_address.ucx
     try:
         parse_worker_address(blob)
     except ValueError:

@@ -167,9 +167,9 @@ class Acceptor:
         self._acceptors = Waiters()
         self._rejections = RejectionLog()
         self._id = self.engine.next_id()
-        self.engine.children[self._id] = self._unclosed
-        self.engine.on_broken[self._id] = self._acceptors.fail
-        self.engine.spawn(self._run, f"trio_ucx listener at {self.address}")
+        self.engine.teardown.children[self._id] = self._unclosed
+        self.engine.teardown.on_broken[self._id] = self._acceptors.fail
+        self.engine.run.spawn(self._run, f"trio_ucx listener at {self.address}")
 
     @property
     def handshaking(self) -> int:
@@ -411,8 +411,8 @@ class Acceptor:
         if self.closed:
             return
         self.closed = True
-        self.engine.children.pop(self._id, None)
-        self.engine.on_broken.pop(self._id, None)
+        self.engine.teardown.children.pop(self._id, None)
+        self.engine.teardown.on_broken.pop(self._id, None)
         self._on_close()
         self._listener.socket.close()
         for client in list(self._clients):

@@ -217,7 +217,7 @@ class Closing:
         sent: int = getattr(event, "sent", 0)
         refusal: str = getattr(event, "reason", "")
         if self._receiving.credit.received < sent:
-            self.engine.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
+            self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
         else:
             self.cut_off(f"refused the connection: {refusal}" if refusal else "aborted the connection")
 

@@ -75,7 +75,7 @@ class Link:
         )
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.sinks[my_id] = self.receiving
-        self.engine.children[my_id] = self._unclosed
+        self.engine.teardown.children[my_id] = self._unclosed
         core.on_internal_error = self.closing.internal_error
         core.on_failure = self.closing.lost
         core.on_close = self.closing.close_now
@@ -137,6 +137,6 @@ class Link:
     def _unregister(self) -> None:
         """The endpoint has been closed: the engine forgets the connection."""
         engine = self.engine
-        engine.children.pop(self.my_id, None)
+        engine.teardown.children.pop(self.my_id, None)
         engine.tag_dispatch.remove(self.my_id)
         engine.tag_dispatch.forget_rendezvous(self.receiving.credit.threshold)

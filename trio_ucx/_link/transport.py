@@ -42,9 +42,9 @@ class Transport:
         engine = self.engine
         if pins.many is None:
             return lib.tu_message_receive_one(
-                engine.handle, handle, pins.address, pins.size, pins.memory, engine.received
+                engine.handle, handle, pins.address, pins.size, pins.memory, engine.tag_dispatch.received
             )
-        return lib.tu_message_receive(engine.handle, handle, pins.many, engine.received)
+        return lib.tu_message_receive(engine.handle, handle, pins.many, engine.tag_dispatch.received)
 
     def discard(self, handle: int) -> None:
         """Drops a message that UCX holds."""

@@ -82,11 +82,9 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         if status != Status.OK:
             raise UCXError(status, f"opening active messages with id {self._id}")
         self._handle = out[0]
-        engine.am_ids[self._id] = "another open_active_messages"
-        engine.am_queues[self._key] = self._announced
-        engine.am_waiters[self._key] = self._waiters
-        engine.children[self._key] = self._close
-        engine.on_broken[self._key] = self._waiters.fail
+        engine.receivers.add_am_queue(self._key, self._id, self._announced, self._waiters)
+        engine.teardown.children[self._key] = self._close
+        engine.teardown.on_broken[self._key] = self._waiters.fail
         live_handles.opened("active message queue")
 
     def _announced(self) -> None:
@@ -141,7 +139,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             else:
                 await self._engine.waiting.schedule_point()
                 return message
-        received: ActiveMessage = await self._waiters.wait(self._engine.waiting)
+        received: ActiveMessage = await self._waiters.wait(self._engine.waiting.wait)
         return received
 
     def __aiter__(self) -> ActiveMessages:
@@ -178,9 +176,9 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self.statistics()
         engine = self._engine
         handle, self._handle = self._handle, None
-        for table in (engine.am_queues, engine.am_waiters, engine.children, engine.on_broken):
-            table.pop(self._key, None)
-        engine.am_ids.pop(self._id, None)
+        engine.receivers.remove_am_queue(self._key, self._id)
+        engine.teardown.children.pop(self._key, None)
+        engine.teardown.on_broken.pop(self._key, None)
         lib.tu_am_close(handle)
         live_handles.closed("active message queue")
         engine.progress()  # senders of rendezvous are answered
@@ -191,7 +189,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     def __exit__(self, *exc_info: object) -> None:
-        self._engine.check_thread()
+        self._engine.run.check_thread()
         if self._engine.usable:
             self._close()
 
@@ -210,7 +208,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     def __del__(self) -> None:
         if self._handle is not None and self._engine.usable:
             warn_resource(f"unclosed {self!r}", self)
-            self._engine.call_soon(self._close)
+            self._engine.run.call_soon(self._close)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.ActiveMessages id {self._id}>"
@@ -228,8 +226,9 @@ def open_queue(
     if not isinstance(when_full, WhenFull):
         raise TypeError(f"when_full must be a WhenFull, not {when_full!r}")
     engine.context.require(Feature.AM, "receiving active messages")
-    if id in engine.am_ids:
-        raise ValueError(f"active messages with id {id} go to {engine.am_ids[id]} of this worker already")
+    taken = engine.receivers.am_ids.get(id)
+    if taken is not None:
+        raise ValueError(f"active messages with id {id} go to {taken} of this worker already")
     queue: ActiveMessages = ActiveMessages._create(engine, id, max_message_size)
     queue._open(max_messages, max_bytes, when_full)
     return queue

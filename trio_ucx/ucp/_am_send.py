@@ -62,8 +62,9 @@ def post_am_send(
     length = pinned_header.size
     kept_header = ffi.new("char[]", pinned_header.copy(length))
     pinned_header.release()
-    if length > engine.max_am_header:
-        raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {engine.max_am_header}")
+    longest = engine.identity.attributes.max_am_header
+    if length > longest:
+        raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {longest}")
     pins = pin(engine, data)
     pins.kept = kept_header
     core.unflushed = True

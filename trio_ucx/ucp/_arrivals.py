@@ -35,7 +35,7 @@ class Arrival:
         if native.kind == lib.TU_AM_BORROWED:
             self.borrowed = Borrowed(engine, int(ffi.cast("uintptr_t", native.data)), self.length, self._release_native)
         elif self.rendezvous:
-            engine.children[self.id] = self.release
+            engine.teardown.children[self.id] = self.release
         else:
             self.copied = bytes(ffi.buffer(native.data, self.length)) if self.length else b""
             self._release_native()
@@ -53,7 +53,7 @@ class Arrival:
         if self.borrowed is not None:
             self.borrowed.end()
         elif self.native is not None:
-            self.engine.children.pop(self.id, None)
+            self.engine.teardown.children.pop(self.id, None)
             if self.engine.usable:
                 self._release_native()
 
@@ -66,7 +66,7 @@ class Arrival:
     def take(self) -> Any:
         """UCX's message, which an operation owns from now on."""
         native, self.native = self.native, None
-        self.engine.children.pop(self.id, None)
+        self.engine.teardown.children.pop(self.id, None)
         return native
 
 
@@ -282,7 +282,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         if arrival.native is not None and arrival.engine.usable:
             if self.rendezvous:
                 warn_resource(f"{self!r} was neither received nor released", self)
-            arrival.engine.call_soon(arrival.drop)
+            arrival.engine.run.call_soon(arrival.drop)
 
     def __repr__(self) -> str:
         kind = "rendezvous" if self.rendezvous else "eager"

@@ -28,7 +28,7 @@ def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions =
     if options.local is not None:
         opening.check_source(options.local, address)
     remote, local = opening.native_address(address), opening.native_address(options.local)
-    how = options.native(engine.client_id)
+    how = options.native(engine.identity.attributes.client_id)
     return _make(
         engine,
         str(address),
@@ -70,7 +70,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
         engine, address = core.engine, core.peer_address
         assert address is not None
         label = f"{core.label}, for its memory"
-        if address.uid == engine.address.uid:
+        if address.uid == engine.identity.address.uid:
             endpoint = _make_to_worker(engine, address, opening.DEFAULT, label)
         else:
             blob = with_uid(_usable_part(engine, address, opening.DEFAULT), secrets.randbits(64))
@@ -94,7 +94,7 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int, labe
     def make() -> EndpointCore:
         return _make_to_worker(engine, address, opening.DEFAULT, label)
 
-    with_itself = address.uid == engine.address.uid
+    with_itself = address.uid == engine.identity.address.uid
     return make() if with_itself else engine.pairs.of(address.uid).get(generation, address, make)
 
 
@@ -153,15 +153,15 @@ def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOption
 
 def _difference(engine: Engine, address: WorkerAddress) -> str | None:
     """Why the two sides cannot use shared memory: the sizes of a kind differ, or they have no kind in common."""
-    if address.sizes in ((), engine.address.sizes):
+    if address.sizes in ((), engine.identity.address.sizes):
         return None
-    ours, theirs = (parse_worker_address(each.ucx).shared_memory for each in (engine.address, address))
+    ours, theirs = (parse_worker_address(each.ucx).shared_memory for each in (engine.identity.address, address))
     found = [_differs(engine, address, kind) for kind in sorted(ours & theirs)]
     return next(filter(None, found), None) if found else "the two sides have no kind of shared memory in common"
 
 
 def _differs(engine: Engine, address: WorkerAddress, kind: str) -> str | None:
-    return differences(engine.address.sizes, address.sizes, kind)
+    return differences(engine.identity.address.sizes, address.sizes, kind)
 
 
 def _obstacle_to_shared_memory(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> str | None:
@@ -192,7 +192,7 @@ def _make(
     out = ffi.new("tu_endpoint_t **")
     status = create(id, out)
     if status == Status.EXCEEDS_LIMIT:
-        engine.is_full = True
+        engine.pairs.is_full = True
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label)

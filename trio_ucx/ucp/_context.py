@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from trio.lowlevel import enable_ki_protection
@@ -19,7 +19,6 @@ from . import _forks as forks
 from . import _log as ucx_log
 from . import _option_limits as option_limits
 from . import _shared_memory as shared_memory
-from ._address import WorkerAddress
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._features import DEFAULT_FEATURES, Feature
 from ._forks import Birth
@@ -79,20 +78,6 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
     }
 
 
-class WorkerOfContext(Protocol):
-    """A worker, as far as its context is concerned: :class:`~._engine.engine.Engine`."""
-
-    handle: Any
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is open, in this thread and process."""
-
-    @property
-    def address(self) -> WorkerAddress:
-        """Where peers can reach it."""
-
-
 @attrs.define(eq=False, repr=False)
 class Context(metaclass=OpenedNotConstructed):
     """UCX's configuration and resources. Open one with :func:`open_context`.
@@ -115,8 +100,8 @@ class Context(metaclass=OpenedNotConstructed):
     _handle: Any
     #: How many file descriptors one of its workers needs.
     descriptors_per_worker: int
-    #: Its workers that were not destroyed, and what closes each.
-    workers: dict[WorkerOfContext, Callable[[], None]] = attrs.field(factory=dict)
+    #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
+    workers: dict[object, Callable[[], None]] = attrs.field(factory=dict)
     #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
     postponed: list[Callable[[], bool]] = attrs.field(factory=list)
     memories: set[Memory] = attrs.field(factory=set)
@@ -329,15 +314,14 @@ class Context(metaclass=OpenedNotConstructed):
         _live_contexts.discard(self)
         if self._birth.inherited:
             return
-        for worker, close in list(self.workers.items()):
-            if worker.usable:
-                close()
+        for close in list(self.workers.values()):
+            close()
         self.destroy_postponed()
         for memory in list(self.memories):
             memory._close_unasked()
         self._destroy_if_unused()
 
-    def _worker_destroyed(self, worker: WorkerOfContext) -> None:
+    def _worker_destroyed(self, worker: object) -> None:
         """A worker of it was destroyed, in whatever thread."""
         self.workers.pop(worker, None)
         self._destroy_if_unused()

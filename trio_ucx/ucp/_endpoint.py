@@ -431,7 +431,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             RuntimeError: it is the endpoint of a Connection that is open: abort or close that.
         """
-        self._core.engine.check_thread()
+        self._core.engine.run.check_thread()
         self._check_is_not_shared()
         self._remember()
         self._scope.closing = True
@@ -458,7 +458,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             TypeError: ``mode`` is no :class:`CloseMode`.
         """
         check_mode(mode)
-        self._core.engine.check_thread()
+        self._core.engine.run.check_thread()
         self._check_is_not_shared()
         if mode is CloseMode.FORCE:
             self.abort()
@@ -511,14 +511,14 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __del__(self) -> None:
-        if self._core.engine.birth.inherited:
+        if self._core.engine.run.inherited:
             return
         if self._is_of_connection:
             return
         if not self._scope.closing and self._core.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
         elif self._core.stream_buffer is not None:
-            self._core.engine.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
+            self._core.engine.run.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
 
     def __repr__(self) -> str:
         state = "open" if self.alive else "broken" if self._scope.error is not None else "closed"
@@ -569,7 +569,7 @@ def close_in_background(engine: Engine, core: Scope, function: Any) -> None:
         finally:
             core.close()
 
-    if not engine.spawn_background(run, f"trio_ucx closing {core.label}"):
+    if not engine.run.spawn_background(run, f"trio_ucx closing {core.label}"):
         core.close()
 
 
@@ -577,4 +577,4 @@ def dropped(core: EndpointCore, message: str, source: object) -> None:
     """Something was garbage collected that should have been closed: say so, and close it where it lives."""
     engine = core.engine
     warn_resource(message, source)
-    engine.call_soon(core.close)
+    engine.run.call_soon(core.close)

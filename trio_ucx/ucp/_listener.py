@@ -82,9 +82,9 @@ class ListenerCore:
         #: Requests handed out and not answered yet.
         self.unanswered: set[int] = set()
         self._acceptors = Waiters()
-        engine.listeners[self.id] = self._arrived
-        engine.children[self.id] = self._unclosed
-        engine.on_broken[self.id] = self._acceptors.fail
+        engine.receivers.listeners[self.id] = self._arrived
+        engine.teardown.children[self.id] = self._unclosed
+        engine.teardown.on_broken[self.id] = self._acceptors.fail
         live_handles.opened("listener")
 
     def _arrived(self, request: int) -> None:
@@ -118,7 +118,7 @@ class ListenerCore:
         return request
 
     def reject(self, request: int) -> None:
-        self.engine.birth.check("this worker")
+        self.engine.run.check("this worker")
         self.unanswered.discard(request)
         lib.tu_request_reject(self.handle, request)
 
@@ -134,11 +134,11 @@ class ListenerCore:
         self.waiting.clear()
         self._drop_silent_clients(rejected)
         handle, self.handle = self.handle, None
-        del self.engine.listeners[self.id]
-        self.engine.children.pop(self.id, None)
+        del self.engine.receivers.listeners[self.id]
+        self.engine.teardown.children.pop(self.id, None)
         lib.tu_listener_destroy(handle)
         live_handles.closed("listener")
-        self.engine.on_broken.pop(self.id, None)
+        self.engine.teardown.on_broken.pop(self.id, None)
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
     def _drop_silent_clients(self, rejected: set[str]) -> None:
@@ -276,10 +276,10 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         self._core.reject(self._take())
 
     def __del__(self) -> None:
-        if self._request is not None and self._core.handle is not None and not self._core.engine.birth.inherited:
+        if self._request is not None and self._core.handle is not None and not self._core.engine.run.inherited:
             warn_resource(f"unanswered {self!r}", self)
             core, request = self._core, self._request
-            core.engine.call_soon(lambda: core.reject(request) if core.handle is not None else None)
+            core.engine.run.call_soon(lambda: core.reject(request) if core.handle is not None else None)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.ConnectionRequest from {self.client_address}>"
@@ -334,7 +334,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises: nothing, closed already or not.
         """
-        self._core.engine.check_thread()
+        self._core.engine.run.check_thread()
         if self._core.engine.usable:
             self._core.close()
         await trio.lowlevel.checkpoint()
@@ -343,7 +343,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         core = self._core
         if core.handle is not None and core.engine.usable:
             warn_resource(f"unclosed {self!r}", self)
-            core.engine.call_soon(core.close)
+            core.engine.run.call_soon(core.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._core.handle is None else "listening"

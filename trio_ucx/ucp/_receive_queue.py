@@ -4,7 +4,7 @@ All local peers of a worker write to one queue. A writer takes the next element,
 is killed between the first step and the last, the reader waits for that element for ever: nothing arrives over shared
 memory any more, and UCX tells nobody.
 
-:class:`ReceiveQueue` finds that out in two steps.
+:class:`WatchedQueue` finds that out in two steps.
 
 1. *Suspicion.* Whenever a peer's process may have died, it checks whether UCX can be armed. UCX refuses that while a
    queue contains something unread. A dead process writes nothing more, so one success proves that the queue has not
@@ -26,7 +26,6 @@ When a queue has stopped, every endpoint over shared memory fails, and the worke
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import random
@@ -44,8 +43,9 @@ from ._contained import report
 from ._context import Context
 from ._engine.engine import Engine
 from ._engine.lifetime import close_now, open_engine
-from ._engine.operations import EndpointCore, endpoints_of
+from ._engine.operations import EndpointCore
 from ._engine.posting import post_flush
+from ._engine.receive_queue import ReceiveQueue
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
 from ._process import Process, open_pidfd
@@ -114,11 +114,11 @@ class _Probe:
         except BaseException:
             context._close()
             raise
-        self._engine.on_closed = context._close
+        self._engine.teardown.on_closed = context._close
         self._tag = self._sink() if by_message else 0
-        engine.children[id(self)] = self.close
+        engine.teardown.children[id(self)] = self.close
         try:
-            core = connect_worker(self._engine, engine.address)
+            core = connect_worker(self._engine, engine.identity.address)
             core.check()
             self._operation = post_bytes_send(core, b"", self._tag << 32) if by_message else post_flush(core)
         except BaseException:
@@ -155,19 +155,20 @@ class _Probe:
             self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
 
     def close(self) -> None:
-        self._target.children.pop(id(self), None)
+        self._target.teardown.children.pop(id(self), None)
         if self._tag:
             self._target.tag_dispatch.remove(self._tag)
         close_now(self._engine)
 
 
-class ReceiveQueue:
+class WatchedQueue(ReceiveQueue):
     """Watches the queues of one worker."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self._engine = engine
         # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
-        self._queues = queues(engine.address) if engine.context.shared_memory_handles_errors else []
+        self._queues = queues(engine.identity.address) if engine.context.shared_memory_handles_errors else []
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
@@ -176,27 +177,22 @@ class ReceiveQueue:
         self._suspects: dict[Process, int] = {}
         self._watching = False
         self._next_probe = 0.0
-        #: The counters for ``stopped_queues``: those of the worker that this one succeeds, if it is a successor.
-        self.counters: collections.Counter[str] = engine.counters
 
     def suspect(self) -> None:
-        """Called when a process may have died that wrote to this worker."""
         self._suspicions += 1
-        if not self._checking and self._queues and not self._engine.queue_stopped:
+        if not self._checking and self._queues and not self.stopped:
             self._checking = self._spawn(self._run, "receive queue")
 
     def endpoint_closing(self, core: EndpointCore) -> None:
-        """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
         if self._needs_watching(core.peer) and uses_queue(core):
             self._watch(core.peer)
 
     def may_be_writing(self, process: Process) -> None:
-        """Called when this process may be in the middle of writing, and we have no endpoint to it."""
         if self._needs_watching(process):
             self._watch(process)
 
     def _needs_watching(self, process: Process) -> bool:
-        return process not in self._suspects and bool(self._queues) and not self._engine.queue_stopped
+        return process not in self._suspects and bool(self._queues) and not self.stopped
 
     def _watch(self, process: Process) -> None:
         """Watches a process until it cannot be in the middle of writing."""
@@ -216,7 +212,7 @@ class ReceiveQueue:
     def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
         """Starts a system task; False if Trio's run is over."""
         try:
-            self._engine.spawn(function, f"trio_ucx {what} (efd {self._engine.efd})")
+            self._engine.run.spawn(function, f"trio_ucx {what} (efd {self._engine.progress_task.efd})")
         except RuntimeError:
             return False
         return True
@@ -309,10 +305,10 @@ class ReceiveQueue:
 
     def _stopped(self) -> None:
         engine = self._engine
-        engine.queue_stopped = True
+        self.stopped = True
         self.counters["stopped_queues"] += 1
         error = stopped_error()
-        failing = [core for core in endpoints_of(engine) if uses_queue(core)]
+        failing = [core for core in engine.endpoints.values() if uses_queue(core)]
         logger.error(
             "a local peer was killed while it wrote to the shared-memory queue of a worker, which has stopped: "
             "%d endpoint(s) over shared memory fail, new connections use another worker",

@@ -62,7 +62,7 @@ class StreamData(metaclass=OpenedNotConstructed):
         borrowed = self._piece.borrowed
         if borrowed is not None and not borrowed.ended and self._engine.usable:
             warn_resource(f"unreleased {self!r}", self)
-            self._engine.call_soon(borrowed.drop)
+            self._engine.run.call_soon(borrowed.drop)
 
     def __repr__(self) -> str:
         try:

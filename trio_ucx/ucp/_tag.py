@@ -112,10 +112,10 @@ def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> Receive
     pins = pin(engine, buffer, writable=True)
     if pins.many is None:
         verdict = lib.tu_tag_receive_one(
-            engine.handle, pins.address, pins.size, pins.memory, tag, mask, engine.received
+            engine.handle, pins.address, pins.size, pins.memory, tag, mask, engine.tag_dispatch.received
         )
     else:
-        verdict = lib.tu_tag_receive(engine.handle, pins.many, tag, mask, engine.received)
+        verdict = lib.tu_tag_receive(engine.handle, pins.many, tag, mask, engine.tag_dispatch.received)
     return _received(engine, verdict, pins, "receiving a message", tag, mask)
 
 
@@ -125,10 +125,10 @@ def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> R
     assert handle is not None
     if pins.many is None:
         verdict = lib.tu_message_receive_one(
-            engine.handle, handle, pins.address, pins.size, pins.memory, engine.received
+            engine.handle, handle, pins.address, pins.size, pins.memory, engine.tag_dispatch.received
         )
     else:
-        verdict = lib.tu_message_receive(engine.handle, handle, pins.native_list(), engine.received)
+        verdict = lib.tu_message_receive(engine.handle, handle, pins.native_list(), engine.tag_dispatch.received)
     if verdict != Status.NO_MEMORY:  # without memory nothing has happened
         message._handle = None
     return _received(engine, verdict, pins, "receiving a message")
@@ -150,7 +150,7 @@ def _received(
     if verdict < 0:
         check_not_claimed(engine, tag, mask)
         raise receive_error(verdict, size, doing)
-    return engine.received.length, engine.received.tag
+    return engine.tag_dispatch.received.length, engine.tag_dispatch.received.tag
 
 
 class TruncatingReceive(ReceiveOperation):

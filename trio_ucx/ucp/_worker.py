@@ -24,7 +24,6 @@ from ._endpoint import Endpoint
 from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
-from ._engine.operations import endpoints_of
 from ._engine.polling import check_spin, check_yield_interval
 from ._engine.posting import completed, pending_operation, pin, post_flush
 from ._engine.statistics import WorkerStatistics
@@ -32,7 +31,7 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer
 from ._opening import EndpointOptions, ErrorMode
-from ._receive_queue import ReceiveQueue, stopped_error, uses_queue
+from ._receive_queue import WatchedQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
@@ -60,7 +59,6 @@ class Worker(metaclass=OpenedNotConstructed):
     #: Workers that have one Connection each (``isolate=True``).
     _isolated: dict[int, Worker] = attrs.field(factory=dict)
     _waiting_options: dict[str, float] = attrs.field(factory=dict)
-    _queue: ReceiveQueue = attrs.field(init=False)
 
     @classmethod
     def _open(
@@ -89,23 +87,22 @@ class Worker(metaclass=OpenedNotConstructed):
         elif not isinstance(context, Context):
             raise TypeError(f"context must be a Context, not {type(context).__name__}")
         try:
-            engine = open_engine(context, name, client_id, spin=spin, yield_interval=yield_interval)
+            engine = open_engine(
+                context, name, client_id, spin=spin, yield_interval=yield_interval, receive_queue=WatchedQueue
+            )
         except BaseException:
             if owned:
                 context._close()
             raise
         worker = cls._create(context, engine, owned)
-        worker._queue = ReceiveQueue(engine)
-        engine.suspect_queue, engine.endpoint_closing = worker._queue.suspect, worker._queue.endpoint_closing
-        engine.may_be_writing = worker._queue.may_be_writing
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
-            engine.on_closed = context._close
+            engine.teardown.on_closed = context._close
         return worker
 
     def _open_successor(self) -> Worker:
         """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
-        children = self._engine.children
+        children = self._engine.teardown.children
         for id, earlier in list(self._successors.items()):
             if not earlier._engine.tag_dispatch.sinks:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
@@ -118,11 +115,11 @@ class Worker(metaclass=OpenedNotConstructed):
 
     def _open_beside(self, kind: dict[int, Worker]) -> Worker:
         worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
-        worker._queue.counters = self._engine.counters
+        worker._engine.receive_queue.counters = self._engine.counters
         worker._engine.data_ports.admit(self._engine.data_ports.networks)
         id = self._engine.next_id()
         kind[id] = worker
-        self._engine.children[id] = partial(close_now, worker._engine)
+        self._engine.teardown.children[id] = partial(close_now, worker._engine)
         return worker
 
     def _close_isolated(self, worker: Worker) -> None:
@@ -134,9 +131,10 @@ class Worker(metaclass=OpenedNotConstructed):
 
         async def close() -> None:
             await close_after_background(worker._engine)
-            self._engine.children.pop(id, None)
+            self._engine.teardown.children.pop(id, None)
 
-        if not self._engine.usable or not self._engine.spawn_background(close, "trio_ucx close of an isolated worker"):
+        run = self._engine.run
+        if not self._engine.usable or not run.spawn_background(close, "trio_ucx close of an isolated worker"):
             close_now(worker._engine)
 
     @property
@@ -150,7 +148,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Over TCP, peers on other hosts reach the worker only when :meth:`admit` lets them.
         """
-        return self._engine.address
+        return self._engine.identity.address
 
     def admit(self, *networks: str) -> None:
         """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
@@ -190,7 +188,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises: nothing, also after the close.
         """
-        return self._engine.attributes
+        return self._engine.identity.attributes
 
     @enable_ki_protection
     def describe_operations(self) -> list[str]:
@@ -260,7 +258,7 @@ class Worker(metaclass=OpenedNotConstructed):
             for host in tcp_hosts(address.ucx):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
-            if self._engine.queue_stopped and uses_queue(core):
+            if self._engine.receive_queue.stopped and uses_queue(core):
                 core.close()
                 error = stopped_error()
                 raise broken(f"connecting to {core.label}: {error}", error)
@@ -371,7 +369,7 @@ class Worker(metaclass=OpenedNotConstructed):
         self._engine.check()
         check_feature(self._engine)
         self._engine.progress()
-        received = self._engine.received
+        received = self._engine.tag_dispatch.received
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
         if handle == 0:
             check_not_claimed(self._engine, tag, mask)
@@ -418,7 +416,7 @@ class Worker(metaclass=OpenedNotConstructed):
     @property
     def max_am_header(self) -> int:
         """The longest header of an active message, in bytes (``ucp_worker_query``, and UCX's option SEG_SIZE)."""
-        return self._engine.max_am_header
+        return self._engine.identity.attributes.max_am_header
 
     @enable_ki_protection
     def open_active_messages(
@@ -473,7 +471,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _with_stream_data(self) -> list[Endpoint]:
         ready = [
             core.user_object()
-            for core in endpoints_of(self._engine)
+            for core in self._engine.endpoints.values()
             if core.stream_buffer is not None and core.stream_buffer.size
         ]
         return [endpoint for endpoint in ready if endpoint is not None]
@@ -494,7 +492,7 @@ class Worker(metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return ready
         while not ready:
-            await self._engine.stream_watchers.wait(self._engine.waiting)
+            await self._engine.receivers.stream_watchers.wait(self._engine.waiting.wait)
             self._engine.check()
             ready = self._with_stream_data()
         return ready
@@ -533,7 +531,7 @@ class Worker(metaclass=OpenedNotConstructed):
         engine = self._engine
         await trio.lowlevel.checkpoint_if_cancelled()
         engine.check()
-        flushes = [post_flush(core) for core in list(endpoints_of(engine)) if core.handle is not None]
+        flushes = [post_flush(core) for core in list(engine.endpoints.values()) if core.handle is not None]
         flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
         for operation in flushes:
             if operation is not None:

@@ -49,7 +49,7 @@ def lose_wakeups() -> None:
     lost = _each(WAKEUPS)
 
     def finish_silently(self: Pending, result: Any) -> None:
-        if self.outcome is None and self._task is not None and self.parked_at is not None and lost():
+        if self.outcome is None and self._task is not None and self.on_wake is not None and lost():
             self.outcome = result
             return
         finish(self, result)

@@ -420,5 +420,5 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             )
 
     def _need_timer(self) -> None:
-        if self._engine.chain_timer is None:
-            self._engine.chain_timer = ChainTimer(self._engine)
+        if self._engine.progress_task.chain_timer is None:
+            self._engine.progress_task.chain_timer = ChainTimer(self._engine)

@@ -389,10 +389,9 @@ class RequestChain(ChainBuilder):
         refuse_pointers(header, "send")
         with memoryview(header) as view:
             copied = bytes(view)
-        if len(copied) > self._engine.max_am_header:
-            raise ValueError(
-                f"a header of {len(copied)} bytes is too long: this worker's limit is {self._engine.max_am_header}"
-            )
+        longest = self._engine.identity.attributes.max_am_header
+        if len(copied) > longest:
+            raise ValueError(f"a header of {len(copied)} bytes is too long: this worker's limit is {longest}")
         draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint, fields=fields, header=copied)
         return self._send(draft, data, length, options)
 
@@ -577,8 +576,8 @@ class RequestChain(ChainBuilder):
 
         Raises: nothing.
         """
-        self._engine.check_thread()
-        if self._native.handle is not None and not self._engine.birth.inherited:
+        self._engine.run.check_thread()
+        if self._native.handle is not None and not self._engine.run.inherited:
             self._end()
 
     def _end(self) -> None:
@@ -591,7 +590,7 @@ class RequestChain(ChainBuilder):
 
     def __del__(self) -> None:
         if self._native.handle is not None and self._engine.usable:
-            self._engine.call_soon(partial(self._native.free, None))
+            self._engine.run.call_soon(partial(self._native.free, None))
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"

@@ -108,7 +108,7 @@ class NativeChain:
         self._lengths = ffi.new("uint64_t[]", 16)
         self._engine = engine
         self._id = engine.next_id()
-        engine.at_end[self._id] = self.forget
+        engine.teardown.at_end[self._id] = self.forget
         live_handles.opened("request chain")
 
     def forget(self) -> None:
@@ -116,11 +116,11 @@ class NativeChain:
         if self.handle is not None:
             self._keep_outcomes()
             if self.buffers and lib.tu_chain_busy(self.handle):
-                self._engine.kept.append(self.buffers.release)
+                self._engine.teardown.kept.append(self.buffers.release)
             else:
                 self.buffers.release()
             self.handle = None
-            self._engine.at_end.pop(self._id, None)
+            self._engine.teardown.at_end.pop(self._id, None)
             live_handles.closed("request chain")
 
     def free(self, run: Run | None) -> None:
@@ -294,7 +294,7 @@ class Run(Operation):
         if chain is not None:
             chain._stands_differently()
         if self._lost:
-            self.engine.kept.append(self._let_go)
+            self.engine.teardown.kept.append(self._let_go)
         else:
             self._let_go()
 
@@ -317,8 +317,8 @@ class ChainTimer:
         self._fd = opened(lib.tu_timer_create(), "creating the timer of delayed retries")
         self._id = engine.next_id()
         lib.tu_chain_timer(engine.handle, self._fd)
-        engine.at_end[self._id] = self._close
-        engine.spawn(self._run, f"trio_ucx chain timer (efd {engine.efd})")
+        engine.teardown.at_end[self._id] = self._close
+        engine.run.spawn(self._run, f"trio_ucx chain timer (efd {engine.progress_task.efd})")
 
     async def _run(self) -> None:
         engine = self._engine
@@ -333,7 +333,7 @@ class ChainTimer:
                 engine.progress()
 
     def _close(self) -> None:
-        self._engine.at_end.pop(self._id, None)
+        self._engine.teardown.at_end.pop(self._id, None)
         lib.tu_chain_timer(self._engine.handle, -1)
         with ignoring_late_run():
             trio.lowlevel.notify_closing(self._fd)

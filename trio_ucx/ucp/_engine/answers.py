@@ -22,7 +22,7 @@ def send_answers(engine: Engine, timeout: float) -> Iterator[None]:
     start = time.monotonic()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
         if time.monotonic() > start + timeout:
-            engine.unanswered = True
+            engine.teardown.unanswered = True
             warn_resource(
                 "a UCX worker was left alone: a peer that is not reading has not taken all replies to its requests"
             )

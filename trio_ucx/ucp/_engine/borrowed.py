@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .._memory.window import Window
 from .._util import warn_resource
-from .engine import Engine
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Borrowed:
@@ -25,7 +28,7 @@ class Borrowed:
         self._release = release
         self._id = engine.next_id()
         self._window = Window(address, length, writable=writable)
-        engine.children[self._id] = self.drop
+        engine.teardown.children[self._id] = self.drop
 
     @property
     def view(self) -> memoryview:
@@ -34,7 +37,7 @@ class Borrowed:
 
     @property
     def ended(self) -> bool:
-        return self._id not in self._engine.children
+        return self._id not in self._engine.teardown.children
 
     def end(self) -> None:
         """Releases the memory; the view can be used no more. Ended already: no effect.
@@ -45,7 +48,8 @@ class Borrowed:
         if self.ended:
             return
         self._window.close()
-        del self._engine.children[self._id]
+        del self._engine.teardown.children[self._id]
+        self._engine.teardown.unreleased.discard(self._id)
         if self._engine.usable:
             self._release()
 
@@ -54,6 +58,6 @@ class Borrowed:
         try:
             self.end()
         except BufferError as error:
-            if self not in self._engine.unreleased:
-                self._engine.unreleased.append(self)
+            if self._id not in self._engine.teardown.unreleased:
+                self._engine.teardown.unreleased.add(self._id)
                 warn_resource(f"memory borrowed from UCX was dropped: {error}", self)

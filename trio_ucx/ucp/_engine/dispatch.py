@@ -6,11 +6,16 @@ connection, and never more than the worker; all other records are delivered.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..._native import lib
 from .._memory.registered import unmap_unused
 from .._status import UCXError
-from .engine import Engine, OpenEndpoint
+from .operations import EndpointCore
 from .tag_dispatch import TagSink
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 _FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
@@ -25,20 +30,20 @@ def deliver(engine: Engine, rows: list[int]) -> None:
             if kind == _OPERATION:
                 operation = engine.in_flight.pop(id, None)
                 if operation is None:
-                    engine.unrecorded.pop(id, None)
+                    engine.teardown.unrecorded.pop(id, None)
                 else:
                     try:
                         operation.complete(-status, length, tag)
                     except BaseException as error:
                         operation.internal_error(error)
             elif kind == _PACKED:
-                engine.messages += id  # their number, in records of this kind
+                tag_dispatch.messages += id  # their number, in records of this kind
                 sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is not None:
                     data = tag_dispatch.arena[pointer : pointer + id * length].tobytes()
                     sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
             elif kind == _MESSAGE:
-                engine.messages += 1
+                tag_dispatch.messages += 1
                 sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is None:
                     tag_dispatch.discard(pointer)
@@ -52,7 +57,7 @@ def deliver(engine: Engine, rows: list[int]) -> None:
 
 def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
     """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
-    owner: TagSink | OpenEndpoint | None = None
+    owner: TagSink | EndpointCore | None = None
     if kind in (_PACKED, _MESSAGE):
         owner = engine.tag_dispatch.sinks.get(tag >> 32)
     elif kind == lib.TU_RECORD_STREAM:
@@ -64,12 +69,12 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
     if kind in (lib.TU_RECORD_FAILURE, lib.TU_RECORD_CUT):
         engine.failures.append((id, status))  # after the messages that had arrived by then
     elif kind == lib.TU_RECORD_REQUEST:
-        listener = engine.listeners.get(id)
+        listener = engine.receivers.listeners.get(id)
         assert listener is not None, "a listener's requests end before the listener"
         listener(pointer)
     elif kind == lib.TU_RECORD_AM:
         engine.counters["arrived"] += 1
-        announce = engine.am_queues.get(id)
+        announce = engine.receivers.am_queues.get(id)
         if announce is not None:
             announce()
     elif kind == lib.TU_RECORD_STREAM:
@@ -87,7 +92,7 @@ def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
         lib.tu_stream_release(engine.handle, pointer)
         return
     core.open_stream_buffer().arrived(pointer, length)
-    while engine.stream_watchers.give(None):
+    while engine.receivers.stream_watchers.give(None):
         pass
 
 
@@ -101,4 +106,4 @@ def deliver_failures(engine: Engine) -> None:
                 core.fail(UCXError(status, f"talking to {core.label}", core.hint(status)))
             except BaseException as error:
                 core.internal_error(error)
-    engine.suspect_queue()
+    engine.receive_queue.suspect()

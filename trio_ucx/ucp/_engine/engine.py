@@ -21,10 +21,10 @@ receive that has not matched; any other operation whose task is cancelled stays 
 something to deliver although its descriptor is silent, or the progress task is suspended. It should never find
 anything; ``statistics().missed_events`` counts.
 
-*The end.* See ``lifetime.py``, which makes an engine of its parts, starts its tasks and closes it.
+*The end.* See ``lifetime.py``, which opens an engine, starts its tasks and closes it.
 
-An engine knows what belongs to it, operations and endpoints above all, by the few methods that it calls: the Protocols
-below. The modules of those import this one.
+An engine makes its parts. Operations, endpoints and most parts refer to their engine; their modules import this one for
+annotations only.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ from __future__ import annotations
 import collections
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-import attrs
 import trio
-from outcome import Error, Outcome
+from outcome import Error
 
 from ..._native import ffi, lib
-from .._address import worker_address
-from .._attributes import query_worker
 from .._contained import contained, report
 from .._context import Context
 from .._features import Feature
-from .._forks import Birth
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
-from .backoff import Backoff
 from .batches import Batches
 from .data_ports import DataPorts
+from .dispatch import deliver, deliver_failures
+from .identity import Identity
+from .operations import EndpointCore, Operation
 from .pairs import Pairs
-from .pending import Signal, Waiters
 from .polling import Waiting
+from .progress import ProgressTask
+from .receive_queue import ReceiveQueue
+from .receivers import Receivers
 from .statistics import WorkerStatistics
 from .tag_dispatch import TagDispatch
+from .teardown import Teardown
+from .trio_run import TrioRun
 
 _BATCH = 256
 _FIELDS = lib.TU_RECORD_FIELDS
@@ -66,10 +68,6 @@ assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
 
 #: The open engines of all threads. Iterate over a copy: other threads change the set.
 engines: set[Engine] = set()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _disown() -> None:
@@ -83,122 +81,6 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class OperationOwner(Protocol):
-    """What an operation belongs to: :class:`~.operations.Scope`."""
-
-    @property
-    def native(self) -> OpenEndpoint:
-        """The endpoint over which it goes."""
-
-
-class InFlight(Protocol):
-    """An operation that UCX has not completed: :class:`~.operations.Operation`."""
-
-    id: int
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def endpoint(self) -> OperationOwner | None: ...
-
-    @property
-    def doing(self) -> str:
-        """What it does, in words."""
-
-    @property
-    def pins(self) -> object | None:
-        """Its buffers, pinned."""
-
-    def complete(self, status: int, length: int, tag: int) -> None:
-        """UCX has completed it."""
-
-    def conclude(self, status: int, length: int, tag: int) -> None:
-        """Ends the wait for it with this status. UCX has completed it, or :meth:`complete` is called when it has."""
-
-    def finish(self, result: Outcome[Any]) -> None:
-        """Ends the wait for it, whatever UCX does."""
-
-    def detach(self) -> None:
-        """Keeps its buffers for UCX, though no task waits for it any more."""
-
-    def worker_destroyed(self) -> None:
-        """UCX's worker has gone without having completed it."""
-
-    def describe(self) -> str:
-        """What it does, and UCX's own words for it."""
-
-    def internal_error(self, error: BaseException) -> None:
-        """Ends what it belongs to after an exception in our own code. Never raises."""
-
-
-class StreamPieces(Protocol):
-    """What an endpoint has received of its UCP stream: :class:`~.stream_buffer.StreamBuffer`."""
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a task waits for more."""
-
-    def arrived(self, address: int, length: int) -> None:
-        """A piece has arrived."""
-
-
-class OpenEndpoint(Protocol):
-    """An endpoint that UCX has: :class:`~.operations.EndpointCore`."""
-
-    handle: Any
-
-    @property
-    def label(self) -> str: ...
-
-    def user_object(self) -> Any:
-        """The user's object for it, if there still is one."""
-
-    @property
-    def stream_buffer(self) -> StreamPieces | None: ...
-
-    def open_stream_buffer(self) -> StreamPieces:
-        """Its stream buffer, which is made if necessary."""
-
-    def hint(self, status: int) -> str:
-        """What is known about a peer that cannot be reached, in parentheses."""
-
-    def disown(self) -> None:
-        """In a forked child: drops the handles."""
-
-    def fail(self, error: UCXError) -> None:
-        """UCX reports that it has failed."""
-
-    def worker_broke(self, error: BaseException) -> None:
-        """Its worker is of no use any more."""
-
-    def internal_error(self, error: BaseException) -> None:
-        """Ends it after an exception in our own code. Never raises."""
-
-    def close(self) -> None:
-        """Closes it by force."""
-
-
-class EventWatch(Protocol):
-    """What looks for missed events: :class:`~.safety_net.SafetyNet`."""
-
-    timer: int
-
-    def watch(self) -> None:
-        """Something is awaited: look."""
-
-    def close(self) -> None:
-        """Closes the timer's descriptor."""
-
-
-class BorrowedMemory(Protocol):
-    """Memory borrowed from UCX: :class:`~.borrowed.Borrowed`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it was released."""
-
-
 class Engine:
     """One UCX worker, progressed by one Trio run. Opened by :func:`~.lifetime.open_engine`.
 
@@ -206,20 +88,11 @@ class Engine:
         handle: UCX's worker.
         listening: the ports of its TCP transport (``tu_data_ports_t``).
         spin, yield_interval: how tasks wait: see :func:`~trio_ucx.ucp.open_worker`.
+        receive_queue: makes the watch of its queue in shared memory.
 
     Raises:
-        OSError, UCXError: UCX does not tell the worker's attributes or address.
+        OSError, UCXError: UCX does not tell the worker's attributes or address; too few descriptors are left.
     """
-
-    #: These parts are made of an engine, so they are attached to it.
-    arming: Arming
-    safety_net: EventWatch
-    tag_dispatch: TagDispatch
-    backoff: Backoff
-    #: Delivers the records of one call into C, all their fields in a row.
-    deliver: Callable[[Engine, list[int]], None]
-    #: Reports the endpoints that failed.
-    deliver_failures: Callable[[Engine], None]
 
     def __init__(
         self,
@@ -230,93 +103,40 @@ class Engine:
         *,
         spin: float,
         yield_interval: float,
+        receive_queue: Callable[[Engine], ReceiveQueue],
     ) -> None:
         self.context = context
-        self.client_id = client_id
-        self._token = trio.lowlevel.current_trio_token()
         self.handle: Any = handle  # None once closed
-        self._thread = threading.get_ident()
-        self.birth = Birth()
-        self.efd = lib.tu_worker_efd(handle)
-        found = query_worker(handle, client_id)
-        self.max_am_header = min(found.max_am_header, context.longest_am_header)
-        self.attributes = attrs.evolve(found, max_am_header=self.max_am_header)
-        handles_errors = context.shared_memory_handles_errors
-        features, sizes = context.features, context.agreed_sizes
-        self.address = worker_address(handle, features, sizes, shared_memory=handles_errors)
-        #: The same without shared memory.
-        self.network_address = worker_address(handle, features, sizes, shared_memory=handles_errors, network_only=True)
-        self.data_ports = DataPorts(listening, self.address.ucx)
-        #: How often the worker was progressed.
-        self.progress_count = 0
-        self.waiting = Waiting(self, spin, yield_interval)
-        self.batches = Batches(lambda: self.arming.watch())
-        self._records = ffi.new("tu_record_t[]", _BATCH)
-        self._view = memoryview(ffi.buffer(self._records)).cast("Q")
-        self._armed = ffi.new("int *")
-        self.received = ffi.new("tu_received_t *")
-        self.in_flight: dict[int, InFlight] = {}
-        #: By id, the memory of operations that UCX has begun but that have no entry in flight: see :meth:`keep`.
-        self.unrecorded: dict[int, object] = {}
-        self.endpoints: dict[int, OpenEndpoint] = {}
-        #: What takes the connection requests of a listener id.
-        self.listeners: dict[int, Callable[[int], None]] = {}
+        self.run = TrioRun(self)
+        self.identity = Identity.of(handle, context, client_id)
+        self.data_ports = DataPorts(listening, self.identity.address.ucx)
+        #: Its endpoints by worker address, for each peer worker.
+        self.pairs: Pairs[EndpointCore] = Pairs(lambda: self.progress_task.safety_net.watch())
+        self.endpoints: dict[int, EndpointCore] = {}
+        self.in_flight: dict[int, Operation] = {}
+        self._last_id = 0
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.
         self.tags = Feature.TAG in context.features
-        #: Ids of active messages that are taken, and by what.
-        self.am_ids: dict[int, str] = {lib.TU_REMOTE_AM_ID: "the library itself"} if context.serves_memory else {}
-        #: What takes the news that a queue of active messages is no longer empty, by its id.
-        self.am_queues: dict[int, Callable[[], None]] = {}
-        #: Tasks that wait for active messages, by the queue's id.
-        self.am_waiters: dict[int, Waiters] = {}
-        #: Borrowed memory that cannot be released, because something still refers to it.
-        self.unreleased: list[BorrowedMemory] = []
-        #: Tasks that wait for a piece of any stream.
-        self.stream_watchers = Waiters()
-        #: Others to be told of an internal error; called with the exception for waiting tasks.
-        self.on_broken: dict[int, Callable[[Exception], None]] = {}
-        #: Everything to be closed before the worker: called with no arguments, must not raise.
-        self.children: dict[int, Callable[[], None]] = {}
-        #: To be called when nothing is under way any more, just before the worker is destroyed.
-        self.at_end: dict[int, Callable[[], None]] = {}
-        #: Called after the worker was destroyed, to release what UCX could use until then.
-        self.kept: list[Callable[[], None]] = []
-        self.detached = 0
-        #: Closes that go on after their task was cancelled.
-        self.background: set[object] = set()
-        self.background_ended: Signal | None = None
+        self.tag_dispatch = TagDispatch(self)
+        self.receivers = Receivers(serves_memory=context.serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
-        #: Messages of Connections that arrived.
-        self.messages = 0
-        self.broken: BaseException | None = None
-        #: Endpoints that failed, and why; reported when what had arrived before is delivered.
-        self.failures: list[tuple[int, int]] = []
+        #: How often the worker was progressed.
+        self.progress_count = 0
+        records = ffi.new("tu_record_t[]", _BATCH)
+        #: What C code writes: the records of one call, the same as words, and whether it has armed the worker.
+        self._buffers = records, memoryview(ffi.buffer(records)).cast("Q"), ffi.new("int *")
         self._delivering = False
         #: Whether something was posted in a delivery, for which the worker has to be progressed.
         self._again = False
-        self.closing = False
-        #: Whether peers were left without answers that only this worker could give.
-        self.unanswered = False
-        #: What wakes it for delayed requests of chains.
-        self.chain_timer: object | None = None
-        self._next_id = 0
-        #: Ends the progress task.
-        self.stop: trio.CancelScope | None = None
-        self.statistics_at_close: WorkerStatistics | None = None
-        #: Called when the worker has been closed.
-        self.on_closed: Callable[[], None] | None = None
-        #: Its endpoints by worker address, for each peer worker.
-        self.pairs: Pairs[Any] = Pairs(lambda: self.safety_net.watch())
-        #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
-        self.is_full = False
-        #: Whether the shared-memory queue has stopped (_receive_queue.py).
-        self.queue_stopped = False
-        #: Called when a process may have died that wrote to this worker over shared memory.
-        self.suspect_queue: Callable[[], None] = _nothing
-        #: Called when an endpoint is being closed here, while its peer may be writing to this worker.
-        self.endpoint_closing: Callable[[Any], None] = lambda core: None
-        #: Called when a process may be writing to this worker, to which we have no endpoint.
-        self.may_be_writing: Callable[[Any], None] = lambda process: None
+        #: Endpoints that failed, and why; reported when what had arrived before is delivered.
+        self.failures: list[tuple[int, int]] = []
+        self.broken: BaseException | None = None
+        self.teardown = Teardown()
+        self.waiting = Waiting(self, spin, yield_interval)
+        self.batches = Batches(lambda: self.arming.watch())
+        self.receive_queue = receive_queue(self)
+        self.progress_task = ProgressTask(self)
+        self.arming = Arming(self, self.progress_task, polling=self.waiting.polling)
 
     # ---- checks ----
 
@@ -328,28 +148,21 @@ class Engine:
             trio.ClosedResourceError: after the worker was closed.
             trio.BrokenResourceError: after an internal error.
         """
-        self.birth.check("this worker")
-        self.check_thread()
-        if self.handle is None or self.closing:
+        self.run.check("this worker")
+        self.run.check_thread()
+        if self.handle is None or self.teardown.begun:
             raise trio.ClosedResourceError("this worker was closed")
         if self.broken is not None:
             raise broken(f"this worker broke: {self.broken!r}", self.broken)
 
-    def check_thread(self) -> None:
-        """Raises RuntimeError in another thread. (A forked child may close what it inherited, without an effect.)"""
-        if self._thread != threading.get_ident() and not self.birth.inherited:
-            raise RuntimeError(
-                "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
-                "trio.from_thread.run"
-            )
-
     @property
     def usable(self) -> bool:
-        return self.handle is not None and not self.birth.inherited and self._thread == threading.get_ident()
+        run = self.run
+        return self.handle is not None and not run.inherited and run.thread == threading.get_ident()
 
     def next_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+        self._last_id += 1
+        return self._last_id
 
     # ---- progress ----
 
@@ -367,16 +180,17 @@ class Engine:
         try:
             if self.batches.batches:
                 self.batches.send_all()
+            records, words, armed = self._buffers
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_progress_and_arm(self.handle, self._records, _BATCH, arm, self._armed)
+                count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, armed)
                 if count > 0:
-                    self.deliver(self, self._view[: count * _FIELDS].tolist())
+                    deliver(self, words[: count * _FIELDS].tolist())
                 elif self.failures:
-                    self.deliver_failures(self)
+                    deliver_failures(self)
                 elif count < 0:
                     raise UCXError(Status.IO_ERROR, "arming the worker")
                 else:
-                    state: int = self._armed[0]
+                    state: int = armed[0]
                     return state
             return lib.TU_MORE
         except BaseException as error:
@@ -395,9 +209,10 @@ class Engine:
         try:
             if self.batches.batches:
                 self.batches.send_all()
-            count = function(self.handle, self._records, _BATCH)
+            records, words, _ = self._buffers
+            count = function(self.handle, records, _BATCH)
             if count > 0:
-                self.deliver(self, self._view[: count * _FIELDS].tolist())
+                deliver(self, words[: count * _FIELDS].tolist())
         except BaseException as error:
             self.internal_error(error)
             return False
@@ -428,11 +243,11 @@ class Engine:
             again = True
             self.internal_error(error)
         if again:
-            self.call_soon(self.wake)  # which also makes Trio look at what was woken all the same
+            self.run.call_soon(self.wake)  # which also makes Trio look at what was woken all the same
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""
-        return self.messages + self.counters["arrived"] + self.counters["completed"]
+        return self.tag_dispatch.messages + self.counters["arrived"] + self.counters["completed"]
 
     def progress(self) -> None:
         """To be called after posting something that is pending: progresses the worker, and arms it if it was armed.
@@ -450,7 +265,7 @@ class Engine:
 
     def readable(self) -> bool:
         """Whether the worker's descriptor is readable."""
-        return bool(lib.tu_readable(self.efd))
+        return bool(lib.tu_readable(self.progress_task.efd))
 
     def signal(self) -> None:
         """Makes the worker's descriptor readable."""
@@ -463,7 +278,7 @@ class Engine:
 
     def watch_events(self) -> None:
         """A task parks: lets the safety net look, and where tasks do not poll, the hook after Trio's waits."""
-        self.safety_net.watch()
+        self.progress_task.safety_net.watch()
         self.arming.task_parks()
 
     def awaited(self) -> bool:
@@ -473,8 +288,7 @@ class Engine:
             or self.pairs.idle
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
-            or self.stream_watchers
-            or any(waiters for waiters in self.am_waiters.values())
+            or self.receivers.awaited()
             or any(
                 endpoint.stream_buffer is not None and endpoint.stream_buffer.awaited
                 for endpoint in self.endpoints.values()
@@ -483,19 +297,19 @@ class Engine:
 
     def stuck(self) -> bool:
         """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
-        return self.queue_stopped and not self.awaited() and not self.listeners
+        return self.receive_queue.stopped and not self.awaited() and not self.receivers.listeners
 
     # ---- memory ----
 
     @property
     def uses_memory(self) -> bool:
         """Whether UCX may still use the memory of operations."""
-        return bool(self.in_flight or self.unrecorded)
+        return bool(self.in_flight or self.teardown.unrecorded)
 
     def keep(self, id: int, what: object) -> None:
         """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
         if id not in self.in_flight:
-            self.unrecorded[id] = what
+            self.teardown.unrecorded[id] = what
 
     # ---- internal errors ----
 
@@ -520,86 +334,30 @@ class Engine:
         def failure() -> trio.BrokenResourceError:
             return broken(f"the worker broke: {error!r}", error)
 
-        def fail(operation: InFlight) -> None:
+        def fail(operation: Operation) -> None:
             operation.finish(Error(failure()))
             operation.detach()
 
         for operation in list(self.in_flight.values()):
             contained(fail, operation)
-        contained(lambda: self.stream_watchers.fail(failure()))
-        for tell in list(self.on_broken.values()):
-            contained(lambda tell=tell: tell(failure()))
+        contained(lambda: self.receivers.stream_watchers.fail(failure()))
+        self.teardown.tell_broken(failure)
         for endpoint in list(self.endpoints.values()):
             contained(endpoint.worker_broke, error)
-
-    # ---- system tasks: an exception that left one would end the run, so it ends the worker at most ----
-
-    def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
-        """Runs an async function in a system task; its errors break the worker."""
-
-        async def run() -> None:
-            try:
-                await function()
-            except Exception as error:
-                self.internal_error(error)
-
-        trio.lowlevel.spawn_system_task(run, name=name)
-
-    def spawn_background(self, function: Callable[[], Awaitable[object]], name: str) -> bool:
-        """Runs an async function, shielded, in a system task, for which closing the worker waits.
-
-        Returns:
-            False when the Trio run has ended too far for that.
-        """
-        marker = object()
-
-        async def run() -> None:
-            try:
-                with trio.CancelScope(shield=True):
-                    await function()
-            except Exception as error:
-                report(f"{name} failed", error)
-            finally:
-                self.background.discard(marker)
-                if not self.background and self.background_ended is not None:
-                    contained(self.background_ended.set)
-                if self.usable:
-                    contained(self.wake)  # the progress task may be waiting for the last background task
-
-        try:
-            trio.lowlevel.spawn_system_task(run, name=name)
-        except RuntimeError:
-            return False
-        self.background.add(marker)
-        return True
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""
-
-        def call() -> None:
-            if self.usable:
-                self.guard(function)
-
-        if self.birth.inherited:
-            return
-        try:
-            self._token.run_sync_soon(call)
-        except trio.RunFinishedError:
-            pass
 
     # ---- statistics ----
 
     def statistics(self) -> WorkerStatistics:
         if self.handle is None:
-            self.birth.check("this worker")
-            assert self.statistics_at_close is not None
-            return self.statistics_at_close
+            self.run.check("this worker")
+            assert self.teardown.statistics is not None
+            return self.teardown.statistics
         counts = ffi.new("tu_counts_t *")
         lib.tu_worker_counts(self.handle, counts)
         open_endpoints = sum(endpoint.handle is not None for endpoint in self.endpoints.values())
         return WorkerStatistics(
             operations_in_flight=len(self.in_flight),
-            left_over_operations=self.detached,
+            left_over_operations=sum(operation.detached for operation in self.in_flight.values()),
             completed_operations=self.counters["completed"],
             endpoints=open_endpoints - self.pairs.idle,
             wakeups=self.counters["wakeups"],
@@ -607,12 +365,12 @@ class Engine:
             backoffs=self.counters["backoffs"],
             missed_events=self.counters["missed_events"],
             progress_calls=counts.progress_calls,
-            messages=self.messages,
+            messages=self.tag_dispatch.messages,
             batches=self.counters["batches"],
             polls=counts.polls,
             polls_paid=counts.polls_paid,
             poll_seconds=counts.poll_nanoseconds / 1e9,
             poll_limit=counts.poll_limit / 1e9,
-            background_closes=len(self.background),
+            background_closes=len(self.run.background),
             stopped_queues=self.counters["stopped_queues"],
         )

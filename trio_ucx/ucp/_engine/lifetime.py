@@ -1,4 +1,4 @@
-"""The life of an engine: it is made of its parts, its tasks are started, and it is closed with everything it has.
+"""The life of an engine: it is opened, its tasks are started, and it is closed with everything it has.
 
 The progress task is a system task: Trio cancels it when the main task is done. It then lets the closes that still go on
 in the background finish (each has its own deadline) and closes the worker. Closing by force needs no progress task: it
@@ -8,7 +8,7 @@ is a plain function, which async generators that are finalised after the system 
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,18 +23,11 @@ from .._contained import contained
 from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
 from .._status import Status
-from .._util import ignoring_late_run
-from .arming import Arming
-from .backoff import Backoff
-from .dispatch import deliver, deliver_failures
-from .engine import Engine, InFlight, engines
-from .operations import discard_message, under_way
-from .pending import Signal
+from .engine import Engine, engines
+from .operations import Operation, under_way
 from .polling import DEFAULT_SPIN
-from .progress import ProgressTask
-from .safety_net import SafetyNet
+from .receive_queue import ReceiveQueue
 from .shutdown import dispose, drain
-from .tag_dispatch import TagDispatch
 
 #: A drain has ended.
 _DRAINED = object()
@@ -47,36 +40,34 @@ def open_engine(
     *,
     spin: float = DEFAULT_SPIN,
     yield_interval: float = 0.0,
+    receive_queue: Callable[[Engine], ReceiveQueue] = ReceiveQueue,
     tasks: bool = True,
 ) -> Engine:
     """Creates a worker (``ucp_worker_create``) and its engine.
 
     Args:
+        receive_queue: makes the watch of its queue in shared memory.
         tasks: starts its system tasks. Without them, the caller makes it progress.
 
     Raises:
         MemoryError, OSError, UCXError: UCX has no memory, there are too few descriptors left, or UCX refuses.
     """
     handle, listening = _create_worker(context, name, client_id)
-    with ExitStack() as undo:
-        undo.callback(lib.tu_worker_destroy, handle)
-        engine = Engine(context, handle, client_id, listening, spin=spin, yield_interval=yield_interval)
-        engine.backoff = Backoff(engine.efd)
-        undo.callback(engine.backoff.close)
-        engine.safety_net = net = SafetyNet(engine)
-        undo.callback(net.close)
-        progress_task = ProgressTask(engine, net)
-        engine.arming = Arming(engine, progress_task, polling=engine.waiting.polling)
-        engine.tag_dispatch = TagDispatch(engine, partial(discard_message, engine))
-        engine.deliver, engine.deliver_failures = deliver, deliver_failures
-        undo.pop_all()
+    try:
+        engine = Engine(
+            context, handle, client_id, listening, spin=spin, yield_interval=yield_interval, receive_queue=receive_queue
+        )
+    except BaseException:
+        lib.tu_worker_destroy(handle)
+        raise
     live_handles.opened("worker")
     context.destroy_postponed()
-    context.workers[engine] = partial(close_now, engine)
+    context.workers[engine] = partial(_close_with_context, engine)
     engines.add(engine)
     if tasks:
-        engine.spawn(partial(_run, engine, progress_task), f"trio_ucx progress (efd {engine.efd})")
-        engine.spawn(net.run, f"trio_ucx safety net (efd {engine.efd})")
+        progress_task = engine.progress_task
+        engine.run.spawn(partial(_run, engine), f"trio_ucx progress (efd {progress_task.efd})")
+        engine.run.spawn(progress_task.safety_net.run, f"trio_ucx safety net (efd {progress_task.efd})")
     return engine
 
 
@@ -109,11 +100,12 @@ def _no_free_port(context: Context) -> OSError:
     )
 
 
-async def _run(engine: Engine, progress_task: ProgressTask) -> None:
+async def _run(engine: Engine) -> None:
     """The progress task."""
-    engine.stop = trio.CancelScope()
+    progress_task = engine.progress_task
+    progress_task.stop = trio.CancelScope()
     try:
-        with engine.stop:
+        with progress_task.stop:
             try:
                 await progress_task.run_until(lambda: False)
             except trio.ClosedResourceError:
@@ -125,11 +117,11 @@ async def _run(engine: Engine, progress_task: ProgressTask) -> None:
                 await trio.sleep_forever()  # broken: nothing moves any more
     finally:
         # The run ends (or the worker was closed, and nothing of this does anything).
-        if engine.handle is not None and not engine.closing:
+        if engine.handle is not None and not engine.teardown.begun:
             with trio.CancelScope(shield=True):
                 try:
-                    if engine.background:
-                        await progress_task.run_until(lambda: not engine.background)
+                    if engine.run.background:
+                        await progress_task.run_until(lambda: not engine.run.background)
                 finally:
                     await close(engine)
 
@@ -139,9 +131,8 @@ async def close_after_background(*engines: Engine) -> None:
     try:
         with trio.CancelScope(shield=True):
             for engine in engines:
-                while engine.background and engine.usable and engine.broken is None and engine.stop is not None:
-                    engine.background_ended = Signal()
-                    await engine.background_ended.wait()
+                while engine.run.background and engine.usable and engine.broken is None and engine.progress_task.stop:
+                    await engine.run.wait_background_ended()
             await close(*engines)
     finally:
         for engine in engines:
@@ -165,6 +156,12 @@ async def close(*engines: Engine) -> None:
             contained(_finish_close, engine)
 
 
+def _close_with_context(engine: Engine) -> None:
+    """The context is closed, in whatever thread."""
+    if engine.usable:
+        close_now(engine)
+
+
 def close_now(engine: Engine) -> None:
     """The same as a plain function."""
     if _begin_close(engine):
@@ -174,15 +171,14 @@ def close_now(engine: Engine) -> None:
 
 
 def _begin_close(engine: Engine) -> bool:
-    if engine.handle is None or engine.closing:
+    if engine.handle is None or engine.teardown.begun:
         return False
     if not engine.usable:
         engine.handle = None  # after a fork: the parent's, to be left alone
         return False
-    engine.closing = True
-    engine.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
-    for close_child in list(engine.children.values()):
-        contained(close_child)
+    engine.teardown.begun = True
+    engine.receivers.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
+    engine.teardown.close_children()
     for endpoint in list(engine.endpoints.values()):
         contained(endpoint.close)
     for operation in list(engine.in_flight.values()):
@@ -190,28 +186,18 @@ def _begin_close(engine: Engine) -> bool:
     return True
 
 
-def _end(operation: InFlight) -> None:
+def _end(operation: Operation) -> None:
     operation.finish(Error(trio.ClosedResourceError("this worker was closed")))
     operation.detach()
     lib.tu_operation_cancel(operation.engine.handle, operation.id)
 
 
 def _finish_close(engine: Engine) -> None:
-    engine.statistics_at_close = engine.statistics()
-    for end in list(engine.at_end.values()):
-        contained(end)
+    engine.teardown.end(engine.statistics())
     stuck = under_way(engine.in_flight.values())
-    for fd in (engine.efd, engine.safety_net.timer, *engine.backoff.descriptors):
-        with ignoring_late_run():
-            trio.lowlevel.notify_closing(fd)
     handle, engine.handle = engine.handle, None
     engine.arming.end()
-    engine.backoff.close()
-    engine.safety_net.close()
-    if engine.stop is not None:
-        with ignoring_late_run():
-            engine.stop.cancel()
+    engine.progress_task.close()
     live_handles.closed("worker")
     engines.discard(engine)
-    engine.detached = 0
     dispose(engine, handle, stuck)

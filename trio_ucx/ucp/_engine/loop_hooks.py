@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import trio
 
 from .arming import MOMENT
-from .engine import Engine
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class _Hook(trio.abc.Instrument):

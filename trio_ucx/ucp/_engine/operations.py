@@ -6,9 +6,9 @@ cancel only a tag receive that has not matched; any other operation whose task i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 from outcome import Error, Value
@@ -23,18 +23,12 @@ from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
 from .._util import ConflictDetector
-from .engine import Engine, InFlight
 from .pairs import Pair
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
 
-
-class Closable(Protocol):
-    """Something that an endpoint has beside it, as the watch of its peer's process."""
-
-    def close(self) -> None:
-        """Ends it."""
-
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
 _DESCRIPTION_SIZE = 1024
@@ -105,7 +99,6 @@ class Operation(Pending):
     def release(self) -> None:
         if self.detached:
             self.detached = False
-            self.engine.detached -= 1
         if self.endpoint is not None:
             self.endpoint.pending.discard(self)
             self.endpoint.changed()
@@ -161,13 +154,12 @@ class Operation(Pending):
         """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""
         if not self.detached and self.id in self.engine.in_flight:
             self.detached = True
-            self.engine.detached += 1
             self._task = None
             if self.endpoint is not None:
                 self.endpoint.changed()
 
 
-def under_way(operations: Iterable[InFlight]) -> str:
+def under_way(operations: Iterable[Operation]) -> str:
     """For the message of a timeout: which operations had not ended, the first few in words."""
     found = list(operations)
     if not found:
@@ -309,7 +301,7 @@ class Scope:
                 if watcher in self.watchers:
                     self.watchers.remove(watcher)
 
-    def under_way(self) -> list[InFlight]:
+    def under_way(self) -> list[Operation]:
         """Its operations, in the order in which they were posted."""
         return [operation for operation in self.engine.in_flight.values() if operation.endpoint is self]
 
@@ -378,6 +370,7 @@ class EndpointCore(Scope):
         "_left",
         "beside",
         "connected",
+        "end_watch",
         "forcible",
         "greeted",
         "lanes_when_greeted",
@@ -387,7 +380,6 @@ class EndpointCore(Scope):
         "shares",
         "stream_buffer",
         "stream_guard",
-        "watch",
     )
 
     def __init__(self, engine: Engine, id: int, handle: Any, label: str) -> None:
@@ -414,8 +406,8 @@ class EndpointCore(Scope):
         self.forcible = True
         #: UCX's endpoint, if this object was closed and UCX still has something to write.
         self._left: Any = None
-        #: What looks whether the peer's process lives.
-        self.watch: Closable | None = None
+        #: Ends the watch of the peer's process, if there is one.
+        self.end_watch: Callable[[], None] | None = None
         engine.endpoints[id] = self
         live_handles.opened("endpoint")
 
@@ -522,20 +514,20 @@ class EndpointCore(Scope):
         self.on_failure = None
         if self.handle is not None:
             self._force_close()
-        elif self._left is not None and self.engine.closing:
+        elif self._left is not None and self.engine.teardown.begun:
             self._close_left()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
 
     def stop_watching(self) -> None:
-        watch, self.watch = self.watch, None
-        if watch is not None:
-            watch.close()
+        end_watch, self.end_watch = self.end_watch, None
+        if end_watch is not None:
+            end_watch()
 
     def _let_go(self) -> Any:
         """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
         contained(self.stop_watching)
-        contained(self.engine.endpoint_closing, self)
+        contained(self.engine.receive_queue.endpoint_closing, self)
         handle, self.handle = self.handle, None
         if self.pair is not None:
             self.pair.ended(self)
@@ -563,7 +555,7 @@ class EndpointCore(Scope):
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
-        elif chains or engine.closing:
+        elif chains or engine.teardown.begun:
             self._close_native(handle, lib.TU_CLOSE_STOP)
         elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
             self._finish_writing(handle)
@@ -600,7 +592,7 @@ class EndpointCore(Scope):
                 self._close_left()
 
         try:
-            self.engine.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
+            self.engine.run.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
         except RuntimeError:  # the run has ended
             self._close_left()
 
@@ -655,23 +647,6 @@ def with_endpoints_beside(scope: Scope) -> list[Scope]:
     """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
     beside = scope.native.memory_endpoint
     return [scope] if beside is None else [scope, beside]
-
-
-def endpoints_of(engine: Engine) -> Collection[EndpointCore]:
-    """Those that UCX has."""
-    return cast(Collection[EndpointCore], engine.endpoints.values())
-
-
-def discard_message(engine: Engine, message: int) -> bool:
-    """Takes a message off UCX's hands and throws it away. Returns False if there is no memory for that."""
-    verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, engine.received)
-    if verdict > 0:
-        try:
-            ReceiveOperation(engine, verdict, None, "discarding a message").detach()
-        except BaseException:
-            engine.keep(verdict, None)
-            raise
-    return verdict != Status.NO_MEMORY
 
 
 class CloseOperation(Operation):

@@ -225,6 +225,8 @@ class Pairs(Generic[E]):
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
         self._pairs: dict[int, Pair[E]] = {}
+        #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
+        self.is_full = False
 
     def of(self, uid: int) -> Pair[E]:
         """That with one peer worker. (It is kept as long as UCX counts, until the worker is closed.)"""

@@ -43,7 +43,7 @@ class Watch:
         core = self._core
         core.engine.progress()
         core.fail(UCXError(Status.CONNECTION_RESET, f"the process at {core.label} died"))
-        core.engine.suspect_queue()
+        core.engine.receive_queue.suspect()
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -56,7 +56,7 @@ class Watch:
 
 def watch_process(core: EndpointCore, process: Process) -> None:
     """Begins to watch, or does not: another host, no such process, or nothing to notice. Watched already: no effect."""
-    if core.watch is not None or core.handle is None:
+    if core.end_watch is not None or core.handle is None:
         return
     try:
         fd = open_pidfd(process)
@@ -64,8 +64,9 @@ def watch_process(core: EndpointCore, process: Process) -> None:
         return
     if fd is None:
         return
-    core.watch = watch = Watch(core, fd)
+    watch = Watch(core, fd)
+    core.end_watch = watch.close
     try:
-        core.engine.spawn(watch._wait, f"trio_ucx watch of process {process.pid}")
+        core.engine.run.spawn(watch._wait, f"trio_ucx watch of process {process.pid}")
     except RuntimeError:
         core.stop_watching()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import outcome
 import trio
@@ -14,23 +14,13 @@ from .._contained import report
 RaiseCancel = Callable[[], Any]
 
 
-class Parking(Protocol):
-    """How a worker's tasks wait: :class:`polling.Waiting`."""
-
-    async def wait(self, pending: Pending) -> Any:
-        """Waits for something pending."""
-
-    def wake(self) -> None:
-        """A task that is parked here was made runnable."""
-
-
 class Pending:
     """Something that finishes once, with a value or an error; at most one task waits for it.
 
     What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
     """
 
-    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
+    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "on_wake", "outcome")
 
     def __init__(self) -> None:
         self.outcome: Outcome[Any] | None = None
@@ -39,8 +29,8 @@ class Pending:
         self._task: trio.lowlevel.Task | None = None
         #: Whether a task looks for it, and will wait for it if that finds nothing.
         self.expected = False
-        #: Where a task is parked that waits for it: to be told that it goes on.
-        self.parked_at: Parking | None = None
+        #: Called when a task that is parked for it was made runnable.
+        self.on_wake: Callable[[], None] | None = None
         self._raise_cancel: RaiseCancel | None = None
 
     @property
@@ -54,10 +44,10 @@ class Pending:
         self.outcome = result
         task, self._task = self._task, None
         if task is not None:
-            parked_at, self.parked_at = self.parked_at, None
+            on_wake, self.on_wake = self.on_wake, None
             trio.lowlevel.reschedule(task, Value(None))
-            if parked_at is not None:
-                parked_at.wake()
+            if on_wake is not None:
+                on_wake()
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
@@ -181,11 +171,11 @@ class Waiters:
         while self._finish_first(Error(error)):
             pass
 
-    async def wait(self, waiting: Parking | None = None) -> Any:
-        """Waits for a thing, by way of a worker's ``waiting`` if it is in a hurry. Cancelling it loses none."""
+    async def wait(self, wait: Callable[[Signal], Awaitable[Any]] = Signal.wait) -> Any:
+        """Waits for a thing, with a worker's ``waiting.wait`` if it is in a hurry. Cancelling it loses none."""
         waiter = Signal()
         self._queue[waiter] = None
         try:
-            return await (waiter.wait() if waiting is None else waiting.wait(waiter))
+            return await wait(waiter)
         finally:
             self._queue.pop(waiter, None)

@@ -20,17 +20,19 @@ waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import trio
 from outcome import Error
 
 from ..._native import lib
 from .._util import check_timeout
-from .arming import Arming, Event
+from .arming import Event
 from .pending import Pending
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: The default of ``spin``, in seconds: three times what it costs to wake a task.
 DEFAULT_SPIN = 100e-6
@@ -60,26 +62,12 @@ def check_yield_interval(yield_interval: float) -> float:
     return yield_interval
 
 
-class PolledWorker(Protocol):
-    """A worker, as far as waiting is concerned: :class:`~.engine.Engine`."""
-
-    handle: Any
-    arming: Arming
-    progress_count: int
-
-    def take(self, function: Callable[[Any, Any, int], int]) -> bool:
-        """Delivers what a function of C brings. Whether there was something."""
-
-    def watch_events(self) -> None:
-        """A task parks."""
-
-
 class Waiting:
     """How the tasks of one worker wait."""
 
     __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
 
-    def __init__(self, engine: PolledWorker, spin: float, yield_interval: float) -> None:
+    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
         self._engine = engine
         self.polling = spin > 0
         lib.tu_poll_bound(engine.handle, int(spin * 1e9))
@@ -181,14 +169,14 @@ class Waiting:
         engine.watch_events()
         self.parked += 1
         pending.expected = False
-        pending.parked_at = self
+        pending.on_wake = self.wake
         try:
             await (pending.watch() if watch else pending.wait())
         finally:
             self.parked -= 1
-            if pending.parked_at is None:
+            if pending.on_wake is None:
                 self.woken -= 1
-            pending.parked_at = None
+            pending.on_wake = None
             if self._yield_interval:
                 self._yielded = perf_counter()
 

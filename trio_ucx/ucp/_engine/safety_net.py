@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
 from ..._native import lib
 from .._descriptors import opened
 from .arming import TIMER
-from .engine import Engine
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: Seconds between two looks. Programs that send once a second should not do so at the moment of each look.
 INTERVAL = 1.03
@@ -91,7 +94,7 @@ class SafetyNet:
             if arming.sleeps and count == engine.progress_count:
                 before = engine.news()
                 if arming.awaits_descriptor:
-                    engine.take(partial(lib.tu_worker_look_unsignalled, engine.efd))
+                    engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
                 if before != engine.news() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
                 engine.progress()

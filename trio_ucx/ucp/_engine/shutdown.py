@@ -11,7 +11,8 @@ from .._contained import contained
 from .._memory.registered import unmap_unused
 from .._util import warn_resource
 from .answers import send_answers
-from .engine import Engine, InFlight, engines
+from .engine import Engine, engines
+from .operations import Operation
 
 #: How long closing a worker waits for UCX to let go of what is in flight.
 DRAIN_TIMEOUT = 2.0
@@ -34,7 +35,7 @@ def drain(engine: Engine) -> Iterator[None]:
         engine.progress_and_deliver(arm=False)
     engine.tag_dispatch.discard_again()
     # Then what nobody asked for. (Messages of Connections are taken whenever the worker is progressed.)
-    while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.received)):
+    while engine.tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, engine.tag_dispatch.received)):
         engine.tag_dispatch.discard(message)
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
@@ -50,7 +51,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         handle: UCX's, which the engine has forgotten.
         stuck: what is still under way, in words.
     """
-    if engine.unanswered or not all(borrowed.ended for borrowed in engine.unreleased):
+    if engine.teardown.unanswered or engine.teardown.unreleased:
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
     elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
@@ -72,22 +73,19 @@ def _destroy(engine: Engine, handle: Any) -> None:
     engine.in_flight.clear()
     for operation in operations:
         contained(operation.worker_destroyed)
-    engine.unrecorded.clear()
-    for let_go in engine.kept:
-        let_go()
-    engine.kept.clear()
+    engine.teardown.release_kept()
     engine.context._worker_destroyed(engine)
-    if engine.on_closed is not None:
-        engine.on_closed()
+    if engine.teardown.on_closed is not None:
+        engine.teardown.on_closed()
 
 
-def _operations_of_others(engine: Engine) -> list[InFlight]:
+def _operations_of_others(engine: Engine) -> list[Operation]:
     """The operations in flight at the context's other workers."""
     others = [other for other in list(engines) if other.context is engine.context and other.handle is not None]
     return [operation for other in others for operation in list(other.in_flight.values()) if operation.pins is not None]
 
 
-def _postpone(engine: Engine, handle: Any, others: list[InFlight]) -> None:
+def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
     """Destroys a worker only when these operations have ended.
 
     The workers of a context share the registrations of memory. When an endpoint is closed, UCX ends its large

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from ..._native import lib
 from .._memory.buffers import Pinned
 from .._memory.window import in_use
 from .borrowed import Borrowed
-from .engine import Engine
 from .pending import Signal
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Piece:
@@ -67,7 +70,7 @@ class StreamBuffer:
         self._waiter: Signal | None = None
         #: Unread bytes.
         self.size = 0
-        engine.children[self._id] = self.discard  # before its borrowed buffers are ended one by one
+        engine.teardown.children[self._id] = self.discard  # before its borrowed buffers are ended one by one
 
     def arrived(self, address: int, length: int) -> None:
         engine = self._engine
@@ -123,7 +126,7 @@ class StreamBuffer:
 
     def discard(self) -> None:
         """Nobody will read it."""
-        self._engine.children.pop(self._id, None)
+        self._engine.teardown.children.pop(self._id, None)
         while self._pieces:
             self.take().end()
         self.wake()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..._native import ffi, lib
 from .._status import Status, UCXError, os_error_from_status
+from .operations import ReceiveOperation
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
@@ -29,26 +32,15 @@ class TagSink(Protocol):
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
 
 
-class DispatchingWorker(Protocol):
-    """A worker, as far as tag dispatch is concerned: :class:`~.engine.Engine`."""
-
-    handle: Any
-
-    def watch_events(self) -> None:
-        """Lets the safety net look."""
-
-
 class TagDispatch:
-    """Where the messages of one worker's Connections go.
+    """Where the messages of one worker's Connections go."""
 
-    Args:
-        discard: takes a message off UCX's hands, by its handle, and throws it away; returns False if there is no
-            memory for that.
-    """
-
-    def __init__(self, engine: DispatchingWorker, discard: Callable[[int], bool]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._discard = discard
+        #: How many have arrived.
+        self.messages = 0
+        #: Where C code writes the length and the tag of a message.
+        self.received = ffi.new("tu_received_t *")
         #: Messages to be thrown away, for which there was no memory.
         self.undiscarded: list[int] = []
         #: What takes the messages of a connection id, while it is open.
@@ -93,10 +85,23 @@ class TagDispatch:
                 self.claim()
 
     def discard(self, message: int) -> None:
-        """Throws a message away; if there is no memory for that, the safety net tries again."""
-        if self._engine.handle is not None and not self._discard(message):
+        """Takes a message off UCX's hands, by its handle, and throws it away.
+
+        If there is no memory for that, the safety net tries again. After the end of the worker: no effect.
+        """
+        engine = self._engine
+        if engine.handle is None:
+            return
+        verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, self.received)
+        if verdict > 0:
+            try:
+                ReceiveOperation(engine, verdict, None, "discarding a message").detach()
+            except BaseException:
+                engine.keep(verdict, None)
+                raise
+        elif verdict == Status.NO_MEMORY:
             self.undiscarded.append(message)
-            self._engine.watch_events()
+            engine.watch_events()
 
     def discard_again(self) -> None:
         """Throws away the messages for which there was no memory before."""

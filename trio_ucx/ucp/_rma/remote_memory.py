@@ -507,7 +507,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         if self._closed:
             return
-        self._core.engine.check_thread()
+        self._core.engine.run.check_thread()
         if self._borrowed is not None:
             self._borrowed.end()
         self._closed = True
@@ -518,7 +518,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if not self._closed and self._core.engine.usable:
             warn_resource(f"unclosed {self!r}", self)
             for key in self._keys.values():
-                self._core.engine.call_soon(key.close)
+                self._core.engine.run.call_soon(key.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else repr(self.access)

@@ -56,14 +56,14 @@ class Key:
         if status != Status.OK:
             raise UCXError(status, "unpacking a remote key: is it this peer's, and are its transports in use here?")
         self.handle: Any = out[0]
-        self._engine.at_end[self._id] = self._destroy
+        self._engine.teardown.at_end[self._id] = self._destroy
         live_handles.opened("remote key")
 
     def _destroy(self) -> None:
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
-        self._engine.at_end.pop(self._id, None)
+        self._engine.teardown.at_end.pop(self._id, None)
         if self._uses == 0 and self._engine.usable:  # else UCX frees it with the worker
             lib.tu_rkey_destroy(handle)
         live_handles.closed("remote key")

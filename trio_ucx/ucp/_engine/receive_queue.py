@@ -1,0 +1,34 @@
+"""The queue through which a worker receives over shared memory, as far as the engine knows it."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from .._process import Process
+from .operations import EndpointCore
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class ReceiveQueue:
+    """A queue that nobody watches. Users' workers have a :class:`~.._receive_queue.WatchedQueue` instead.
+
+    Attributes:
+        stopped: whether nothing arrives there any more, because a process died that wrote to it.
+        counters: those for ``stopped_queues``: the counters of the worker that this one succeeds, if it is a successor.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.stopped = False
+        self.counters: collections.Counter[str] = engine.counters
+
+    def suspect(self) -> None:
+        """Called when a process may have died that wrote to this worker."""
+
+    def endpoint_closing(self, core: EndpointCore) -> None:
+        """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
+
+    def may_be_writing(self, process: Process) -> None:
+        """Called when this process may be in the middle of writing, and we have no endpoint to it."""

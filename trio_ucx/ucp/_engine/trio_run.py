@@ -1,0 +1,98 @@
+"""The process, thread and Trio run that a worker belongs to, and its system tasks there.
+
+An exception that left a system task would end the run. Here it ends the worker at most.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from .._contained import contained, report
+from .._forks import Birth
+from .pending import Signal
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class TrioRun(Birth):
+    """Where one worker was opened, and where alone it can be used."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._token = trio.lowlevel.current_trio_token()
+        self.thread = threading.get_ident()
+        #: Closes that go on after their task was cancelled.
+        self.background: set[object] = set()
+        self._background_ended: Signal | None = None
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError in another thread. (A forked child may close what it inherited, without an effect.)"""
+        if self.thread != threading.get_ident() and not self.inherited:
+            raise RuntimeError(
+                "this worker belongs to another thread: open a worker in each thread that runs Trio, or use "
+                "trio.from_thread.run"
+            )
+
+    def spawn(self, function: Callable[[], Awaitable[object]], name: str) -> None:
+        """Runs an async function in a system task; its errors break the worker."""
+
+        async def run() -> None:
+            try:
+                await function()
+            except Exception as error:
+                self._engine.internal_error(error)
+
+        trio.lowlevel.spawn_system_task(run, name=name)
+
+    def spawn_background(self, function: Callable[[], Awaitable[object]], name: str) -> bool:
+        """Runs an async function, shielded, in a system task, for which closing the worker waits.
+
+        Returns:
+            False when the Trio run has ended too far for that.
+        """
+        marker = object()
+
+        async def run() -> None:
+            try:
+                with trio.CancelScope(shield=True):
+                    await function()
+            except Exception as error:
+                report(f"{name} failed", error)
+            finally:
+                self.background.discard(marker)
+                if not self.background and self._background_ended is not None:
+                    contained(self._background_ended.set)
+                if self._engine.usable:
+                    contained(self._engine.wake)  # the progress task may be waiting for the last background task
+
+        try:
+            trio.lowlevel.spawn_system_task(run, name=name)
+        except RuntimeError:
+            return False
+        self.background.add(marker)
+        return True
+
+    async def wait_background_ended(self) -> None:
+        """Waits until the last close in the background has ended. There must be one."""
+        self._background_ended = Signal()
+        await self._background_ended.wait()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""
+
+        def call() -> None:
+            if self._engine.usable:
+                self._engine.guard(function)
+
+        if self.inherited:
+            return
+        try:
+            self._token.run_sync_soon(call)
+        except trio.RunFinishedError:
+            pass
