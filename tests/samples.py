@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from trio_ucx._handshake.facts import Facts, SharedMemory
+from trio_ucx.ucp._address_format import parse_worker_address
 from trio_ucx.ucp._process import Host, Process
 
 # What ucp_worker_get_address returned: Debian's libucx0 for 1.13.1, PyPI's libucx-cu12 for the others, all on one host.
@@ -199,6 +200,9 @@ def some_facts(**changes: Any) -> Facts:
         error_handling=True,
         sees_local=True,
         host=HOST,
+        uid=int.from_bytes(ALL[UID], "little"),
+        shared_memory_kinds=frozenset(("sysv", "posix")),
+        tcp_addresses=(("192.0.2.2", 0xEC3D), ("127.0.0.1", 0xBF4B)),
         address=ALL,
         network_address=NETWORK,
         features=0x7F,
@@ -206,3 +210,10 @@ def some_facts(**changes: Any) -> Facts:
         ucx=(1, 22),
     )
     return attrs.evolve(facts, **changes)
+
+
+def facts_about(address: bytes, network_address: bytes, **changes: Any) -> Facts:
+    """The facts of a side whose worker has these addresses."""
+    parsed = parse_worker_address(address)
+    stated = {"shared_memory_kinds": parsed.shared_memory, "tcp_addresses": parsed.tcp_addresses}
+    return some_facts(address=address, network_address=network_address, **stated, **changes)

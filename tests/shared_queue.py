@@ -19,10 +19,10 @@ _CACHE_LINE = 64
 def take_an_element(address: ucp.WorkerAddress, transport: str) -> None:
     """Takes the next element of a queue, as UCX's writers do first, and never fills it."""
     [where] = [
-        each.interface_address[:8]
+        interface_address[:8]
         for device in parse_worker_address(address.ucx).devices
-        for each in device.transports
-        if each.name == transport
+        for name, interface_address in device.transports
+        if name == transport
     ]
     segment = int.from_bytes(where, "little")
     start = _attach_sysv(segment) if transport == "sysv" else _attach_posix(segment)

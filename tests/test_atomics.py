@@ -277,6 +277,16 @@ async def test_endpoint_that_fails_while_one_beside_it_is_made(
         endpoint.abort()
 
 
+async def test_addresses_whose_uid_is_elsewhere(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an unknown layout the uid may be elsewhere: no endpoint is made that both sides would count."""
+    async with open_two(transports) as (worker, owner):
+        endpoint = await worker.open_endpoint(owner.address)
+        monkeypatch.setattr(connecting, "with_uid", lambda blob, uid: blob)
+        with pytest.raises(OSError, match="UCX's worker address has an unknown layout"):
+            connect_for_memory(internals(endpoint))
+        endpoint.abort()
+
+
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_stopped_peer(transports: str, way: str) -> None:

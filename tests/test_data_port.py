@@ -358,7 +358,7 @@ async def test_a_worker_without_tcp_has_no_data_port() -> None:
     ("deny", "why"),
     [
         (have_no_socket_filters, "takes no packet filter"),
-        (have_an_unknown_address_layout, "has an unknown layout"),
+        (have_an_unknown_address_layout, "cannot read this UCX's worker address"),
         (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
     ],
 )

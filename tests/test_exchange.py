@@ -16,7 +16,7 @@ import trio.testing
 from helpers import pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, UID, some_facts
+from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, facts_about, some_facts
 
 import trio_ucx
 from trio_ucx import _wire as wire
@@ -37,7 +37,7 @@ from trio_ucx._handshake.exchange import (
     Taken,
     Welcomed,
 )
-from trio_ucx._handshake.facts import Facts, Reach, SharedMemory, use_shared_memory
+from trio_ucx._handshake.facts import Facts, SharedMemory, use_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.pairs import Standing
 from trio_ucx.ucp._process import Host, Process
@@ -615,7 +615,16 @@ def test_endless_frames_are_not_kept() -> None:
         st.integers(0, 2**64 - 1),
         st.integers(0, 2**64 - 1),
     ),
-    address=st.binary(max_size=500),
+    uid=st.integers(0, 2**64 - 1),
+    shared_memory_kinds=st.frozensets(st.sampled_from(["sysv", "posix", "xpmem"])),
+    tcp_addresses=st.lists(
+        st.tuples(
+            st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6).filter(lambda ip: ip.ipv4_mapped is None)).map(str),
+            st.integers(0, 2**16 - 1),
+        ),
+        max_size=128,
+    ).map(tuple),
+    address=st.binary(min_size=10, max_size=500),
     network_address=st.binary(max_size=500),
     features=st.integers(0, 2**32 - 1),
     ucx=st.tuples(st.integers(0, 255), st.integers(0, 255)),
@@ -635,9 +644,11 @@ OUT_OF_RANGE = {
     "error handling": (4, [2, 255]),
     "sees local": (5, [2, 255]),
     "pid": (10, [2**22 + 1, 2**31, 2**32 - 1]),
-    "address length": (16, [0, len(ALL) + 1, 2**31, 2**32 - 1]),
-    "network address length": (17, [0, len(NETWORK) - 1, 2**32 - 1]),
-    "software length": (18, [0, 1000, 65535]),
+    "kinds of shared memory": (17, [8, 255]),
+    "address length": (18, [0, 9, len(ALL) + 1, 2**31, 2**32 - 1]),
+    "network address length": (19, [0, len(NETWORK) - 1, 2**32 - 1]),
+    "TCP addresses": (20, [0, 1, 3, 129]),
+    "software length": (21, [0, 1000, 65535]),
 }
 
 
@@ -701,23 +712,10 @@ def test_lies_with_the_right_checksum(edits: list[tuple[int, int]], network: boo
         good[at % (len(good) - 4)] = value
     body = bytes(good[:-4])
     try:
-        theirs = Reach.of(Facts.decode(body + struct.pack("<I", zlib.crc32(body))))
-        use_shared_memory(Reach.of(some_facts()), theirs)
+        theirs = Facts.decode(body + struct.pack("<I", zlib.crc32(body)))
+        use_shared_memory(some_facts(), theirs)
     except ProtocolError:
         pass
-
-
-def test_addresses_that_do_not_belong_together() -> None:
-    other = NETWORK[:1] + bytes(8) + NETWORK[9:]
-    for facts, words in (
-        (some_facts(network_address=other), "different workers"),
-        (some_facts(address=b""), "malformed"),
-        (some_facts(address=ALL[:-1]), "malformed"),
-        (some_facts(network_address=NETWORK[:-1]), "malformed"),
-    ):
-        with pytest.raises(ProtocolError, match=words):
-            Reach.of(Facts.decode(facts.encode()))
-    assert Reach.of(some_facts()).uid == int.from_bytes(ALL[UID], "little")
 
 
 # ---- shared memory or not ----
@@ -747,7 +745,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
     "another machine between": ({"sees_local": False}, "goes through a proxy or another machine"),
     "another release": ({"ucx": (1, 21)}, "one side has an older one"),
     "no error handling": ({"error_handling": False}, "MM_ERROR_HANDLING=n"),
-    "no shared memory": ({"address": NETWORK}, "no shared memory"),
+    "no shared memory": ({"shared_memory_kinds": frozenset()}, "no shared memory"),
 }
 
 
@@ -755,8 +753,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_use_of_shared_memory(obstacle: str) -> None:
     changes, reason = OBSTACLES[obstacle]
     for mine, other in itertools.product(SharedMemory, repeat=2):
-        one = Reach.of(some_facts(shared_memory=mine))
-        two = Reach.of(some_facts(shared_memory=other, **changes))
+        one = some_facts(shared_memory=mine)
+        two = some_facts(shared_memory=other, **changes)
         for ours, theirs in ((one, two), (two, one)):
             if ALWAYS in (mine, other) and NEVER in (mine, other):
                 with pytest.raises(ProtocolError, match="one side wants shared_memory=True"):
@@ -771,10 +769,10 @@ def test_use_of_shared_memory(obstacle: str) -> None:
 
 def test_nothing_but_shared_memory() -> None:
     for changes, reason in OBSTACLES.values():
-        if "address" in changes:
+        if "shared_memory_kinds" in changes:
             continue
-        lonely = Reach.of(some_facts(address=ONLY_SHARED, network_address=b"", **changes))
-        other = Reach.of(some_facts(address=ALL))
+        lonely = facts_about(ONLY_SHARED, b"", **changes)
+        other = some_facts()
         for ours, theirs in ((lonely, other), (other, lonely)):
             if reason is None:
                 assert use_shared_memory(ours, theirs)
@@ -782,15 +780,15 @@ def test_nothing_but_shared_memory() -> None:
                 with pytest.raises(ProtocolError, match=f"cannot be used .*{reason.rstrip('$')}.*no other transport"):
                     use_shared_memory(ours, theirs)
         with pytest.raises(ProtocolError, match="shared_memory=False.*no other transport"):
-            use_shared_memory(lonely, Reach.of(some_facts(shared_memory=NEVER)))
+            use_shared_memory(lonely, some_facts(shared_memory=NEVER))
 
 
 def test_releases_that_do_not_know_each_other_s_loopback() -> None:
     """Then there must be another network device."""
     for name, works in (("1.21.0 tcp", True), ("1.22.0 in namespaces", False)):
         address = bytes.fromhex(SAMPLES[name])
-        one = Reach.of(some_facts(shared_memory=NEVER, address=address, network_address=address))
-        two = attrs.evolve(one, facts=attrs.evolve(one.facts, ucx=(1, 21)))
+        one = facts_about(address, address, shared_memory=NEVER)
+        two = attrs.evolve(one, ucx=(1, 21))
         for ours, theirs in ((one, two), (two, one)):
             if works:
                 assert not use_shared_memory(ours, theirs)

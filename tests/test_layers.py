@@ -28,8 +28,8 @@ PURE = [*RULES, "_handshake/exchange", "_handshake/facts", "ucp/_engine/arming"]
 HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
-    *("functools.lru_cache", "hashlib", "hmac", "zlib"),
-    *(f"trio_ucx.ucp._address_format.{name}" for name in ("ParsedAddress", "is_loopback", "parse_worker_address")),
+    *("hashlib", "hmac", "ipaddress.IPv6Address", "ipaddress.ip_address", "zlib"),
+    *("trio_ucx.ucp._address_format.SHARED_MEMORY", "trio_ucx.ucp._address_format.is_loopback"),
     "trio_ucx.ucp._engine.pairs.Standing",
     *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
@@ -55,7 +55,7 @@ SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream",
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
     ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log", "_features"],
-    ["_status", "_shared_memory", "_address_format", "_network_part", "_option_limits", "_address"],
+    ["_status", "_shared_memory", "_address_format", "_option_limits", "_address"],
     ["_memory"],
     ["_attributes", "_opening", "_reach", "_context"],
     ["_engine"],

@@ -5,24 +5,27 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from functools import lru_cache
+from collections.abc import Iterator
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
-from ..ucp._address_format import ParsedAddress, is_loopback, parse_worker_address
+from ..ucp._address_format import SHARED_MEMORY, is_loopback
 from ..ucp._option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._process import MAX_PID, Host, Process
 from ..ucp._util import printable
 
-#: The longest worker address.
-MAX_ADDRESS = 48_000
+#: The shortest worker address, which has a header and the uid, and the longest.
+MIN_ADDRESS, MAX_ADDRESS = 10, 48_000
+#: The greatest number of TCP addresses: UCX's limit for the transports of a worker.
+MAX_TCP_ADDRESSES = 128
 #: The ranges of numbers that are only compared: any value is valid.
 _ANY8, _ANY32, _ANY64 = (0, 2**8 - 1), (0, 2**32 - 1), (0, 2**64 - 1)
 
 #: The fields in their order: name, format, and the least and the greatest value (None if it is not a number). The
-#: addresses, the software and a checksum of everything follow.
+#: addresses, the TCP addresses, the software and a checksum of everything follow.
 FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("connection id", "I", (2**31, 2**32 - 1)),
     ("window", "Q", (MIN_WINDOW, MAX_WINDOW)),
@@ -40,13 +43,18 @@ FIELDS: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("IPC namespace", "Q", _ANY64),
     ("network namespace", "Q", _ANY64),
     ("features", "I", _ANY32),
-    ("length of the address", "I", (0, MAX_ADDRESS)),
+    ("uid", "Q", _ANY64),
+    ("kinds of shared memory", "B", (0, 2 ** len(SHARED_MEMORY) - 1)),
+    ("length of the address", "I", (MIN_ADDRESS, MAX_ADDRESS)),
     ("length of the network address", "I", (0, MAX_ADDRESS)),
+    ("length of the list of TCP addresses", "B", (0, MAX_TCP_ADDRESSES)),
     ("length of the software", "H", (0, 2**16 - 1)),
     *((f"UCX's option {option}", "I", _ANY32) for option in AGREED),
 )
 _FACTS = struct.Struct("<" + "".join(format for _, format, _ in FIELDS))
 _CHECKSUM = struct.Struct("<I")
+#: An IPv6 address, or an IPv4 address in one (``::ffff:0:0/96``); and a port.
+_TCP_ADDRESS = struct.Struct("<16sH")
 
 #: From this release of UCX on, a namespace in an address of shared memory or of TCP's loopback device has four bytes
 #: rather than eight. So an older and a newer release believe that they are in different namespaces.
@@ -63,7 +71,7 @@ class SharedMemory(enum.IntEnum):
 
 @attrs.frozen
 class Facts:
-    """What one side says about itself.
+    """The peer description: what one side says about itself, and how its worker can be reached.
 
     Attributes:
         connection_id: what the peer puts into the tags of its messages.
@@ -74,6 +82,9 @@ class Facts:
         sees_local: whether it sees the other end of the control socket on its own machine. (The peer's claim to be on
             the same machine proves nothing.)
         host: where it runs.
+        uid: its worker's, by which UCX knows it.
+        shared_memory_kinds: the kinds of shared memory in its worker's address.
+        tcp_addresses: the IP addresses and ports at which its worker's TCP transport listens.
         address: its worker's address, with all transports.
         network_address: the same without shared memory; empty if nothing else is left.
         features: what its worker's context was opened with (``UCP_FEATURE_*``).
@@ -89,6 +100,9 @@ class Facts:
     error_handling: bool
     sees_local: bool
     host: Host
+    uid: int
+    shared_memory_kinds: frozenset[str]
+    tcp_addresses: tuple[tuple[str, int], ...]
     address: bytes
     network_address: bytes
     features: int
@@ -112,13 +126,17 @@ class Facts:
                 host.ipc_namespace,
                 host.network_namespace,
                 self.features,
+                self.uid,
+                sum(1 << bit for bit, kind in enumerate(SHARED_MEMORY) if kind in self.shared_memory_kinds),
                 len(self.address),
                 len(self.network_address),
+                len(self.tcp_addresses),
                 len(software),
                 *self.sizes,
             )
             + self.address
             + self.network_address
+            + b"".join(_encode_tcp_address(ip, port) for ip, port in self.tcp_addresses)
             + software
         )
         return body + _CHECKSUM.pack(zlib.crc32(body))
@@ -132,10 +150,10 @@ class Facts:
         """
         body = data[: -_CHECKSUM.size]
         if len(body) < _FACTS.size:
-            raise ProtocolError("the peer's facts are too short")
+            raise ProtocolError("the peer description is too short")
         [checksum] = _CHECKSUM.unpack(data[-_CHECKSUM.size :])
         if checksum != zlib.crc32(body):
-            raise ProtocolError("the peer's facts were damaged on the way")
+            raise ProtocolError("the peer description was damaged on the way")
         (
             connection_id,
             window,
@@ -153,21 +171,23 @@ class Facts:
             ipc_namespace,
             network_namespace,
             features,
+            uid,
+            kinds,
             address_length,
             network_length,
+            tcp_addresses,
             software_length,
             *sizes,
         ) = _checked(_FACTS.unpack_from(body))
-        if len(body) != _FACTS.size + address_length + network_length + software_length:
-            raise ProtocolError("the peer's facts have another length than they say")
+        lengths = (_FACTS.size, address_length, network_length, tcp_addresses * _TCP_ADDRESS.size, software_length)
+        if len(body) != sum(lengths):
+            raise ProtocolError("the peer description has another length than it says")
         if 0 < threshold < MIN_THRESHOLD:
             raise ProtocolError(
                 f"a rendezvous threshold (UCX_RNDV_THRESH) of {threshold} bytes: connections need at least "
                 f"{MIN_THRESHOLD}"
             )
-        split = _FACTS.size + address_length
-        address, network_address = body[_FACTS.size : split], body[split : split + network_length]
-        software = body[split + network_length :].decode(errors="replace")
+        _, address, network_address, tcp, software = _split(body, lengths)
         return cls(
             connection_id=connection_id,
             window=window,
@@ -176,82 +196,54 @@ class Facts:
             error_handling=bool(error_handling),
             sees_local=bool(sees_local),
             host=Host(Process(boot_id, pid_namespace, pid, start), user, ipc_namespace, network_namespace),
+            uid=uid,
+            shared_memory_kinds=frozenset(kind for bit, kind in enumerate(SHARED_MEMORY) if kinds & 1 << bit),
+            tcp_addresses=tuple(_decode_tcp_address(ip, port) for ip, port in _TCP_ADDRESS.iter_unpack(tcp)),
             address=address,
             network_address=network_address,
             features=features,
-            software=printable(software, 200),
+            software=printable(software.decode(errors="replace"), 200),
             ucx=(major, minor),
             sizes=tuple(sizes),
         )
 
 
+def _encode_tcp_address(ip: str, port: int) -> bytes:
+    packed = ip_address(ip).packed
+    return _TCP_ADDRESS.pack(packed if len(packed) == 16 else bytes(10) + b"\xff\xff" + packed, port)
+
+
+def _decode_tcp_address(packed: bytes, port: int) -> tuple[str, int]:
+    ip = IPv6Address(packed)
+    return str(ip.ipv4_mapped or ip), port
+
+
+def _split(data: bytes, lengths: tuple[int, ...]) -> Iterator[bytes]:
+    """Parts of these lengths."""
+    start = 0
+    for length in lengths:
+        yield data[start : start + length]
+        start += length
+
+
 def _checked(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the fields of packed facts, after checking the range of each."""
+    """Returns the fields of a packed peer description, after checking the range of each."""
     for value, (name, _, limits) in zip(values, FIELDS, strict=True):
         if limits is not None and not limits[0] <= value <= limits[1]:
             raise ProtocolError(
-                f"a fact about the peer is out of range: {name} is {value}, not {limits[0]} to {limits[1]}"
+                f"a field of the peer description is out of range: {name} is {value}, not {limits[0]} to {limits[1]}"
             )
     return values
 
 
-@attrs.frozen
-class Reach:
-    """How a worker can be reached: its side's facts, and what its addresses contain."""
-
-    facts: Facts
-    uid: int
-    #: The kinds of shared memory in its address.
-    shared_memory: frozenset[str]
-    has_network: bool
-    #: Where its TCP transport listens.
-    tcp_addresses: tuple[tuple[str, int], ...]
-    #: IP addresses of its TCP transport. Without shared memory we need a route to one of them. Empty if it has other
-    #: transports, too.
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def of(cls, facts: Facts) -> Reach:
-        """Parses the addresses before UCX sees them: a damaged one would make UCX end the process.
-
-        Raises:
-            ProtocolError: an address is malformed.
-        """
-        try:
-            address = _parsed(facts.address)
-            network = _parsed(facts.network_address) if facts.network_address else None
-        except ValueError as error:
-            raise ProtocolError(f"the peer's worker address is malformed: {error}") from None
-        if network is not None and network.uid != address.uid:
-            raise ProtocolError("the peer's two worker addresses belong to different workers")
-        return cls(
-            facts,
-            address.uid,
-            address.shared_memory,
-            has_network=network is not None,
-            tcp_addresses=address.tcp_addresses,
-            hosts=() if network is None else _hosts(network),
-        )
-
-
-def _hosts(network: ParsedAddress) -> tuple[str, ...]:
-    if network.transports != {"tcp"}:
-        return ()
-    return tuple(host for host, _ in network.tcp_addresses if not is_loopback(host))
-
-
-# A cache for our own addresses, and those of peers that connect again and again.
-_parsed = lru_cache(maxsize=64)(parse_worker_address)
-
-
-def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
+def obstacle_to_shared_memory(ours: Facts, theirs: Facts) -> str | None:
     """Why the two sides cannot use shared memory, in words for the user; None if they can.
 
     UCX itself checks less. Shared segments need the same IPC namespace, copies by process id need the same PID
     namespace, and waking a sleeping peer, by an abstract Unix socket, needs the same network namespace. The kernel
     gives access only to the same user.
     """
-    here, there = ours.facts.host, theirs.facts.host
+    here, there = ours.host, theirs.host
     differences = [
         what
         for what, mine, other in (
@@ -265,31 +257,31 @@ def obstacle_to_shared_memory(ours: Reach, theirs: Reach) -> str | None:
     ]
     if differences:
         return f"the two sides have different {differences[0] if differences[0] == 'hosts' else _listed(differences)}"
-    if not (ours.facts.sees_local and theirs.facts.sees_local):
+    if not (ours.sees_local and theirs.sees_local):
         return "the control socket goes through a proxy or another machine"
     if _releases_differ(ours, theirs):
         return "UCX 1.22 describes shared memory differently from older releases, and one side has an older one"
-    if not (ours.facts.error_handling and theirs.facts.error_handling):
+    if not (ours.error_handling and theirs.error_handling):
         return "one side has the UCX option MM_ERROR_HANDLING=n"
-    if not (ours.shared_memory and theirs.shared_memory):
+    if not (ours.shared_memory_kinds and theirs.shared_memory_kinds):
         return "one side's UCX has no shared memory (its option TLS, or UCX_TLS, or a limit that its log names)"
-    if not ours.shared_memory & theirs.shared_memory:
-        kinds = " and ".join(sorted(ours.shared_memory | theirs.shared_memory))
+    if not ours.shared_memory_kinds & theirs.shared_memory_kinds:
+        kinds = " and ".join(sorted(ours.shared_memory_kinds | theirs.shared_memory_kinds))
         return f"the two sides have different kinds of shared memory ({kinds}: see the option TLS, or UCX_TLS)"
-    found = (_differences(ours, theirs, kind) for kind in sorted(ours.shared_memory & theirs.shared_memory))
+    found = (_differences(ours, theirs, kind) for kind in sorted(ours.shared_memory_kinds & theirs.shared_memory_kinds))
     return next((difference for difference in found if difference is not None), None)
 
 
-def _differences(ours: Reach, theirs: Reach, kind: str) -> str | None:
-    return differences(ours.facts.sizes, theirs.facts.sizes, kind)
+def _differences(ours: Facts, theirs: Facts, kind: str) -> str | None:
+    return differences(ours.sizes, theirs.sizes, kind)
 
 
-def _releases_differ(ours: Reach, theirs: Reach) -> bool:
+def _releases_differ(ours: Facts, theirs: Facts) -> bool:
     """Whether each side would misread the namespaces in the other's addresses."""
-    return (ours.facts.ucx < _NEW_NAMESPACES) != (theirs.facts.ucx < _NEW_NAMESPACES)
+    return (ours.ucx < _NEW_NAMESPACES) != (theirs.ucx < _NEW_NAMESPACES)
 
 
-def _only_loopback(side: Reach) -> bool:
+def _only_loopback(side: Facts) -> bool:
     return bool(side.tcp_addresses) and all(is_loopback(ip) for ip, _ in side.tcp_addresses)
 
 
@@ -297,13 +289,13 @@ def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
+def use_shared_memory(ours: Facts, theirs: Facts) -> bool:
     """Whether the two sides use shared memory. Both compute the same answer.
 
     Raises:
         ProtocolError: one side insists on shared memory, and it is not possible; or no other transport is.
     """
-    wishes = {ours.facts.shared_memory, theirs.facts.shared_memory}
+    wishes = {ours.shared_memory, theirs.shared_memory}
     if SharedMemory.NEVER in wishes:
         if SharedMemory.ALWAYS in wishes:
             raise ProtocolError("one side wants shared_memory=True, and the other shared_memory=False")
@@ -319,7 +311,7 @@ def use_shared_memory(ours: Reach, theirs: Reach) -> bool:
             "UCX 1.22 and older releases do not recognise each other's loopback device, and there is no other network "
             "device: use one release on both sides"
         )
-    if not (ours.has_network and theirs.has_network):
+    if not (ours.network_address and theirs.network_address):
         raise ProtocolError(
             f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "
             "option TLS (UCX_TLS), as in 'tcp,sm,self'"

@@ -40,7 +40,7 @@ from .control_stream import (
     remote_address,
 )
 from .exchange import Again, Event, Exchange, Refused
-from .facts import Facts, Reach, SharedMemory, use_shared_memory
+from .facts import Facts, SharedMemory, use_shared_memory
 from .registry import Registry
 
 
@@ -106,7 +106,7 @@ class Handshake:
         self._close_own_worker: Callable[[], None] | None = None
         self._share: Share | None = None
         self._own_facts: Facts | None = None
-        self._peer: Reach | None = None
+        self._peer: Facts | None = None
         #: The worker address of the peer that our endpoint is made from.
         self._peer_address: WorkerAddress
         #: Whether the peer was told our standing, and we have not got an endpoint since.
@@ -201,22 +201,22 @@ class Handshake:
         self.registry.engine.check()
         self.registry.engine.tag_dispatch.reserve_memory()
         assert self._own_facts is not None
-        self._peer = Reach.of(facts)
+        self._peer = facts
         self.registry.engine.tag_dispatch.expect_rendezvous(facts.threshold)
-        self._shared_memory = use_shared_memory(Reach.of(self._own_facts), self._peer)
+        self._shared_memory = use_shared_memory(self._own_facts, facts)
         self._peer_address = WorkerAddress.from_ucx(
             facts.address if self._shared_memory else facts.network_address,
             process=facts.host.process,
             shared_memory=facts.error_handling,
             features=Feature(facts.features),
         )
-        hosts = [host for host, _ in self._peer.tcp_addresses]
+        hosts = [host for host, _ in facts.tcp_addresses]
         self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
         if not self._shared_memory and hosts and not any(map(has_route, hosts)):
             raise self._unreachable(errno.EHOSTUNREACH)  # UCX would only say that the connection was reset
 
     @property
-    def peer(self) -> Reach:
+    def peer(self) -> Facts:
         assert self._peer is not None
         return self._peer
 
@@ -284,9 +284,7 @@ class Handshake:
         self.check()
         if greet:
             try:
-                post_bytes_send(
-                    share, wire.encode_frame(wire.Hello()), (self.peer.facts.connection_id << 32) | wire.CONTROL
-                )
+                post_bytes_send(share, wire.encode_frame(wire.Hello()), (self.peer.connection_id << 32) | wire.CONTROL)
             except Exception as error:
                 self.fail(error)
                 self.check()
@@ -335,7 +333,7 @@ class Handshake:
             return
         share.endpoint.greet()
         control.exchange.greeted()
-        facts = self.peer.facts
+        facts = self.peer
         link = Link(
             self.registry.worker,
             Transport(share, facts.connection_id),
@@ -453,9 +451,9 @@ class Handshake:
         contained(self._leave_endpoint)
         if self._peer is not None:
             contained(self._expect_no_more)
-            contained(engine.tag_dispatch.forget_rendezvous, self._peer.facts.threshold)
+            contained(engine.tag_dispatch.forget_rendezvous, self._peer.threshold)
             contained(engine.pairs.forget_unused, self._peer.uid)
             if self._shared_memory:
-                contained(engine.receive_queue.may_be_writing, self._peer.facts.host.process)
+                contained(engine.receive_queue.may_be_writing, self._peer.host.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)

@@ -47,7 +47,13 @@ class Registry:
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine
-        self._network_address = _network_address(self.engine)
+        try:
+            self._parsed = parse_worker_address(self.engine.identity.address.ucx)
+            network = self.engine.identity.network_address.ucx
+            #: The worker's address without shared memory; empty if it has no other transport.
+            self._network_address = network if parse_worker_address(network).devices else b""
+        except ValueError as error:
+            raise ValueError(f"Connections need a worker whose address trio_ucx can read: {error}") from None
         self.control = ControlSockets(self.engine)
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
@@ -90,6 +96,9 @@ class Registry:
             error_handling=engine.context.shared_memory_handles_errors,
             sees_local=sees_local,
             host=this_host(),
+            uid=engine.identity.address.uid,
+            shared_memory_kinds=self._parsed.shared_memory,
+            tcp_addresses=self._parsed.tcp_addresses,
             address=engine.identity.address.ucx,
             network_address=self._network_address,
             features=engine.context.features,
@@ -97,13 +106,3 @@ class Registry:
             ucx=(ucx.version[0], ucx.version[1]),
             sizes=engine.context.agreed_sizes,
         )
-
-
-def _network_address(engine: Engine) -> bytes:
-    """The worker's address without shared memory; empty if it has no other transport."""
-    blob = engine.identity.network_address.ucx
-    try:
-        parse_worker_address(blob)
-    except ValueError:
-        return b""
-    return blob

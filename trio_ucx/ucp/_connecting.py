@@ -11,11 +11,10 @@ from .._native import ffi, lib
 from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING, parse_worker_address, with_uid
+from ._address_format import PADDING, parse_worker_address, with_uid, without_shared_memory
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
-from ._network_part import without_shared_memory
 from ._opening import EndpointOptions, ErrorMode, wrong_family
 from ._option_limits import differences
 from ._reach import accept_hint, hint
@@ -73,7 +72,10 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
         if address.uid == engine.identity.address.uid:
             endpoint = _make_to_worker(engine, address, opening.DEFAULT, label)
         else:
-            blob = with_uid(_usable_part(engine, address, opening.DEFAULT), secrets.randbits(64))
+            uid = secrets.randbits(64)
+            blob = with_uid(_usable_part(engine, address, opening.DEFAULT), uid)
+            if WorkerAddress.from_ucx(blob).uid != uid:
+                raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
             endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
         endpoint.origin, endpoint.beside = core.origin, core
         core.memory_endpoint = endpoint

@@ -81,8 +81,8 @@ def _about_worker(context: ReachContext, status: int, address: WorkerAddress) ->
         parsed = parse_worker_address(address.ucx)
     except ValueError:
         return f"transports in use: {context.transports}"
-    theirs = sorted({transport.name or "others" for device in parsed.devices for transport in device.transports})
-    known = f"the address has {', '.join(theirs)}; transports in use here: {context.transports}"
+    theirs = ", ".join(sorted({name or "others" for name in parsed.transports})) or "no transports"
+    known = f"the address has {theirs}; transports in use here: {context.transports}"
     if not context.shared_memory_handles_errors:
         known += "; shared memory needs MM_ERROR_HANDLING=y on both sides"
     elif in_another_network_namespace(address):

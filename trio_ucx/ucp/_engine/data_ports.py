@@ -150,7 +150,7 @@ class DataPorts:
         try:
             listening = {*parse_worker_address(address).tcp_addresses}
         except ValueError as error:
-            self.obstacle = f"this UCX's worker address has an unknown layout ({error})"
+            self.obstacle = f"trio_ucx cannot read this UCX's worker address ({error})"
         else:
             # An address says of a loopback device only that it is one; and no other machine reaches that.
             if not all(is_loopback(host) for host, _ in listening - {port.address for port in self._ports}):
