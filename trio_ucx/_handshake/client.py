@@ -1,4 +1,4 @@
-"""The client's side of a handshake: connects the control socket, runs the exchange, and waits for the peer's HELLO."""
+"""The client's side: connects the control socket, runs the exchange, and waits until the connection is open."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .exchange import Exchange, NotTrioUCX, Refused, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
-#: How many workers connect tries that others use, too. Then it takes one of its own, which has made no endpoints.
+#: How many workers one connect tries before it opens its own, which has made no endpoints.
 SHARED_WORKERS = 2
 
 
 class Connector:
-    """One attempt to connect.
+    """One call of connect: up to three handshakes, each from another worker.
 
     Args:
         open_socket: connects the control socket.
@@ -49,7 +49,7 @@ class Connector:
         self._options = options
         self._open_socket = open_socket
         self._handshake = Handshake(registry, options, label)
-        #: Those of workers that have no endpoint for this connection.
+        #: Those of workers that were tried; each is used once.
         self._tried: list[Registry] = []
 
     async def run(self) -> Link:

@@ -18,12 +18,12 @@ connection is open for the client when it has sent TAKE, and for the server when
 allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 
 Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
-HMAC-SHA256, keyed with the authkey, over the sender's role and every byte of the exchange so far, in both directions.
-Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is changed on the way
-invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the same order. The server
-proves first that it knows the key. A client therefore does not describe its worker to a server that does not know the
-key, nor does the server to such a client. REFUSE carries no code, because it may have to say that the keys differ. A
-server in protected mode refuses a client of another machine right after its preamble.
+HMAC-SHA256, keyed with the SHA-256 hash of the authkey, over the sender's role and every byte of the exchange so far,
+in both directions. Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is
+changed on the way invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the
+same order. The server proves first that it knows the key. A client therefore does not describe its worker to a server
+that does not know the key, nor does the server to such a client. REFUSE carries no code, because it may have to say
+that the keys differ. A server in protected mode refuses a client of another machine right after its preamble.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Exchange:
         self.state = State.PREAMBLE
         self.protected = False
         self._software = software
-        # Hashed, because to HMAC keys are equal that differ only in zero bytes at their end.
+        # Hashed, because HMAC treats keys that differ only in trailing zero bytes as equal.
         self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
         self._buffer = bytearray()
         self._out = bytearray()
@@ -271,7 +271,7 @@ class Exchange:
         self.state = State.ENDED
 
     def greeted(self) -> None:
-        """The peers have greeted each other over UCX: the connection is open."""
+        """The connection is open for this side."""
         self.state = State.OPENED
 
     def abort(self, sent: int = 0) -> None:

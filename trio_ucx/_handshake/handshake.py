@@ -2,8 +2,9 @@
 
 When the exchange has agreed on an endpoint, each side gets it. If no message has come through between its two ends yet,
 both sides send HELLO, a control frame, over UCX. A side opens the connection when it has the endpoint and, if HELLO is
-awaited, something has arrived over UCX. It does so inside the delivery of that, or in ``join`` if it came first. So
-nothing that arrives later arrives before its connection exists; what has arrived earlier is given to the connection.
+awaited, something has arrived over UCX for the connection. It opens in the delivery of that first message, or in
+``Handshake._join`` if the message came before the endpoint was made. Messages that arrive until then are kept, and
+given to the connection when it opens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .. import _wire as wire
 from .._link import Link, Options, Share, Transport
 from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
+from ..ucp._address_format import is_loopback
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.operations import EndpointCore, Operation
@@ -212,8 +214,6 @@ class Handshake:
         )
         hosts = [host for host, _ in facts.tcp_addresses]
         self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
-        if not self._shared_memory and hosts and not any(map(has_route, hosts)):
-            raise self._unreachable(errno.EHOSTUNREACH)  # UCX would only say that the connection was reset
 
     @property
     def peer(self) -> Facts:
@@ -230,7 +230,10 @@ class Handshake:
         return self.registry.engine.identity.address.uid == self.peer.uid
 
     def standing(self) -> Standing:
-        """For the server: our standing, to be sent to the client. What it says holds until the client has joined."""
+        """For the server: our standing, for WELCOME.
+
+        Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle.
+        """
         if self._with_itself:
             return Standing()
         self._expects = True
@@ -246,8 +249,10 @@ class Handshake:
         """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
 
         Raises:
+            OSError: there is no route to the server.
             NeedsAnotherWorker: there is none.
         """
+        self.check_route()
         if self._with_itself:
             return 0, True
         pair = self._pair
@@ -290,6 +295,17 @@ class Handshake:
                 self.check()
         self._open_if_ready()  # before the progress, in which the peer may answer with messages
         engine.progress()
+
+    def check_route(self) -> None:
+        """Refuses a peer to which the kernel knows no way: UCX would only say that the connection was reset.
+
+        Raises:
+            OSError: with the addresses.
+        """
+        hosts = [host for host, _ in self.peer.tcp_addresses if not is_loopback(host)]
+        over_tcp = self.registry.has_only_tcp and not self._shared_memory
+        if over_tcp and hosts and not any(map(has_route, hosts)):
+            raise self._unreachable(errno.EHOSTUNREACH)
 
     def _unreachable(self, number: int) -> OSError:
         return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")

@@ -50,8 +50,11 @@ class Registry:
         try:
             self._parsed = parse_worker_address(self.engine.identity.address.ucx)
             network = self.engine.identity.network_address.ucx
+            transports = parse_worker_address(network).transports
             #: The worker's address without shared memory; empty if it has no other transport.
-            self._network_address = network if parse_worker_address(network).devices else b""
+            self._network_address = network if transports else b""
+            #: Whether it reaches peers on other machines by TCP only.
+            self.has_only_tcp = transports == {"tcp"}
         except ValueError as error:
             raise ValueError(f"Connections need a worker whose address trio_ucx can read: {error}") from None
         self.control = ControlSockets(self.engine)

@@ -335,6 +335,7 @@ class Acceptor:
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)
+        handshake.check_route()
         try:
             handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
         except NeedsAnotherWorker:

@@ -135,7 +135,7 @@ class Operation(Pending):
     def describe(self) -> str:
         """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
         where = f" (to {self.endpoint.label})" if self.endpoint is not None else ""
-        detached = ", detached: its task was cancelled" if self.detached else ""
+        detached = ", detached: no task waits for it" if self.detached else ""
         ucx = self._described_by_ucx()
         return f"{self.doing}{where}{detached}" + (f": {ucx}" if ucx else "")
 
@@ -393,8 +393,8 @@ class EndpointCore(Scope):
         self.memory_endpoint: EndpointCore | None = None
         #: The other way round: the one that Connections share, and that the operations here belong to.
         self.beside: EndpointCore | None = None
-        #: Of an endpoint that Connections share: the endpoints to the same worker, the Connections that have not left
-        #: it, and whether messages have come through in both directions.
+        #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; and whether
+        #: something has arrived over it for a Connection.
         self.pair: Pair[EndpointCore] | None = None
         self.shares: dict[SharesEndpoint, None] = {}
         self.greeted = False
@@ -493,7 +493,7 @@ class EndpointCore(Scope):
         self.failed()
 
     def greet(self) -> None:
-        """Messages have come through in both directions. Known already: no effect."""
+        """Something has arrived over it for a Connection. Known already: no effect."""
         if not self.greeted:
             self.greeted = True
             self.lanes_when_greeted = self.lanes() or []

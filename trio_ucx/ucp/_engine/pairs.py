@@ -1,12 +1,13 @@
-"""The endpoint that all Connections between two workers share, and how both sides choose the same one.
+"""The endpoints that one worker makes to another, and the choice of the one that a new Connection uses.
 
-UCX pairs the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it, and
-a large message is answered by the endpoint that is paired with its sender's. The number of an endpoint is its
-*generation*, from 1 on. Each side says how many endpoints it has made to the other's worker, and which of them, if any,
-its Connections share (:class:`Standing`). The client chooses: the shared endpoint, if both sides have it or make it
-next; else the next one, if both have made equally many. Otherwise (one side has a raw endpoint to the other's worker,
-or an attempt failed on one side only) the client connects from another worker, which has made none. Connections over
-shared memory and Connections without it have an endpoint each; the two are counted together.
+UCX matches the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it,
+and answers a large message over the endpoint that matches its sender's. The number of an endpoint is its *generation*,
+from 1 on. The server tells the client its :class:`Standing`: how many endpoints it has made to the client's worker, and
+which of them its Connections share. The client compares that with its own, and chooses: the shared endpoint, if both
+sides have it or make it next; otherwise the next one, if both have made equally many. If neither is possible, because
+one side has a raw endpoint to the other's worker, say, the client connects from another worker, at the latest from a
+new one, which has made none. Connections over shared memory and Connections without it have an endpoint each; one count
+covers both.
 
 Making an endpoint takes UCX longer than everything else about a connection. So when the last Connection has left the
 shared endpoint, it is kept for a moment. An endpoint that the next generation replaces is closed when its last
@@ -31,12 +32,12 @@ IDLE_TIME = 2.0
 
 @attrs.frozen
 class Standing:
-    """What one side says about its endpoints to the other side's worker.
+    """What one side tells the other: which endpoints its worker has made to the other's worker.
 
     Attributes:
         made: how many it has made.
         shared: the generation of the one that its Connections share; 0 if there is none.
-        greeted: whether messages have come through between that one and its pair.
+        greeted: whether something has arrived over that one.
     """
 
     made: int = 0
@@ -98,7 +99,7 @@ class Pair(Generic[E]):
         self._idle: dict[E, float] = {}
 
     def made(self) -> None:
-        """UCX has made an endpoint, or used a generation up on an attempt to make one."""
+        """Counts a generation: UCX has made an endpoint, or used the number up on an attempt."""
         self._made += 1
 
     def _kind(self, address: WorkerAddress | None) -> Shared[E]:
@@ -157,11 +158,12 @@ class Pair(Generic[E]):
             return None
         kind = self._kind(address)
         if kind.core is None or generation != kind.generation:
-            core = make()
+            core = make()  # which calls `made`, and progresses the worker: the endpoint may have failed already
             old, kind.core, kind.generation = kind.core, core, generation
             core.pair = self
             if core.gone:
                 self._forget(core)
+            # It was greeted, if it has no Connection: `left` forgets others, as no client is expected (`_reaches`).
             if old is not None and self._idle.pop(old, None) is not None:
                 old.close()
             return core
