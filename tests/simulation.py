@@ -25,13 +25,16 @@ import trio_ucx
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Aborted
-from trio_ucx._link import Link, Options, Share, Transport, closing, sending
+from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import State, Want
 from trio_ucx.ucp import Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
-from trio_ucx.ucp._engine.operations import EndpointCore, Operation
+from trio_ucx.ucp._engine.ending import CloseState
+from trio_ucx.ucp._engine.endpoint_core import EndpointCore
+from trio_ucx.ucp._engine.operations import Operation, OperationSet
 from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._engine.share import Share
 from trio_ucx.ucp._engine.teardown import Teardown
 from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._live_handles import live_handles
@@ -66,7 +69,7 @@ class InFlight:
         """The sender's UCX is done with it."""
         operation, self.operation = self.operation, 0
         assert self.sender is not None
-        if operation and self.sender.core.handle is not None:  # else the operation ends with the endpoint
+        if operation and self.sender.share.handle is not None:  # else the operation ends with the endpoint
             self.sender.engine.complete(operation, Status.OK)
 
 
@@ -106,7 +109,6 @@ class SimulatedEngine:
     handle: Any = "worker"
     peer_is_hostile = False
     context = SimpleNamespace(features=Feature.TAG)
-    tags = True
 
     def __init__(self) -> None:
         self.tag_dispatch = SimulatedTagDispatch(self)
@@ -119,6 +121,7 @@ class SimulatedEngine:
         self.batches = self
         self.waiting = SimpleNamespace(poll_at_once=lambda: False)
         self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
+        self.peer_processes = SimpleNamespace(forget=lambda process, who: None)
         self.receive_queue = SimpleNamespace(suspect=lambda: None, endpoint_closing=lambda core: None)
         #: The messages that UCX holds here, by handle.
         self.held: dict[int, InFlight] = {}
@@ -177,18 +180,26 @@ class SimulatedEndpoint(EndpointCore):
         live_handles.closed("endpoint")
 
 
+class SimulatedOperations(OperationSet):
+    __slots__ = ()
+
+    def in_order(self) -> list[Operation]:
+        return []  # UCX, which would describe them, is not here
+
+
 class SimulatedShare(Share):
-    __slots__ = ("transport",)
+    __slots__ = ()
     endpoint: SimulatedEndpoint
+
+    def __init__(self, endpoint: SimulatedEndpoint) -> None:
+        super().__init__(endpoint, "the other")
+        self.operations = SimulatedOperations(endpoint.engine, endpoint.operations)
 
     def hint(self, status: int) -> str:
         return ""
 
     def _cancel(self, operations: list[Operation]) -> None:
         pass  # nothing waits here before UCX
-
-    def under_way(self) -> list[Operation]:
-        return []  # UCX, which would describe them, is not here
 
     def fail(self, error: UCXError, *, keep: bool = False) -> None:
         assert self.engine.peer_is_hostile or error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
@@ -228,7 +239,7 @@ class SimulatedTransport(Transport):
     # ---- what a link asks ----
 
     def send_bytes(self, queue: int, data: bytes) -> int:
-        assert self.core.handle is not None
+        assert self.share.handle is not None
         assert type(data) is bytes
         if queue not in (wire.CONTROL, wire.BATCH) and self._refused():
             return Status.NO_MEMORY
@@ -239,7 +250,7 @@ class SimulatedTransport(Transport):
         return message.operation
 
     def send(self, queue: int, pins: Pinned) -> int:
-        assert self.core.handle is not None
+        assert self.share.handle is not None
         if self._refused():
             return Status.NO_MEMORY
         stays = 0 < self.threshold <= pins.size
@@ -269,11 +280,11 @@ class SimulatedTransport(Transport):
 
     def closed(self) -> None:
         """The endpoint was closed."""
-        self.dying += [operation.id for operation in self.core.pending]
+        self.dying += [operation.id for operation in self.share.operations.pending]
 
     @property
     def can_deliver(self) -> bool:
-        return bool(self.wire) and self.peer.core.handle is not None
+        return bool(self.wire) and self.peer.share.handle is not None
 
     def deliver(self, most: int = 1) -> bool:
         """The next things on the wire arrive at the peer, in one call to C there. Returns whether something did."""
@@ -319,7 +330,7 @@ class SimulatedTransport(Transport):
         deliver_failures(engine)
         for message in taken:
             message.taken()
-        if aborted is not None and peer.core.handle is not None:
+        if aborted is not None and peer.share.handle is not None:
             peer.closing.control_said(Aborted(aborted))
         return True
 
@@ -336,7 +347,7 @@ class SimulatedTransport(Transport):
         message = moving.message
         sender = message.sender
         assert sender is not None and message.pins is not None
-        if sender.core.handle is None or self.core.handle is None:
+        if sender.share.handle is None or self.share.handle is None:
             self.engine.complete(moving.id, Status.CONNECTION_RESET)
             return True
         assert message.pins._exports, "the buffer was released while UCX used it"
@@ -410,8 +421,8 @@ class Side:
 
     def __init__(self, window: int, threshold: int) -> None:
         self.engine = SimulatedEngine()
-        endpoint = SimulatedEndpoint(self.engine, self.engine.next_id(), "endpoint", "the other")  # type: ignore[arg-type]
-        self.transport = endpoint.transport = SimulatedTransport(SimulatedShare(endpoint, "the other"), threshold)
+        endpoint = SimulatedEndpoint(self.engine, self.engine.next_id(), "endpoint", "the other", forcible=True)  # type: ignore[arg-type]
+        self.transport = endpoint.transport = SimulatedTransport(SimulatedShare(endpoint), threshold)
         worker: Any = SimpleNamespace(context=SimpleNamespace(rendezvous_threshold=threshold), _engine=self.engine)
         self.link = Link(worker, self.transport, 0, 0, window, threshold, Options(window=window))
         self.link.closing.control_socket = SimulatedControlSocket(self.transport)
@@ -443,7 +454,7 @@ class Side:
 
     @property
     def open(self) -> bool:
-        return not self.link.handshake.closing
+        return self.link.ending.state is CloseState.OPEN
 
     @property
     def can_send(self) -> bool:
@@ -642,7 +653,7 @@ class Side:
     def close(self) -> None:
         """Begins the graceful close, or goes on with it, as ``Closing.close_gracefully``."""
         closing, handshake = self.link.closing, self.link.handshake
-        if handshake.closed:
+        if self.link.ending.state is CloseState.CLOSED:
             return
         if not self.closing:
             self.cancel_write()
@@ -652,7 +663,7 @@ class Side:
             self.close_sent = True
             self.waits_for_ack = closing.say_goodbye()
         if self.close_sent:
-            answered = not self.waits_for_ack or handshake.acknowledged or self.link.core.handle is None
+            answered = not self.waits_for_ack or handshake.acknowledged or self.link.share.handle is None
             if answered and closing.peer_is_done():
                 try:
                     closing.finish()
@@ -709,8 +720,8 @@ class World:
         """An end that is gone is noticed by the other when all that it had sent has arrived."""
         for side in self.sides:
             other = self.other(side)
-            gone = other.link.core.handle is None and not other.transport.wire
-            if gone and side.link.core.handle is not None and side not in self._told:
+            gone = other.link.share.handle is None and not other.transport.wire
+            if gone and side.link.share.handle is not None and side not in self._told:
                 self._told.add(side)
                 side.link.closing.control_lost("ended")
 
@@ -745,7 +756,7 @@ class World:
             (
                 *(len(side.got), side.end, side.write, side.link.closed, side.close_sent, len(side.transport.wire)),
                 *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
-                *(sum(map(len, side.received.values())), side.link.core.handle is None),
+                *(sum(map(len, side.received.values())), side.link.share.handle is None),
             )
             for side in self.sides
         ]
@@ -785,7 +796,7 @@ class World:
             sends = {send.queue for send in out.waiting}
             receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
             assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
-            if all(one.open and one.link.core.error is None for one in self.sides):
+            if all(one.open and one.link.share.error is None for one in self.sides):
                 assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
                 assert out._admitted == into._admitted
                 assert all(last <= into.received for last in out._last.values())

@@ -34,7 +34,7 @@ from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting as connecting
 from trio_ucx.ucp._connecting import connect_for_memory
-from trio_ucx.ucp._engine.operations import EndpointCore
+from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._rma import ways
 
 

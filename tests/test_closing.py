@@ -30,7 +30,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ucx
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.operations import WRITING_TIME
+from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 2**26, 6]]
 
@@ -664,7 +664,7 @@ import trio
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.operations import WRITING_TIME
+from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 warnings.simplefilter("ignore")
 LOST = trio.BrokenResourceError, trio.ClosedResourceError, ucp.UCXError

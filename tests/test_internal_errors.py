@@ -105,7 +105,7 @@ async def test_message_that_cannot_be_dropped_for_want_of_memory_is_dropped_late
             if ends != "closes its worker":
                 await until(lambda: not dispatch.undiscarded)
             if ends == "stays open":
-                await until(lambda: not internals(client).core.pending)
+                await until(lambda: not internals(client).share.operations.pending)
                 assert await _sent_and_received(client, server, 7, pattern(LONG)) == pattern(LONG)
     assert not dispatch.undiscarded
 
@@ -227,7 +227,7 @@ async def _sent_and_received(
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
     *("_batch", "_byte_stream", "_close_handshake", "_credit", "_tag_queue", "_wire"),
-    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "share", "transport")),
+    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
     *(f"_handshake.{name}" for name in ("control_sockets", "exchange", "facts", "handshake", "registry", "server")),
     *(
         f"ucp.{name}"
@@ -246,7 +246,9 @@ MODULES = [
             "_engine.borrowed",
             "_engine.tag_dispatch",
             "_engine.pairs",
+            "_engine.endpoint_core",
             "_engine.operations",
+            "_engine.share",
             "_engine.pending",
             "_engine.posting",
             "_engine.safety_net",

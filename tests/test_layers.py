@@ -39,7 +39,7 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_link": ["share", "transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
+    "_link": ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
     "_handshake": [
         *("facts", "exchange"),
         *("control_stream", "control_sockets"),
@@ -76,8 +76,12 @@ HOLDERS = {
     "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
     "trio_ucx.ucp._context": "Context: Memory.context",
 }
-#: The same inside ``ucp/_engine``: operations, endpoints and parts of an engine refer to the engine that has them.
-ENGINE = {"trio_ucx.ucp._engine.engine": "Engine: Operation.engine, Scope.engine, and each part's"}
+#: The same inside ``ucp/_engine``, where a part refers to the whole that has it.
+ENGINE = {
+    "trio_ucx.ucp._engine.engine": "Engine: Operation.engine, Scope.engine, and each part's",
+    "trio_ucx.ucp._engine.endpoint_core": "EndpointCore: Scope.endpoint",
+    "trio_ucx.ucp._engine.share": "Share: EndpointCore.shares",
+}
 
 
 def modules() -> list[Path]:

@@ -499,10 +499,10 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     a.close()
     assert a.close_sent
     a.transport.deliver(8)
-    assert looks > 0 and b.link.handshake.owes_acknowledgement
+    assert looks > 0 and b.link.handshake.peer is Peer.CLOSING
     assert b.transport.finish_transfer(0)
     assert receive.pending.outcome is not None
-    assert not b.link.handshake.owes_acknowledgement
+    assert b.link.handshake.peer is Peer.ACKNOWLEDGED
     world.run(act=True)
     assert a.link.closed and a.clean
 

@@ -22,7 +22,7 @@ from timing import Noise, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._engine.operations import WRITING_TIME
+from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 #: Seconds after which the other side knows when the kernel says so.
 SOON = 1.0

@@ -1,20 +1,24 @@
 """The close handshake: how a connection ends, and what each side may still do. Pure.
 
-==========  ==========================================  =============================================
-the peer    our receives, once what arrived was read    our sends
-==========  ==========================================  =============================================
-OPEN        wait                                        are sent
-CLOSING     end of the channel                          broken: nobody would read them
-LOST        broken                                      broken
-==========  ==========================================  =============================================
+============  ==========================================  =============================================
+the peer      our receives, once what arrived was read    our sends
+============  ==========================================  =============================================
+OPEN          wait                                        are sent
+CLOSING       end of the channel                          broken: nobody would read them
+ACKNOWLEDGED  end of the channel                          broken
+CLOSED        end of the channel                          broken
+LOST          broken                                      broken
+============  ==========================================  =============================================
 
-The peer is CLOSING when its GOODBYE has arrived. What becomes of it after that does not matter: that its end of the
-connection disappears is then no loss.
+The peer is CLOSING when its GOODBYE has arrived, and ACKNOWLEDGED when we have sent ACK, as soon as no transfer from it
+is in flight. That its end of the connection disappears after its GOODBYE is no loss: it is CLOSED then.
 
 A GOODBYE is acknowledged (ACK), and so is the acknowledgement (DONE). UCX may notice that an endpoint has gone before
 it reads what had been sent there, so a side that closed right after its ACK would take the ACK away with it. Therefore
-a side that has sent ACK waits until DONE arrives, or until the peer has gone, which says the same. The two sides cannot
-wait for each other: DONE is sent as soon as ACK arrives, whatever else is missing.
+a side that has sent ACK waits until the peer is CLOSED: until DONE arrives, or until the peer has gone, which says the
+same. The two sides cannot wait for each other: DONE is sent as soon as ACK arrives, whatever else is missing.
+
+What this side has done about the end is in the share (``ucp/_engine/ending.py``).
 """
 
 from __future__ import annotations
@@ -25,44 +29,45 @@ import enum
 class Peer(enum.Enum):
     OPEN = enum.auto()
     CLOSING = enum.auto()
+    ACKNOWLEDGED = enum.auto()
+    CLOSED = enum.auto()
     LOST = enum.auto()
 
 
 class CloseHandshake:
-    """The end of one connection, seen from our side."""
+    """What the two sides of one connection have said about its end."""
 
     def __init__(self) -> None:
-        #: Whether we close: the user can do nothing with the connection any more. And whether that is done.
-        self.closing = False
-        self.closed = False
         self.peer = Peer.OPEN
         #: Whether our GOODBYE was acknowledged.
         self.acknowledged = False
-        #: Whether the peer waits for our ACK, or for the end of our side.
-        self.peer_waits = False
-        #: Whether ACK is to be sent as soon as no transfer from the peer is in flight: the peer disappears then.
-        self.owes_acknowledgement = False
-        #: Whether an operation of the user's has failed because the connection broke: then the close need not say so.
-        self.error_reported = False
+
+    @property
+    def peer_closes(self) -> bool:
+        """Whether the peer has said GOODBYE."""
+        return self.peer not in (Peer.OPEN, Peer.LOST)
+
+    @property
+    def peer_waits(self) -> bool:
+        """Whether the peer waits for our ACK, or for the end of our side."""
+        return self.peer in (Peer.CLOSING, Peer.ACKNOWLEDGED)
 
     @property
     def graceful(self) -> bool:
         """Whether one side has said GOODBYE, and the other has it: that an end disappears is no loss then."""
-        return self.acknowledged or self.peer is Peer.CLOSING
+        return self.acknowledged or self.peer_closes
 
     def goodbye_arrived(self) -> None:
         if self.peer is Peer.OPEN:
             self.peer = Peer.CLOSING
-            self.owes_acknowledgement = self.peer_waits = True
 
     def done_arrived(self) -> None:
-        self.peer_waits = False
+        if self.peer is Peer.ACKNOWLEDGED:
+            self.peer = Peer.CLOSED
 
     def lost(self) -> None:
-        """The peer cannot be reached any more: it is lost, unless it has closed."""
-        if self.peer is Peer.OPEN:
-            self.peer = Peer.LOST
-        self.owes_acknowledgement = self.peer_waits = False
+        """The peer cannot be reached any more: it is lost, unless it has said GOODBYE."""
+        self.peer = Peer.CLOSED if self.peer_closes else Peer.LOST
 
     def undelivered(self, sent: int, cancelled: int, failed: int) -> bool:
         """Whether messages that were sent, and not cancelled, may not have reached the peer.

@@ -18,6 +18,7 @@ from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
 from .ucp._endpoint import close_in_background
+from .ucp._engine.ending import CloseState
 from .ucp._engine.pending import Pending
 from .ucp._engine.posting import completed
 from .ucp._memory.buffers import Buffer
@@ -56,7 +57,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def _wrap(cls, link: Link) -> Connection:
         connection = cls._create(link)
         reference = weakref.ref(connection)
-        link.core.facade = lambda: found.endpoint if (found := reference()) is not None else None
+        link.share.facade = lambda: found.endpoint if (found := reference()) is not None else None
         name = repr(connection)
         link.on_unclosed = lambda: warn_resource(f"unclosed {name}")
         return connection
@@ -70,7 +71,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         What is posted on it ends with this connection. It cannot be closed: close the connection.
         """
         if self._endpoint is None:
-            self._endpoint = Endpoint._create(self._link.worker, self._link.core)
+            self._endpoint = Endpoint._create(self._link.worker, self._link.share)
         return self._endpoint
 
     @property
@@ -85,7 +86,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         What had arrived from a peer that closed or was lost can still be received.
         """
         link = self._link
-        return link.closed or link.core.error is not None or link.handshake.peer is not Peer.OPEN
+        return link.closed or link.share.error is not None or link.handshake.peer is not Peer.OPEN
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -103,7 +104,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises: nothing, also after the close.
         """
         link = self._link
-        detached = sum(operation.detached for operation in link.core.pending)
+        detached = sum(operation.detached for operation in link.share.operations.pending)
         return ConnectionStatistics(
             messages_sent=link.sending.credit.sent,
             bytes_sent=link.sending.bytes_sent,
@@ -303,7 +304,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint()
         link = self._link
-        await link.core.wait_until(lambda: link.engine.broken is not None or link.buffers_released())
+        await link.share.operations.wait_until(lambda: link.engine.broken is not None or link.buffers_released())
         if not link.buffers_released():
             link.engine.check()
 
@@ -474,7 +475,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         link = self._link
         link.engine.run.check_thread()
-        if link.handshake.closing or not link.engine.usable:
+        if link.ending.state is not CloseState.OPEN or not link.engine.usable:
             await trio.lowlevel.checkpoint()
             return
         link.closing.begin()
@@ -482,7 +483,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             await link.closing.close_gracefully()
         except trio.Cancelled:
-            close_in_background(link.engine, link.core, link.closing.close_gracefully)
+            close_in_background(link.engine, link.share, link.closing.close_gracefully)
             raise
         except BaseException:
             link.closing.close_now()
@@ -500,7 +501,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self.closed:
             self._link.engine.check()
-            await self._link.core.wait_until(lambda: self.closed)
+            await self._link.share.operations.wait_until(lambda: self.closed)
         await self._link.engine.waiting.schedule_point()
 
     @enable_ki_protection
@@ -517,15 +518,16 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         link = self._link
-        if not link.handshake.closing and not link.engine.run.inherited:
+        if link.ending.state is CloseState.OPEN and not link.engine.run.inherited:
             warn_resource(f"unclosed {self!r}", self)
             link.on_unclosed = None
             link.engine.run.call_soon(link.abort)
 
     def __repr__(self) -> str:
         link = self._link
-        state = "closed" if link.handshake.closing else "broken" if link.core.error is not None else "open"
-        return f"<trio_ucx.Connection to {link.core.label}, {state}>"
+        closed = link.ending.state is not CloseState.OPEN
+        state = "closed" if closed else "broken" if link.share.error is not None else "open"
+        return f"<trio_ucx.Connection to {link.share.label}, {state}>"
 
 
 @attrs.define(eq=False, repr=False)

@@ -13,7 +13,6 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
-from ._close_handshake import Peer
 from ._connection import Connection
 from ._handshake.server import Acceptor
 from ._listener import Listener
@@ -167,12 +166,12 @@ def split_loss(connection: Connection, error: BaseException) -> tuple[BaseExcept
     Returns:
         The first of these errors, and ``error`` without them; each is None if there is none.
     """
-    core = connection._link.core
+    core = connection._link.share
     if core.engine.broken is not None:
         return None, error  # the worker broke, not the connection
 
     def is_its_own(one: BaseException) -> bool:
-        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is core.origin
+        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is core.ending.origin
 
     if not isinstance(error, BaseExceptionGroup):
         return (error, None) if is_its_own(error) else (None, error)
@@ -189,7 +188,7 @@ def _log_loss(handler: object, connection: Connection, loss: BaseException, rais
     Args:
         raised: what the handler raised: ``loss``, or a group with it.
     """
-    level = logging.DEBUG if connection._link.handshake.peer is Peer.CLOSING else logging.WARNING
+    level = logging.DEBUG if connection._link.handshake.peer_closes else logging.WARNING
     stood = _innermost_frame(loss) or _innermost_frame(raised) or "after it had returned"
     name = getattr(handler, "__qualname__", None) or repr(handler)
     logger.log(level, "%r: %s. The handler %s ended %s", connection, loss, name, stood)

@@ -195,7 +195,7 @@ class _Attack:
         self.side.transport.finish_transfer(self.reader.below(8))
 
     def _control(self) -> None:
-        if self.side.link.core.handle is not None:
+        if self.side.link.share.handle is not None:
             if self.reader.below(2):
                 self.side.link.closing.control_said(Aborted(self.reader.below(2**62)))
             else:

@@ -20,15 +20,17 @@ import trio
 from outcome import Error, Value
 
 from .. import _wire as wire
-from .._link import Link, Options, Share, Transport
+from .._link import Link, Options, Transport
 from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._address_format import is_loopback
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
-from ..ucp._engine.operations import EndpointCore, Operation
+from ..ucp._engine.endpoint_core import EndpointCore
+from ..ucp._engine.operations import Operation
 from ..ucp._engine.pairs import Pair, Standing
 from ..ucp._engine.pending import Signal
+from ..ucp._engine.share import Share
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -280,12 +282,11 @@ class Handshake:
             raise NeedsAnotherWorker(self.label)
         self._share = share = Share(core, self.label)
         self._greet = greet
-        share.on_failure = self._endpoint_failed
-        share.on_close = lambda: self.fail(ConnectionError("this worker was closed"))
+        share.on_end = self._endpoint_ended
         if self.opened.outcome is not None:
             self._leave_endpoint()
         elif share.error is not None:
-            self._endpoint_failed()
+            self._endpoint_ended()
         self.check()
         if greet:
             try:
@@ -312,7 +313,7 @@ class Handshake:
 
     def under_way(self) -> list[Operation]:
         """The operations in flight at our endpoint, for the message of a timeout."""
-        return [] if self._share is None else self._share.under_way()
+        return [] if self._share is None else self._share.operations.in_order()
 
     def flush(self) -> None:
         """Sends what the exchange has to send, after :meth:`hand_over`."""
@@ -406,8 +407,11 @@ class Handshake:
         if self._own_facts is not None and self._share is None and (self._peer is None or self._shared_memory):
             self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 
-    def _endpoint_failed(self) -> None:
-        assert self._share is not None and self._share.error is not None
+    def _endpoint_ended(self) -> None:
+        assert self._share is not None
+        if self._share.error is None:
+            self.fail(ConnectionError("this worker was closed"))
+            return
         hint = f" ({self.route})"
         error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)
         self.fail(error)

@@ -25,6 +25,7 @@ from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained, report
+from ..ucp._engine.ending import CloseState, internal_failure
 from ..ucp._engine.operations import under_way
 from ..ucp._live_handles import live_handles
 from ..ucp._status import broken
@@ -65,7 +66,8 @@ class Closing:
         close_timeout: float,
         unregister: Callable[[], None],
     ) -> None:
-        self.core = transport.core
+        self.share = transport.share
+        self.ending = self.share.ending
         self.engine = transport.engine
         self.handshake = handshake
         #: Tells that the peer aborted, ended or vanished.
@@ -89,21 +91,20 @@ class Closing:
     def ack_arrived(self) -> None:
         self.handshake.acknowledged = True
         self._sending.send_frame(wire.Done())
-        self.core.changed()
+        self.share.operations.changed()
 
     def done_arrived(self) -> None:
         self.handshake.done_arrived()
-        self.core.changed()
-        if self.handshake.peer is Peer.CLOSING and not self.handshake.closing:
+        self.share.operations.changed()
+        if self.handshake.peer_closes and self.ending.state is CloseState.OPEN:
             self._peer_closed()
 
     def acknowledge(self) -> None:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
-        handshake = self.handshake
-        if handshake.owes_acknowledgement and not self._receiving.transferring():
-            handshake.owes_acknowledgement = False
+        if self.handshake.peer is Peer.CLOSING and not self._receiving.transferring():
+            self.handshake.peer = Peer.ACKNOWLEDGED
             self._sending.send_frame(wire.GoodbyeAck())
-            self.core.changed()
+            self.share.operations.changed()
 
     def _end(self, loss: Exception | None) -> None:
         """The peer has sent GOODBYE, or was lost: ends what waits for it."""
@@ -116,7 +117,7 @@ class Closing:
 
     def begin(self) -> None:
         """From here on the user can do nothing with the connection any more."""
-        self.handshake.closing = self.core.closing = True
+        self.ending.begin_close()
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.stop(error)
         # Messages that wait for credit are waited for; a write to the byte stream in another task ends, as in Trio.
@@ -128,20 +129,20 @@ class Closing:
         Raises:
             trio.BrokenResourceError: what was sent may not have been delivered.
         """
-        core = self.core
+        share, operations = self.share, self.share.operations
         self._deadline = min(self._deadline, trio.current_time() + self._timeout)
         with trio.move_on_at(self._deadline):
-            await core.wait_until(self.may_say_goodbye)
+            await operations.wait_until(self.may_say_goodbye)
             if self.say_goodbye():
                 self.engine.watch_events()
-                await core.wait_until(lambda: core.gone or self.handshake.acknowledged)
+                await operations.wait_until(lambda: share.gone or self.handshake.acknowledged)
             with trio.move_on_after(DONE_TIMEOUT):
                 self.engine.watch_events()
-                await core.wait_until(self.peer_is_done)
+                await operations.wait_until(self.peer_is_done)
         self.finish()
 
     def may_say_goodbye(self) -> bool:
-        return self._sending.finished() and self.core.sends_done()
+        return self._sending.finished() and self.share.operations.sends_done()
 
     def say_goodbye(self) -> bool:
         """Sends GOODBYE, and returns whether that makes sense."""
@@ -152,7 +153,7 @@ class Closing:
 
     def peer_is_done(self) -> bool:
         """Whether the peer does not wait for anything from us."""
-        return self.core.gone or not self.handshake.peer_waits
+        return self.share.gone or not self.handshake.peer_waits
 
     def finish(self) -> None:
         """Closes by force.
@@ -161,45 +162,48 @@ class Closing:
             trio.BrokenResourceError: what was sent may not have been delivered, and nobody was told yet.
         """
         undelivered = self._sending.undelivered
-        waiting_for = under_way(self.core.under_way()) if undelivered else ""
-        error = self.core.error
+        waiting_for = under_way(self.share.operations.in_order()) if undelivered else ""
+        error = self.share.error
         self.close_now()
-        if undelivered and not self.handshake.error_reported:
+        if undelivered and not self.ending.reported:
             if error is not None:
                 reason = str(error)
-            elif self.handshake.peer is Peer.CLOSING:
+            elif self.handshake.peer_closes:
                 reason = "the peer closed the connection first"
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
-            raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.core.origin)
+            raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.ending.origin)
 
     # ---- the peer has gone ----
 
     def cut_off(self, reason: str) -> None:
         """The peer cannot be reached any more."""
-        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} {reason}")
-        self.core.fail(error)
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} {reason}")
+        self.share.fail(error)
 
-    def lost(self) -> None:
-        """Called by the endpoint when it has failed. Never raises."""
-        if not contained(self._lost) and self.core.error is not None:
-            text = f"the connection to {self.core.label} broke: {self.core.error}"
-            self._end_waits(broken(text, self.core.error, self.core.origin))
+    def ended(self) -> None:
+        """The endpoint was closed, or the share has failed."""
+        error = self.ending.broken(self.share.label)
+        if error is None:
+            self.close_now()
+            return
+        if not contained(self._lost):
+            self._end_waits(error)
         if self.control_socket is not None:
             contained(self.control_socket.abort)  # nothing can arrive over UCX any more: the peer need not wait for it
 
     def _lost(self) -> None:
-        if self.handshake.closed:
+        if self.ending.state is CloseState.CLOSED:
             return
         self.handshake.lost()
-        self._end(self.core.problem())
-        self.core.changed()
+        self._end(self.share.problem())
+        self.share.operations.changed()
 
     def _peer_closed(self) -> None:
         """The peer has closed, and has our ACK: lets go of what it did not take."""
-        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.core.label} has closed")
-        self.core.fail(error, keep=self._left_nothing())
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} has closed")
+        self.share.fail(error, keep=self._left_nothing())
 
     def _left_nothing(self) -> bool:
         """Whether UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
@@ -217,14 +221,14 @@ class Closing:
         sent: int = getattr(event, "sent", 0)
         refusal: str = getattr(event, "reason", "")
         if self._receiving.credit.received < sent:
-            self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.core.label}")
+            self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:
             self.cut_off(f"refused the connection: {refusal}" if refusal else "aborted the connection")
 
     async def _cut_off_later(self, sent: int) -> None:
         deadline = trio.current_time() + ABORT_GRACE
         credit = self._receiving.credit
-        while not self.core.gone and credit.received < sent and trio.current_time() < deadline:
+        while not self.share.gone and credit.received < sent and trio.current_time() < deadline:
             await trio.sleep(0.005)
         if self.engine.usable:
             try:
@@ -250,20 +254,20 @@ class Closing:
 
     def internal_error(self, error: BaseException) -> None:
         """Ends the connection, and no other, after an exception in our own code. Never raises."""
-        report(f"an internal error of trio_ucx, in the connection to {self.core.label}, which ends", error)
-        contained(self.core.fail_inside, error)
-        self._end_waits(broken(f"the connection to {self.core.label} broke: an internal error: {error!r}", error))
+        report(f"an internal error of trio_ucx, in the connection to {self.share.label}, which ends", error)
+        contained(self.share.fail, internal_failure(error))
+        self._end_waits(broken(f"the connection to {self.share.label} broke: an internal error: {error!r}", error))
 
     def _end_waits(self, error: Exception) -> None:
         """Ends all waits, because the connection cannot go on. Never raises."""
         self._receiving.end_waits(error)
         self._sending.end_waits(error)
-        contained(self.core.changed)
+        contained(self.share.operations.changed)
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
         # Undisturbed, so that waiting tasks learn that we closed it, whatever the peer has done meanwhile.
-        if not self.handshake.closed and self.engine.undisturbed(self._abort):
+        if self.ending.state is not CloseState.CLOSED and self.engine.undisturbed(self._abort):
             self.engine.progress()
 
     def _abort(self) -> None:
@@ -274,18 +278,17 @@ class Closing:
 
     def close_now(self) -> None:
         """Leaves the endpoint, and ends everything that waits. Closed already: no effect."""
-        handshake = self.handshake
-        if handshake.closed:
+        if self.ending.state is CloseState.CLOSED:
             return
-        handshake.closing = handshake.closed = self.core.closing = True
-        self.core.close(keep=handshake.graceful and not self._sending.undelivered and self._left_nothing())
+        self.ending.state = CloseState.CLOSED
+        self.share.close(keep=self.handshake.graceful and not self._sending.undelivered and self._left_nothing())
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.close(error)
         self._sending.fail_all(error)
-        self.core.changed()
+        self.share.operations.changed()
         live_handles.closed("connection")
         if self.on_closed is not None:
             self.on_closed()

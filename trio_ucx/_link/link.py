@@ -14,6 +14,7 @@ import trio
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake
 from ..ucp import Worker
+from ..ucp._engine.ending import CloseState
 from ..ucp._live_handles import live_handles
 from .closing import Closing
 from .receiving import Receiving
@@ -51,7 +52,8 @@ class Link:
     ) -> None:
         self.worker = worker
         self.engine = transport.engine
-        self.core = core = transport.core
+        self.share = share = transport.share
+        self.ending = share.ending
         self.my_id = my_id
         self.peer_id = peer_id
         self.local_address: tuple[str, int] | None = None
@@ -76,9 +78,8 @@ class Link:
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.sinks[my_id] = self.receiving
         self.engine.teardown.children[my_id] = self._unclosed
-        core.on_internal_error = self.closing.internal_error
-        core.on_failure = self.closing.lost
-        core.on_close = self.closing.close_now
+        share.on_internal_error = self.closing.internal_error
+        share.on_end = self.closing.ended
         live_handles.opened("connection")
 
     def check(self) -> None:
@@ -89,12 +90,12 @@ class Link:
             Others: see ``Engine.check``.
         """
         self.engine.check()
-        if self.handshake.closing:
+        if self.ending.state is not CloseState.OPEN:
             raise trio.ClosedResourceError("this connection was closed")
 
     @property
     def closed(self) -> bool:
-        return self.handshake.closed
+        return self.ending.state is CloseState.CLOSED
 
     def abort(self) -> None:
         """See :meth:`Closing.abort`."""
@@ -126,7 +127,7 @@ class Link:
 
     def buffers_released(self) -> bool:
         """Whether no buffer of a cancelled send or receive belongs to the library."""
-        return not self.receiving.detached_receives and self.core.buffers_released()
+        return not self.receiving.detached_receives and self.share.operations.buffers_released()
 
     def _unclosed(self) -> None:
         """The worker closes."""

@@ -19,6 +19,7 @@ from .._credit import ReceiveCredit
 from .._tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
+from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.pending import Pending
 from ..ucp._engine.posting import pin
@@ -53,7 +54,8 @@ class Receiving:
         acknowledge: Callable[[], None],
     ) -> None:
         self.transport = transport
-        self.core = transport.core
+        self.share = transport.share
+        self.ending = self.share.ending
         self.engine = transport.engine
         self.handshake = handshake
         self.credit = ReceiveCredit(window, peer_threshold)
@@ -137,16 +139,16 @@ class Receiving:
 
     def _refuse(self, error: wire.ProtocolError) -> None:
         """Cuts off a peer that does not keep to the protocol."""
-        failure = UCXError(Status.INVALID_PARAM, f"the peer {self.core.label} was cut off: {error}")
+        failure = UCXError(Status.INVALID_PARAM, f"the peer {self.share.label} was cut off: {error}")
         failure.__cause__ = error
-        self.core.fail(failure)
+        self.share.fail(failure)
 
     def queue_stopped(self, error: UCXError) -> None:
         """The worker's shared-memory queue has stopped. An endpoint that uses it has failed already."""
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code: the connection ends. Never raises."""
-        self.core.internal_error(error)
+        self.share.internal_error(error)
 
     # ---- the short way ----
 
@@ -304,7 +306,7 @@ class Receiving:
         if verdict == Status.NO_MEMORY:  # nothing has happened
             if memory is not None:
                 memory.release()
-            raise error_from_status(verdict, "receiving a message", self.core.origin)
+            raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
         message.handle = 0
         message.contents = contents
         message.state = State.READY if verdict == 0 else State.MOVING
@@ -325,14 +327,14 @@ class Receiving:
         """UCX has finished writing a message to memory, or will not."""
         error: Exception | None = None
         if status != Status.OK:
-            error = self.core.problem() or error_from_status(status, "receiving a message", self.core.origin)
+            error = self.share.problem() or error_from_status(status, "receiving a message", self.share.ending.origin)
         queue = message.queue
         queue.moved(message, error)
-        if not self.handshake.closed:
+        if self.ending.state is not CloseState.CLOSED:
             self._end_unserved(queue)
             self._admit_next(queue)
             self.forget_idle(queue)
-            if self.handshake.owes_acknowledgement:
+            if self.handshake.peer is Peer.CLOSING:
                 self._acknowledge()
 
     def consumed(self, message: Message) -> None:
@@ -351,19 +353,19 @@ class Receiving:
             self.detached_receives.add(receive)
         else:
             self.detached_receives.discard(receive)
-            self.core.changed()
+            self.share.operations.changed()
 
     # ---- the end ----
 
     def _end_error(self, queue: TagQueue | None) -> Exception | None:
         """What a receive gets for which no message is there; None while one may arrive."""
-        if self.handshake.closing:
+        if self.ending.state is not CloseState.OPEN:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
-            return self.core.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        if self.handshake.peer is Peer.CLOSING:
+            return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
+        if self.handshake.peer_closes:
             return trio.EndOfChannel("the peer closed the connection")
-        return self.core.problem()
+        return self.share.problem()
 
     def _end_unserved(self, queue: TagQueue) -> None:
         error = self._end_error(queue)
@@ -373,10 +375,10 @@ class Receiving:
     def _reported(self, error: Exception) -> None:
         """A receive has ended with this error."""
         if isinstance(error, trio.BrokenResourceError):
-            self.handshake.error_reported = self._over = True
+            self.ending.reported = self._over = True
             cause = error.__cause__
-            if self.handshake.peer is Peer.OPEN and isinstance(cause, UCXError):
-                self.core.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
+            if not self.handshake.peer_closes and isinstance(cause, UCXError):
+                self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
     def transferring(self) -> bool:
         """Whether messages are being written to memory."""
@@ -487,7 +489,7 @@ class Transfer(Operation):
     __slots__ = ("_memory", "_message", "_receiving")
 
     def __init__(self, receiving: Receiving, id: int, message: Message, memory: Pinned | None) -> None:
-        super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.core.label}")
+        super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.share.label}")
         self._receiving = receiving
         self._message = message
         self._memory = memory

@@ -25,6 +25,7 @@ from .._wire import SMALL_MESSAGE
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
+from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned
@@ -38,7 +39,8 @@ class Sending:
 
     def __init__(self, transport: Transport, handshake: CloseHandshake, peer_window: int, threshold: int) -> None:
         self.transport = transport
-        self.core = transport.core
+        self.share = transport.share
+        self.ending = self.share.ending
         self.engine = transport.engine
         self.handshake = handshake
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
@@ -59,27 +61,27 @@ class Sending:
 
     def problem(self) -> Exception | None:
         """Why nothing can be sent, if so."""
-        if self.handshake.peer is Peer.CLOSING:
-            return broken("the peer closed the connection", self.core.error, self.core.origin)
-        return self.core.problem()
+        if self.handshake.peer_closes:
+            return broken("the peer closed the connection", self.share.error, self.ending.origin)
+        return self.share.problem()
 
     def check(self) -> None:
         """Raises the reason why nothing can be sent, if there is one."""
         problem = self.problem()
         if problem is not None:
-            self.handshake.error_reported = True
+            self.ending.reported = True
             raise problem
 
     def may_send(self, queue: int) -> bool:
         """Whether a small message could be sent, or would fail; if not, the peer is told."""
-        if self.problem() is not None or self.handshake.closing or self.credit.has_room(queue):
+        if self.problem() is not None or self.ending.state is not CloseState.OPEN or self.credit.has_room(queue):
             return True
         self.report_stalled()
         return False
 
     async def wait_room(self, queue: int) -> None:
         """Waits until a small message could be sent, or would fail."""
-        await self.core.wait_until(lambda: self.may_send(queue))
+        await self.share.operations.wait_until(lambda: self.may_send(queue))
 
     # ---- the short way ----
 
@@ -95,8 +97,8 @@ class Sending:
                 return False
             data = bytes(data)  # which costs less than to pin it
         size = len(data)
-        core = self.core
-        if size > SHORT or core.error is not None or core.handle is None or self.handshake.peer is not Peer.OPEN:
+        share = self.share
+        if size > SHORT or share.handle is None or self.handshake.peer is not Peer.OPEN:
             return False
         if queue == wire.STREAM and self.tail.pieces:
             return False
@@ -104,7 +106,7 @@ class Sending:
         small = size <= SMALL_MESSAGE
         if not small and batch.parts:
             self.send_batch()
-            if core.handle is None or self.handshake.peer is not Peer.OPEN:
+            if share.handle is None or self.handshake.peer is not Peer.OPEN:
                 return False
         if not self.credit.take_short(queue, size):
             return False
@@ -130,7 +132,7 @@ class Sending:
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
         """UCX has not taken a short message, or a batch, at once: it needs it for a while, or refuses it."""
         if verdict < 0:
-            error = self.core.error_of(verdict, "sending a message")
+            error = self.share.error_of(verdict, "sending a message")
             if queue == wire.BATCH:
                 self.send_failed(reported=False)  # the senders of its messages have gone on
             else:
@@ -154,10 +156,10 @@ class Sending:
         """See :class:`ucp._engine.batches.DeferredBatch`."""
         if not self.batch.parts:
             return
-        core = self.core
+        share = self.share
         try:
             parts = self.batch.take()
-            if core.handle is None:
+            if share.handle is None:
                 return
             self.engine.counters["batches"] += 1
             data = b"".join(parts)
@@ -165,15 +167,15 @@ class Sending:
             if verdict:
                 self._keep(verdict, wire.BATCH, data)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
-            if core.error is None:
-                core.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
+            if share.error is None:
+                share.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
             self.engine.progress()
         except Exception as error:  # the sends of these messages have returned already
             self.internal_error(error)
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code: the connection ends. Never raises."""
-        self.core.internal_error(error)
+        self.share.internal_error(error)
 
     # ---- the other ways ----
 
@@ -224,7 +226,7 @@ class Sending:
                 send.post_late()
         finally:
             self._posting = False
-        self.core.changed()
+        self.share.operations.changed()
         if self.credit.waiting:
             self.report_stalled()
 
@@ -234,12 +236,12 @@ class Sending:
 
     def send_frame(self, frame: wire.Frame) -> None:
         """Sends a control frame, which costs no credit. Never raises."""
-        core = self.core
-        if core.handle is None:
+        share = self.share
+        if share.handle is None:
             return
         if self.batch.parts:
             self.send_batch()
-            if core.handle is None:
+            if share.handle is None:
                 return
         try:
             data = wire.encode_frame(frame)
@@ -250,7 +252,7 @@ class Sending:
                 except BaseException:
                     self.engine.keep(verdict, data)
                     raise
-                pending_operation(self.engine, verdict, pins, "sending a message", core)
+                pending_operation(self.engine, verdict, pins, "sending a message", share)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the failure of the connection is reported elsewhere
         except Exception as error:  # else a peer that waits for this frame would wait for ever
@@ -260,18 +262,18 @@ class Sending:
         """UCX has taken nothing of the message that was charged last; its task is told."""
         self.credit.take_back(queue, size)
         if isinstance(error, trio.BrokenResourceError):
-            self.core.told = self.handshake.error_reported = True
+            self.ending.reported = True
 
     def send_failed(self, *, reported: bool) -> None:
         """A message that nobody had cancelled was not sent; ``reported``: and its task is told."""
         self.failed += 1
         if reported:
-            self.handshake.error_reported = True
+            self.ending.reported = True
 
     # ---- the end ----
 
     def _in_flight(self) -> list[SendOperation]:
-        return [operation for operation in self.core.pending if isinstance(operation, SendOperation)]
+        return [operation for operation in self.share.operations.pending if isinstance(operation, SendOperation)]
 
     def finished(self) -> bool:
         """Whether GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
@@ -296,7 +298,7 @@ class Sending:
                 send.detach()
         for send in list(self.credit.waiting):
             send.withdraw(problem)
-            self.handshake.error_reported = True
+            self.ending.reported = True
         self.send_waiting()
 
     def end_waits(self, error: Exception) -> None:
@@ -316,7 +318,7 @@ class SendOperation(Operation):
     __slots__ = ("cancelled", "queue", "sending", "size")
 
     def __init__(self, sending: Sending, queue: int, pins: Pinned) -> None:
-        super().__init__(sending.engine, 0, pins, "sending a message", sending.core)
+        super().__init__(sending.engine, 0, pins, "sending a message", sending.share)
         self.sending = sending
         self.queue = queue
         self.size = pins.size
@@ -334,15 +336,15 @@ class SendOperation(Operation):
             trio.BrokenResourceError, UCXError, MemoryError: it cannot be sent; its buffer and its credit are released.
         """
         sending = self.sending
-        core = sending.core
+        share = sending.share
         try:
-            problem = core.problem()
+            problem = share.problem()
             if problem is not None:
                 raise problem
             assert self.pins is not None
             verdict = sending.transport.send(self.queue, self.pins)
             if verdict < 0:
-                raise core.error_of(verdict, self.doing)
+                raise share.error_of(verdict, self.doing)
         except Exception as error:
             self.release_unsent()
             sending.refused(self.queue, self.size, error)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._native import lib
+from ..ucp._engine.share import Share
 from ..ucp._memory.buffers import Pinned
-from .share import Share
 
 _HOST = lib.TU_MEMORY_HOST
 
@@ -16,26 +16,24 @@ class Transport:
     flight, which needs the memory until its record arrives; less than 0, a status.
     """
 
-    __slots__ = ("_prefix", "core", "engine")
+    __slots__ = ("_prefix", "engine", "share")
 
-    def __init__(self, core: Share, peer_id: int) -> None:
-        self.core = core
-        self.engine = core.engine
+    def __init__(self, share: Share, peer_id: int) -> None:
+        self.share = share
+        self.engine = share.engine
         #: What the tags of our messages have in common.
         self._prefix = peer_id << 32
 
     def send_bytes(self, queue: int, data: bytes) -> int:
         """Sends bytes that UCX will hardly keep: they are pinned only if it does."""
-        core = self.core
-        core.unflushed = True
-        return lib.tu_tag_send_one(core.handle, data, len(data), _HOST, self._prefix | queue)
+        share = self.share
+        return lib.tu_tag_send_one(share.handle, data, len(data), _HOST, self._prefix | queue)
 
     def send(self, queue: int, pins: Pinned) -> int:
-        core = self.core
-        core.unflushed = True
+        share = self.share
         if pins.many is None:
-            return lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, self._prefix | queue)
-        return lib.tu_tag_send(core.handle, pins.native_list(), self._prefix | queue, False)
+            return lib.tu_tag_send_one(share.handle, pins.address, pins.size, pins.memory, self._prefix | queue)
+        return lib.tu_tag_send(share.handle, pins.native_list(), self._prefix | queue, False)
 
     def receive(self, handle: int, pins: Pinned) -> int:
         """Receives a message that UCX holds."""

@@ -40,9 +40,9 @@ class _Send(Operation):
     __slots__ = ()
 
     def error(self, status: int) -> Exception:
-        assert self.endpoint is not None
+        assert self.scope is not None
         refusal = _REFUSALS.get(Status(status))
-        if refusal is not None and self.endpoint.problem() is None:
+        if refusal is not None and self.scope.problem() is None:
             return UCXError(status, f"{self.doing}: {refusal}")
         return super().error(status)
 
@@ -67,6 +67,6 @@ def post_am_send(
         raise ValueError(f"a header of {length} bytes is too long: this worker's limit is {longest}")
     pins = pin(engine, data)
     pins.kept = kept_header
-    core.unflushed = True
+    core.operations.unflushed = True
     verdict = lib.tu_am_send(core.handle, id, kept_header, length, pins.native_list(), bool(reply), protocol.value)
     return pending_operation(engine, verdict, pins, "sending an active message", core, _Send)

@@ -12,9 +12,8 @@ from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
 from ._address_format import PADDING, parse_worker_address, with_uid, without_shared_memory
+from ._engine.endpoint_core import EndpointCore
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore
-from ._engine.peers import watch_process
 from ._opening import EndpointOptions, ErrorMode, wrong_family
 from ._option_limits import differences
 from ._reach import accept_hint, hint
@@ -54,7 +53,7 @@ def accept_request(
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
     core = _make_to_worker(engine, address, options, repr(address))
-    watch_process(core, address.process)
+    core.watch_process()
     return core
 
 
@@ -77,7 +76,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
             if WorkerAddress.from_ucx(blob).uid != uid:
                 raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
             endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
-        endpoint.origin, endpoint.beside = core.origin, core
+        endpoint.ending.origin, endpoint.beside = core.ending.origin, core
         core.memory_endpoint = endpoint
         if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
             endpoint.follow(core)
@@ -197,7 +196,6 @@ def _make(
         engine.pairs.is_full = True
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
-    core = EndpointCore(engine, id, out[0], label)
-    core.forcible = options.error_mode is not ErrorMode.NONE
+    core = EndpointCore(engine, id, out[0], label, forcible=options.error_mode is not ErrorMode.NONE)
     engine.progress()
     return core

@@ -15,8 +15,10 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib, ucx
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
+from ._engine.ending import CloseState
+from ._engine.endpoint_core import EndpointCore, with_endpoints_beside
 from ._engine.engine import Engine
-from ._engine.operations import EndpointCore, Scope, under_way, with_endpoints_beside
+from ._engine.operations import Scope, under_way
 from ._engine.posting import completed, flush
 from ._memory.buffers import Buffer
 from ._memory.registered import MemoryDescriptor
@@ -93,7 +95,7 @@ def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
             status, f"asking for an endpoint's transports needs UCX 1.14 or later; this is UCX {ucx.release}"
         )
     if status != Status.OK:
-        raise error_from_status(status, "asking for an endpoint's transports", core.origin)
+        raise error_from_status(status, "asking for an endpoint's transports", core.ending.origin)
     return as_transports(ffi.string(text).splitlines())
 
 
@@ -107,7 +109,7 @@ def query_name(core: EndpointCore) -> str:
     out = ffi.new("char[]", 64)
     status = lib.tu_endpoint_name(core.handle, out, 64)
     if status != Status.OK:
-        raise error_from_status(status, "asking for an endpoint's name", core.origin)
+        raise error_from_status(status, "asking for an endpoint's name", core.ending.origin)
     return text(out)
 
 
@@ -120,7 +122,7 @@ def evaluate(core: EndpointCore, nbytes: int) -> float:
     if status == Status.NO_RESOURCE:
         raise UCXError(status, "estimating the time of a transfer: the connection is not up yet, send something first")
     if status != Status.OK:
-        raise error_from_status(status, "estimating the time of a transfer", core.origin)
+        raise error_from_status(status, "estimating the time of a transfer", core.ending.origin)
     return float(seconds[0])
 
 
@@ -151,7 +153,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @property
     def _core(self) -> EndpointCore:
-        return self._scope.native
+        return self._scope.endpoint
 
     @property
     def _is_of_connection(self) -> bool:
@@ -165,7 +167,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     @property
     def alive(self) -> bool:
         """Whether it is open and not known to be broken."""
-        return self._scope.handle is not None and not self._scope.closing and self._core.engine.usable
+        scope = self._scope
+        return scope.handle is not None and scope.ending.state is CloseState.OPEN and self._core.engine.usable
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -197,7 +200,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         if self._has_not_ended:
             self._transports = query_transports(self._core)
-        return self._transports or as_transports(self._core.lanes_when_greeted)
+        return self._transports or as_transports(self._core.lanes_when_greeted or [])
 
     @property
     def name(self) -> str:
@@ -247,19 +250,21 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
         Raises: nothing, also after the close.
         """
-        return [operation.describe() for one in with_endpoints_beside(self._scope) for operation in one.under_way()]
+        scopes = with_endpoints_beside(self._scope)
+        return [operation.describe() for scope in scopes for operation in scope.operations.in_order()]
 
     def statistics(self) -> EndpointStatistics:
         """Returns what it has in flight.
 
         Raises: nothing, also after the close.
         """
-        pending = [operation for one in with_endpoints_beside(self._scope) for operation in one.pending]
+        scopes = with_endpoints_beside(self._scope)
+        pending = [operation for scope in scopes for operation in scope.operations.pending]
         return EndpointStatistics(len(pending), sum(operation.detached for operation in pending))
 
     def _check(self) -> None:
         self._core.engine.check()
-        if self._scope.closing:
+        if self._scope.ending.state is not CloseState.OPEN:
             raise trio.ClosedResourceError("this endpoint was closed")
         self._scope.check()
 
@@ -434,7 +439,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         self._core.engine.run.check_thread()
         self._check_is_not_shared()
         self._remember()
-        self._scope.closing = True
+        self._scope.ending.begin_close()
         if self._core.engine.usable:
             self._scope.close()
 
@@ -463,12 +468,12 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         if mode is CloseMode.FORCE:
             self.abort()
             await trio.lowlevel.checkpoint()
-        elif self._scope.closing or self._scope.handle is None or not self._core.engine.usable:
-            await self._closed_already()
-        else:
+        elif self.alive:
             self._remember()
-            self._scope.closing = True
+            self._scope.ending.begin_close()
             await self._flush_and_close()
+        else:
+            await self._closed_already()
 
     def _check_is_not_shared(self) -> None:
         if self._is_of_connection and self._scope.handle is not None and self._core.engine.usable:
@@ -478,15 +483,16 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     async def _closed_already(self) -> None:
         """It was closed, is being closed, or has failed."""
-        closed, self._scope.closing = self._scope.closing, True
+        scope = self._scope
+        first = scope.ending.begin_close()
         try:
             await trio.lowlevel.checkpoint()
         except trio.Cancelled:
             if self._flushing:
                 self.abort()
             raise
-        if not closed and self._scope.unflushed and not self._scope.told:
-            _raise_if_broken(self._scope)
+        if first and scope.operations.unflushed and not scope.ending.reported:
+            _raise_if_broken(scope)
 
     async def _flush_and_close(self) -> None:
         self._flushing = True
@@ -515,7 +521,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             return
         if self._is_of_connection:
             return
-        if not self._scope.closing and self._core.handle is not None:
+        if self.alive:
             dropped(self._core, f"unclosed {self!r}", self)
         elif self._core.stream_buffer is not None:
             self._core.engine.run.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived
@@ -530,32 +536,32 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     with trio.move_on_after(timeout) as scope:
         try:
             for one in with_endpoints_beside(core):
-                await one.wait_until(one.sends_done)
+                await one.operations.wait_until(one.operations.sends_done)
             if core.error is None:
                 core.check()  # it may have been closed by force meanwhile
-            if core.handle is not None and core.unflushed:
+            if core.handle is not None and core.operations.unflushed:
                 await flush(core)
         except trio.BrokenResourceError as error:
-            if core.unflushed:
+            if core.operations.unflushed:
                 reason = error
-    waiting = [operation for one in with_endpoints_beside(core) for operation in one.under_way()]
+    waiting = [operation for one in with_endpoints_beside(core) for operation in one.operations.in_order()]
     waiting_for = under_way(waiting) if scope.cancelled_caught else ""
     core.close()
     if reason is not None:
         _raise_if_broken(core)
-        raise broken(f"closing: what was sent may not have arrived: {reason}", reason.__cause__, core.origin)
+        raise broken(f"closing: what was sent may not have arrived: {reason}", reason.__cause__, core.ending.origin)
     if scope.cancelled_caught:
         raise broken(
             f"closing: the peer {core.label} did not take everything within {timeout} seconds{waiting_for}",
             None,
-            core.origin,
+            core.ending.origin,
         )
     await trio.lowlevel.cancel_shielded_checkpoint()
 
 
 def _raise_if_broken(core: Scope) -> None:
     if core.error is not None:
-        raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error, core.origin)
+        raise broken(f"closing: what was sent may not have arrived: {core.error}", core.error, core.ending.origin)
 
 
 def close_in_background(engine: Engine, core: Scope, function: Any) -> None:

@@ -32,6 +32,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import trio
 
@@ -41,14 +42,14 @@ from ._address_format import SHARED_MEMORY, parse_worker_address
 from ._connecting import connect_worker
 from ._contained import report
 from ._context import Context
+from ._engine.endpoint_core import EndpointCore
 from ._engine.engine import Engine
 from ._engine.lifetime import close_now, open_engine
-from ._engine.operations import EndpointCore
 from ._engine.posting import post_flush
 from ._engine.receive_queue import ReceiveQueue
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
-from ._process import Process, open_pidfd
+from ._process import Process
 from ._status import Status, UCXError
 from ._tag import post_bytes_send
 
@@ -172,9 +173,9 @@ class WatchedQueue(ReceiveQueue):
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
-        #: A pidfd for each process that may still be writing, though its endpoint was closed here; and whether a task
-        #: watches them.
-        self._suspects: dict[Process, int] = {}
+        #: The processes that may still be writing, though their endpoints were closed here; and whether a task looks
+        #: when they cannot any more.
+        self._suspects: set[Process] = set()
         self._watching = False
         self._next_probe = 0.0
 
@@ -197,17 +198,21 @@ class WatchedQueue(ReceiveQueue):
     def _watch(self, process: Process) -> None:
         """Watches a process until it cannot be in the middle of writing."""
         try:
-            fd = open_pidfd(process)
+            watched = self._engine.peer_processes.watch(process, self, partial(self._ended, process))
         except ProcessLookupError:
             self.suspect()
             return
-        if fd is None:
+        if not watched:
             return
-        self._suspects[process] = fd
+        self._suspects.add(process)
         if not self._watching:
             self._watching = self._spawn(self._watch_suspects, "processes that may be writing")
             if not self._watching:
                 self._forget(list(self._suspects))
+
+    def _ended(self, process: Process) -> None:
+        self._suspects.discard(process)
+        self.suspect()
 
     def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
         """Starts a system task; False if Trio's run is over."""
@@ -233,13 +238,7 @@ class WatchedQueue(ReceiveQueue):
                     watched = list(self._suspects)
                     await _sleep(timer, interval)
                     if self._engine.usable and self._armed():  # what was being written has arrived
-                        ended = []
                         self._forget(watched)
-                    else:
-                        ended = [process for process, fd in self._suspects.items() if lib.tu_readable(fd)]
-                        self._forget(ended)
-                    if ended:
-                        self.suspect()
                     interval = min(2 * interval, _LONG_INTERVAL)
         finally:
             self._watching = False
@@ -247,7 +246,8 @@ class WatchedQueue(ReceiveQueue):
 
     def _forget(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            os.close(self._suspects.pop(process))
+            self._suspects.discard(process)
+            self._engine.peer_processes.forget(process, self)
 
     async def _check(self, timer: int) -> None:
         """Returns when the queues are known to be read, when one is known to have stopped, or when the worker ends."""

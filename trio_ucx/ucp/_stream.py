@@ -77,7 +77,7 @@ def post_stream_send(core: Scope, data: Buffer) -> Operation | None:
     core.check()
     core.require(Feature.STREAM, "sending on a UCP stream")
     pins = pin(core.engine, data)
-    core.unflushed = True
+    core.operations.unflushed = True
     verdict = lib.tu_stream_send(core.handle, pins.native_list())
     return pending_operation(core.engine, verdict, pins, "sending on a UCP stream", core)
 
@@ -87,13 +87,13 @@ class StreamReader:
 
     def __init__(self, core: Scope) -> None:
         self._core = core
-        self._guard = core.native.stream_guard
+        self._guard = core.endpoint.stream_guard
 
     def _open_buffer(self) -> StreamBuffer:
         core = self._core
         core.engine.check()
         core.require(Feature.STREAM, "receiving from a UCP stream")
-        stream_buffer = core.native.open_stream_buffer()
+        stream_buffer = core.endpoint.open_stream_buffer()
         if core.handle is None and core.error is None:
             core.check()  # we closed it
         return stream_buffer

@@ -14,6 +14,7 @@ from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError, error_from_status
 from ._util import FULL, OpenedNotConstructed, check_integer
 
+_TAG = Feature.TAG.value
 #: Bytes of up to this length take the short way.
 SHORT = 4096
 
@@ -78,12 +79,12 @@ def post_send(core: Scope, data: Buffer, tag: int, *, sync: bool = False) -> Ope
     """Posts a send; None when UCX has taken the data already."""
     core.engine.check()
     core.check()
-    if not core.tags:
+    if not core.features & _TAG:
         core.require(Feature.TAG, "sending tag messages")
     if type(data) is bytes and len(data) <= SHORT and not sync:
         return post_bytes_send(core, data, tag)
     pins = pin(core.engine, data)
-    core.unflushed = True
+    core.operations.unflushed = True
     if pins.many is None and not sync:
         verdict = lib.tu_tag_send_one(core.handle, pins.address, pins.size, pins.memory, tag)
     else:
@@ -93,7 +94,7 @@ def post_send(core: Scope, data: Buffer, tag: int, *, sync: bool = False) -> Ope
 
 def post_bytes_send(core: Scope, data: bytes, tag: int) -> Operation | None:
     """The short way for bytes that UCX will hardly keep: they are pinned only if it does."""
-    core.unflushed = True
+    core.operations.unflushed = True
     verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)
     if verdict == 0:
         return None

@@ -481,7 +481,7 @@ class RequestChain(ChainBuilder):
                 raise ValueError("remote memory that this request chain refers to was closed")
         keys = [key for target in self._targets.values() if (key := target.bind(self._native.handle)) is not None]
         for target in self._targets.values():
-            target.scope.unflushed = True
+            target.scope.operations.unflushed = True
         return keys
 
     def _begun(self, run: Run) -> Run:

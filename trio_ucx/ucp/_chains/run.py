@@ -229,7 +229,7 @@ class Target:
     def bind(self, native: Any) -> Key | None:
         """Tells C where they go in the next run; nowhere, if the connection is gone."""
         way = self.way
-        core = self.scope.native if way is None else way.core
+        core = self.scope.endpoint if way is None else way.core
         ended = way is None and isinstance(self.thing, RemoteMemory)  # while we looked for a way
         if ended or core.problem() is not None or self.scope.problem() is not None:
             lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, ffi.NULL)
@@ -244,15 +244,15 @@ class Target:
     def begun(self, native: Any) -> None:
         """The chain runs: its requests to this target end with a Connection."""
         self._forget = partial(lib.tu_chain_forget, native, self.index)
-        self.scope.at_end.add(self._forget)
+        self.scope.operations.at_end.add(self._forget)
 
     def over(self) -> None:
         """The run is over."""
-        self.scope.at_end.discard(self._forget)
+        self.scope.operations.at_end.discard(self._forget)
 
     def error(self, status: int, doing: str) -> Exception:
         refused, scope = refusal(status, doing), self.scope
-        scope.told = True
+        scope.ending.reported = True
         return refused if refused is not None and scope.problem() is None else scope.error_of(status, doing)
 
 

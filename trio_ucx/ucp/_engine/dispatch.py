@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..._native import lib
 from .._memory.registered import unmap_unused
 from .._status import UCXError
-from .operations import EndpointCore
+from .endpoint_core import EndpointCore
 from .tag_dispatch import TagSink
 
 if TYPE_CHECKING:

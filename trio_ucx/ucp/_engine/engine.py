@@ -47,9 +47,11 @@ from .arming import Arming, Event, Progress
 from .batches import Batches
 from .data_ports import DataPorts
 from .dispatch import deliver, deliver_failures
+from .endpoint_core import EndpointCore
 from .identity import Identity
-from .operations import EndpointCore, Operation
+from .operations import Operation
 from .pairs import Pairs
+from .peers import PeerProcesses
 from .polling import Waiting
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
@@ -113,6 +115,7 @@ class Engine:
         #: Its endpoints by worker address, for each peer worker.
         self.pairs: Pairs[EndpointCore] = Pairs(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}
+        self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}
         self._last_id = 0
         #: Whether tag messages may be used; asked so often that the context's flags are too slow.

@@ -178,6 +178,7 @@ def _begin_close(engine: Engine) -> bool:
         return False
     engine.teardown.begun = True
     engine.receivers.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))
+    engine.peer_processes.close()
     engine.teardown.close_children()
     for endpoint in list(engine.endpoints.values()):
         contained(endpoint.close)

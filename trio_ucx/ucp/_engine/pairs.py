@@ -54,8 +54,11 @@ class SharedEndpoint(Protocol):
 
     handle: Any
     pair: Pair[Any] | None
-    greeted: bool
     peer_address: WorkerAddress | None
+
+    @property
+    def greeted(self) -> bool:
+        """Whether something has arrived over it for a Connection."""
 
     @property
     def gone(self) -> bool:

@@ -1,72 +1,98 @@
-"""Noticing that a peer's process died, where UCX would not: endpoints by worker address over shared memory.
+"""Notices that a peer's process ended, where UCX would not: over shared memory, by worker address.
 
-A worker address, and a Connection's hello, say which process they are from. On the same host, in the same pid
-namespace, a pidfd becomes readable when that process ends.
+A worker address says which process it is of. On the same host, in the same PID namespace, a pidfd becomes readable when
+that process ends. (A Connection has its control socket for that, which tells more.)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
+import attrs
 import trio
 
+from .._contained import contained
 from .._live_handles import live_handles
 from .._process import Process, open_pidfd
-from .._status import Status, UCXError
 from .._util import ignoring_late_run
-from .operations import EndpointCore
+from .trio_run import TrioRun
 
 
-class Watch:
-    """Watches one process for one endpoint, which fails when it dies."""
+@attrs.define
+class _Watch:
+    fd: int
+    #: What to call when the process ends, by who asked.
+    callbacks: dict[object, Callable[[], None]] = attrs.Factory(dict)
 
-    def __init__(self, core: EndpointCore, fd: int) -> None:
-        self._core = core
-        self._fd = fd
-        live_handles.opened("pidfd")
 
-    async def _wait(self) -> None:
-        if self._fd < 0:
-            return
-        try:
-            await trio.lowlevel.wait_readable(self._fd)
-        except trio.ClosedResourceError:
-            return
-        if self._fd >= 0 and self._core.engine.usable:
+class PeerProcesses:
+    """The processes that are watched for one worker.
+
+    An ``ended`` that raises is reported, and has no other effect.
+    """
+
+    def __init__(self, run: TrioRun) -> None:
+        self._run = run
+        self._watches: dict[Process, _Watch] = {}
+        self._closed = False
+
+    def watch(self, process: Process, who: object, ended: Callable[[], None]) -> bool:
+        """Calls ``ended``, once, when the process ends, unless ``who`` is forgotten before.
+
+        Returns:
+            False if it cannot be watched: it is this process, or one of another host or PID namespace, say; or the
+            worker closes.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        watch = self._watches.get(process)
+        if watch is None:
+            if self._closed:
+                return False
+            fd = open_pidfd(process)
+            if fd is None:
+                return False
+            watch = self._watches[process] = _Watch(fd)
+            live_handles.opened("pidfd")
             try:
-                self._died()
-            except Exception as error:
-                self._core.internal_error(error)
+                self._run.spawn(partial(self._wait, process, watch), f"trio_ucx watch of process {process.pid}")
+            except RuntimeError:  # Trio's run is over
+                self._close(process)
+                return False
+        watch.callbacks[who] = ended
+        return True
 
-    def _died(self) -> None:
-        # What it had sent before is in shared memory or in a socket: take it before UCX closes them.
-        core = self._core
-        core.engine.progress()
-        core.fail(UCXError(Status.CONNECTION_RESET, f"the process at {core.label} died"))
-        core.engine.receive_queue.suspect()
+    def forget(self, process: Process, who: object) -> None:
+        """Ends what ``who`` asked for. Not asked, or ended already: no effect."""
+        watch = self._watches.get(process)
+        if watch is not None and watch.callbacks.pop(who, None) is not None and not watch.callbacks:
+            self._close(process)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with ignoring_late_run():
-                trio.lowlevel.notify_closing(fd)
-            os.close(fd)
-            live_handles.closed("pidfd")
+        """Ends all, and watches none any more."""
+        self._closed = True
+        for process in list(self._watches):
+            self._close(process)
 
+    async def _wait(self, process: Process, watch: _Watch) -> None:
+        if watch.fd < 0:
+            return
+        try:
+            await trio.lowlevel.wait_readable(watch.fd)
+        except trio.ClosedResourceError:
+            return
+        if watch.fd >= 0:
+            self._close(process)
+            for ended in list(watch.callbacks.values()):
+                contained(ended)
 
-def watch_process(core: EndpointCore, process: Process) -> None:
-    """Begins to watch, or does not: another host, no such process, or nothing to notice. Watched already: no effect."""
-    if core.end_watch is not None or core.handle is None:
-        return
-    try:
-        fd = open_pidfd(process)
-    except ProcessLookupError:
-        return
-    if fd is None:
-        return
-    watch = Watch(core, fd)
-    core.end_watch = watch.close
-    try:
-        core.engine.run.spawn(watch._wait, f"trio_ucx watch of process {process.pid}")
-    except RuntimeError:
-        core.stop_watching()
+    def _close(self, process: Process) -> None:
+        watch = self._watches.pop(process)
+        fd, watch.fd = watch.fd, -1
+        with ignoring_late_run():
+            trio.lowlevel.notify_closing(fd)
+        os.close(fd)
+        live_handles.closed("pidfd")

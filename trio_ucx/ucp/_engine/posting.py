@@ -11,8 +11,9 @@ from ..._native import lib
 from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
 from .._status import Status, UCXError, error_from_status
+from .endpoint_core import with_endpoints_beside
 from .engine import Engine
-from .operations import Operation, Scope, with_endpoints_beside
+from .operations import Operation, Scope
 from .pending import Pending
 
 _HOST = lib.TU_MEMORY_HOST
@@ -90,7 +91,7 @@ def pending_operation(
     if verdict < 0:
         if core is None:
             raise error_from_status(verdict, doing)
-        core.told = True
+        core.ending.reported = True
         raise core.error_of(verdict, doing)
     return None
 
@@ -118,14 +119,14 @@ def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
 
 async def flush(scope: Scope) -> None:
     """Flushes an endpoint, and the endpoints beside it. Always a checkpoint."""
-    scope.unflushed = False
+    scope.operations.unflushed = False
     try:
         for one in with_endpoints_beside(scope):
             operation = post_flush(one, scope)
             if operation is not None:
                 await completed(operation, one.engine)
-            one.native.connected = True
+            one.endpoint.connected = True
     except BaseException:
-        scope.unflushed = True
+        scope.operations.unflushed = True
         raise
     await trio.lowlevel.cancel_shielded_checkpoint()

@@ -6,7 +6,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from .._process import Process
-from .operations import EndpointCore
+from .endpoint_core import EndpointCore
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -12,8 +12,9 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .._connecting import connect_for_memory
 from .._engine.borrowed import Borrowed
+from .._engine.endpoint_core import EndpointCore
 from .._engine.engine import Engine
-from .._engine.operations import EndpointCore, Operation, Scope
+from .._engine.operations import Operation, Scope
 from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
 from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
@@ -52,7 +53,7 @@ class _Transfer(Operation):
         return super().error(status) if self._gone() else refusal(status, self.doing) or super().error(status)
 
     def _gone(self) -> bool:
-        return self.endpoint is not None and self.endpoint.problem() is not None
+        return self.scope is not None and self.scope.problem() is not None
 
 
 @attrs.define(eq=False, repr=False)
@@ -153,7 +154,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         pins = await self._pin(data, Access.WRITE, "write", offset)
-        self._scope.unflushed = True
+        self._scope.operations.unflushed = True
         await self._transfer(True, pins, offset, "writing remote memory")
 
     @enable_ki_protection
@@ -341,7 +342,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         core, key = way.core, way.key
         self._check_way(core)
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
-        self._scope.unflushed = True
+        self._scope.operations.unflushed = True
         if key is not None:
             key.hold()
         verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
@@ -360,12 +361,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @property
     def _core(self) -> EndpointCore:
-        return self._scope.native
+        return self._scope.endpoint
 
     def _check_way(self, core: EndpointCore) -> None:
         """Refuses to use an endpoint that has ended, ours or the one beside it."""
         if core.error is not None and core is not self._core:
-            raise broken(f"the connection to {core.label} broke: {core.error}", core.error, self._scope.origin)
+            raise broken(f"the connection to {core.label} broke: {core.error}", core.error, self._scope.ending.origin)
         core.check()
 
     def _key(self, use: str, core: EndpointCore) -> Key:
@@ -535,7 +536,7 @@ def attach(check: Callable[[], None], scope: Scope, descriptor: bytes | MemoryDe
     if not isinstance(descriptor, MemoryDescriptor):
         descriptor = MemoryDescriptor.from_bytes(descriptor)
     scope.engine.context.require_memory("using remote memory")
-    if NOBODY not in (scope.native.peer, descriptor.process) and scope.native.peer != descriptor.process:
+    if NOBODY not in (scope.endpoint.peer, descriptor.process) and scope.endpoint.peer != descriptor.process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
     memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, scope, descriptor)
     return memory

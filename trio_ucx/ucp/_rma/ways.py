@@ -27,7 +27,8 @@ from typing import Any
 import attrs
 
 from ..._native import ffi, lib
-from .._engine.operations import EndpointCore, Scope
+from .._engine.endpoint_core import EndpointCore
+from .._engine.operations import Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
 from .._live_handles import live_handles
@@ -188,7 +189,7 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
     pointer = 0 if key is None else key.mapped(descriptor)
     native.local = ffi.cast("char *", pointer)
-    if descriptor.token and Feature.AM in core.features:
+    if descriptor.token and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if core.over_tcp() else 0
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._native import lib
-from ..ucp import UCXError
-from ..ucp._contained import contained
-from ..ucp._engine.operations import EndpointCore, Operation, Scope, worker_error
+from ..._native import lib
+from .._contained import contained
+from .._status import UCXError
+from .ending import worker_failure
+from .endpoint_core import EndpointCore
+from .operations import Operation, OperationSet, Scope
 
 
 class Share(Scope):
@@ -18,29 +20,27 @@ class Share(Scope):
     Args:
         endpoint: it must be open.
         label: what to call the peer in messages.
+
+    Attributes:
+        on_end: called once when it fails, or its endpoint is closed; not when it is closed itself.
+        on_internal_error: called with an exception in our own code, instead of failing.
     """
 
-    __slots__ = ("endpoint", "on_close", "on_internal_error")
+    __slots__ = ("_endpoint", "on_end", "on_internal_error")
 
     def __init__(self, endpoint: EndpointCore, label: str) -> None:
-        super().__init__(endpoint.engine, endpoint.id, endpoint.handle, label)
-        self.endpoint = endpoint
-        self.peer_address = endpoint.peer_address
-        self.features, self.tags = endpoint.features, endpoint.tags
-        #: Called once, when the endpoint is closed (not when it fails, or the share is closed).
-        self.on_close: Callable[[], None] | None = None
-        #: Called with an exception in our own code, instead of failing.
+        engine = endpoint.engine
+        super().__init__(engine, endpoint.id, endpoint.handle, label, OperationSet(engine, endpoint.operations))
+        self._endpoint = endpoint
+        self.peer_address, self.features = endpoint.peer_address, endpoint.features
+        self.on_end: Callable[[], None] | None = None
         self.on_internal_error: Callable[[BaseException], None] | None = None
-        self.error = endpoint.error
+        self.ending.error = endpoint.error
         endpoint.join(self)
 
     @property
-    def native(self) -> EndpointCore:
-        return self.endpoint
-
-    def changed(self) -> None:
-        super().changed()
-        self.endpoint.changed()
+    def endpoint(self) -> EndpointCore:
+        return self._endpoint
 
     def fail(self, error: UCXError, *, keep: bool = False) -> None:
         """Marks it as failed, ends its operations, and leaves the endpoint. Failed or closed already: no effect.
@@ -50,11 +50,11 @@ class Share(Scope):
         """
         if self.gone:
             return
-        self.error = error
+        self.ending.error = error
         try:
-            self._end(keep)
+            self._leave(keep)
         finally:
-            self.failed()
+            self._tell()
 
     def close(self, *, keep: bool = False) -> None:
         """Ends its operations with ClosedResourceError, and leaves the endpoint. Failed already: forgets what to call.
@@ -62,21 +62,22 @@ class Share(Scope):
         Args:
             keep: as for :meth:`fail`.
         """
-        self.on_failure = self.on_close = None
+        self.on_end = None
         if self.handle is not None:
-            self._end(keep)
+            self._leave(keep)
 
-    def _end(self, keep: bool) -> None:
+    def _leave(self, keep: bool) -> None:
         self.handle = None
-        operations = list(self.pending)
-        self.end_operations()
+        operations = list(self.operations.pending)
+        self.operations.end(self.problem)
         self._cancel(operations)
-        for end in list(self.at_end):
+        at_end = list(self.operations.at_end)
+        for end in at_end:
             contained(end)
-        if self.endpoint.stream_buffer is not None:
-            contained(self.endpoint.stream_buffer.wake)
-        self.endpoint.leave(self, keep=keep, error=self.error)
-        if operations or self.at_end:
+        if self._endpoint.stream_buffer is not None:
+            contained(self._endpoint.stream_buffer.wake)
+        self._endpoint.leave(self, keep=keep)
+        if operations or at_end:
             self.engine.progress()
 
     def _cancel(self, operations: list[Operation]) -> None:
@@ -87,23 +88,20 @@ class Share(Scope):
     def endpoint_ended(self) -> None:
         """The endpoint was closed, or has failed."""
         self.handle = None
-        self.error = self.error or self.endpoint.error
-        self.end_operations()
-        if self.error is not None:
-            self.on_close = None
-            self.failed()
-            return
-        self.on_failure = None
-        callback, self.on_close = self.on_close, None
-        if callback is not None:
-            callback()
+        self.ending.error = self.error or self._endpoint.error
+        self.operations.end(self.problem)
+        self._tell()
 
     def worker_broke(self, error: BaseException) -> None:
         """Its worker is of no use any more: ends all waits."""
-        if self.error is None:
-            self.error = worker_error(error)
-        contained(self.changed)
-        self.failed()
+        self.ending.error = self.error or worker_failure(error)
+        contained(self.operations.changed)
+        self._tell()
+
+    def _tell(self) -> None:
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def internal_error(self, error: BaseException) -> None:
         """Ends the Connection, and no other, after an exception in our own code. Never raises."""

@@ -1,0 +1,328 @@
+"""The engine's side of an endpoint: UCX's endpoint, the operations on it, and the Connections that share it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import trio
+from outcome import Value
+
+from ..._native import ffi, lib
+from .._address import WorkerAddress
+from .._contained import contained, report
+from .._live_handles import live_handles
+from .._process import NOBODY, Process
+from .._status import Status, UCXError
+from .._util import ConflictDetector
+from .ending import CloseState, worker_failure
+from .operations import Operation, OperationSet, Scope
+from .pairs import Pair
+from .stream_buffer import StreamBuffer
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .share import Share
+
+#: Seconds after a forced close in which UCX may finish what it has begun to write over TCP.
+WRITING_TIME = 0.5
+
+
+class EndpointCore(Scope):
+    """An endpoint, as the engine knows it. It lives until UCX has closed its endpoint."""
+
+    __slots__ = (
+        "_left",
+        "beside",
+        "connected",
+        "forcible",
+        "lanes_when_greeted",
+        "memory_endpoint",
+        "pair",
+        "shares",
+        "stream_buffer",
+        "stream_guard",
+    )
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str, *, forcible: bool) -> None:
+        super().__init__(engine, id, handle, label, OperationSet(engine))
+        #: Whether UCX may close it by force.
+        self.forcible = forcible
+        #: What came of its UCP stream, once something came.
+        self.stream_buffer: StreamBuffer | None = None
+        self.stream_guard = ConflictDetector("another task is receiving from this stream")
+        #: The endpoint beside a Connection's that reaches the peer's memory.
+        self.memory_endpoint: EndpointCore | None = None
+        #: The other way round: the one that Connections share, and that the operations here belong to.
+        self.beside: EndpointCore | None = None
+        #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
+        #: when the first message for a Connection arrived over it.
+        self.pair: Pair[EndpointCore] | None = None
+        self.shares: dict[Share, None] = {}
+        self.lanes_when_greeted: list[bytes] | None = None
+        #: Whether it is known to be up, and will not change its lanes any more.
+        self.connected = False
+        #: UCX's endpoint, if this object was closed and UCX still has something to write.
+        self._left: Any = None
+        engine.endpoints[id] = self
+        live_handles.opened("endpoint")
+
+    @property
+    def endpoint(self) -> EndpointCore:
+        return self
+
+    @property
+    def peer(self) -> Process:
+        """Which process it leads to, where that is known."""
+        return NOBODY if self.peer_address is None else self.peer_address.process
+
+    def set_peer(self, address: WorkerAddress) -> None:
+        """Records which worker it leads to."""
+        self.peer_address = address
+        self.features = (self.engine.context.features & address.features).value
+
+    def user_object(self) -> Any:
+        """The user's object for it, or for the share of a Connection that has not ended; None if there is none."""
+        holders: list[Scope] = [*self.shares, self]
+        found = (holder.facade() for holder in holders)
+        return next((facade for facade in found if facade is not None), None)
+
+    def disown(self) -> None:
+        """In a forked child: drops the handles."""
+        self.handle = None
+        for share in self.shares:
+            share.handle = None
+
+    def open_stream_buffer(self) -> StreamBuffer:
+        if self.stream_buffer is None:
+            self.stream_buffer = StreamBuffer(self.engine)
+        return self.stream_buffer
+
+    def lanes(self) -> list[bytes] | None:
+        """``transport/device`` of each lane. None: it has ended, or UCX does not say (before 1.14)."""
+        text = ffi.new("char[4096]")
+        if self.handle is None or lib.tu_endpoint_transports(self.handle, text, 4096) != Status.OK:
+            return None
+        return list(ffi.string(text).splitlines())
+
+    def over_tcp(self) -> bool:
+        """Whether it has TCP lanes only, as far as UCX tells."""
+        return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
+
+    def operations_over_it(self) -> list[Operation]:
+        """What is under way over it, whoever posted it: shares, too, also those that have ended."""
+        owners = self, self.beside
+        return [one for one in self.engine.in_flight.values() if one.scope and one.scope.endpoint in owners]
+
+    # ---- Connections that share it ----
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether Connections share it, or did."""
+        return self.pair is not None or bool(self.shares)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether something has arrived over it for a Connection."""
+        return self.lanes_when_greeted is not None
+
+    def greet(self) -> None:
+        """Something has arrived over it for a Connection. Known already: no effect."""
+        if not self.greeted:
+            self.lanes_when_greeted = self.lanes() or []
+
+    def join(self, share: Share) -> None:
+        """A Connection begins to use it."""
+        self.shares[share] = None
+
+    def leave(self, share: Share, *, keep: bool) -> None:
+        """A Connection uses it no more. Left already: no effect.
+
+        Args:
+            keep: if it was the last one, see :meth:`Pair.left`.
+        """
+        if share not in self.shares:
+            return
+        del self.shares[share]
+        if self.shares or self.handle is None:
+            return
+        keep = keep and self.stream_buffer is None and not self.operations_over_it()
+        if self.pair is not None and self.pair.left(self, keep=keep):
+            return
+        if share.error is None:
+            self.close()
+        else:
+            self.fail(share.error)
+
+    # ---- the end ----
+
+    def fail(self, error: UCXError) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
+        if self.gone:
+            return
+        self.ending.error = error
+        try:
+            self._force_close()
+        finally:
+            if self.stream_buffer is not None:
+                contained(self.stream_buffer.wake)  # what has arrived can still be read
+
+    def watch_process(self) -> None:
+        """Lets it fail when its peer's process ends, if that can be noticed."""
+        if self.handle is None:
+            return
+        with suppress(ProcessLookupError):  # then UCX has told, or will
+            self.engine.peer_processes.watch(self.peer, self, self._process_ended)
+
+    def _process_ended(self) -> None:
+        try:
+            self.engine.progress()  # takes what it had sent, before UCX closes the shared memory or the socket
+            self.fail(UCXError(Status.CONNECTION_RESET, f"the process at {self.label} died"))
+            self.engine.receive_queue.suspect()
+        except Exception as error:
+            self.internal_error(error)
+
+    def worker_broke(self, error: BaseException) -> None:
+        """Its worker is of no use any more: ends all waits."""
+        for share in list(self.shares):
+            contained(share.worker_broke, error)
+        self.ending.error = self.error or worker_failure(error)
+        if self.stream_buffer is not None:
+            contained(self.stream_buffer.wake)
+        contained(self.operations.changed)
+
+    def close(self) -> None:
+        """Closes by force, at once. Waiters get ClosedResourceError."""
+        if self.ending.state is CloseState.CLOSING:
+            self.ending.state = CloseState.CLOSED
+        if self.handle is not None:
+            self._force_close()
+        elif self._left is not None and self.engine.teardown.begun:
+            self._close_left()
+        if self.stream_buffer is not None:
+            self.stream_buffer.discard()
+
+    def follow(self, other: EndpointCore) -> None:
+        """Ends as the endpoint did that it stands beside."""
+        if self.handle is not None:
+            self.ending.error = other.error
+            self._force_close()
+
+    def _let_go(self) -> Any:
+        """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
+        contained(self.engine.peer_processes.forget, self.peer, self)
+        contained(self.engine.receive_queue.endpoint_closing, self)
+        handle, self.handle = self.handle, None
+        if self.pair is not None:
+            self.pair.ended(self)
+        self.operations.end(self.problem)
+        shares, self.shares = list(self.shares), {}
+        for share in shares:
+            share.handle = None  # none of them may use it while others are told
+        for share in shares:
+            contained(share.endpoint_ended)
+        beside, self.memory_endpoint = self.memory_endpoint, None
+        if beside is not None:
+            contained(beside.follow, self)
+        return handle
+
+    def _force_close(self) -> None:
+        engine = self.engine
+        sending = self._sending()
+        chains = self.forcible and lib.tu_chains_in_flight(self.handle)
+        handle = self._let_go()
+        if not self.forcible:
+            # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
+            # peer that died, that is for ever: the worker ends it.
+            if self.error is None:
+                verdict = lib.tu_endpoint_close(handle, lib.TU_CLOSE)
+                if verdict > 0:
+                    Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
+            self.closed(handle)
+        elif chains or engine.teardown.begun:
+            self._close_native(handle, lib.TU_CLOSE_STOP)
+        elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
+            self._finish_writing(handle)
+        engine.progress()  # UCX takes the lanes apart in its progress, completed or not
+
+    def _sending(self) -> bool:
+        """Whether UCX may still send from a buffer, whoever gave it."""
+        return any(operation.pins for operation in self.operations_over_it())
+
+    def _finish_writing(self, handle: Any) -> None:
+        """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
+
+        If UCX 1.22 still has something to write when the peer closes its end, UCX may use an endpoint that it has freed
+        (docs/ucx-reports.md: "TCP: both sides close by force"). If UCX is kept from writing, it keeps the socket until
+        the peer has closed its end, which the peer cannot do if it is kept from writing, too.
+        """
+        self._left = handle
+
+        async def finish() -> None:
+            lost = UCXError, trio.BrokenResourceError, trio.ClosedResourceError
+            try:
+                with trio.move_on_after(WRITING_TIME), suppress(*lost):
+                    await self.operations.wait_until(lambda: not self._sending())
+                    await self._flush(handle)
+            finally:
+                self._close_left()
+
+        try:
+            self.engine.run.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
+        except RuntimeError:  # the run has ended
+            self._close_left()
+
+    async def _flush(self, handle: Any) -> None:
+        """Waits until UCX has written everything, unless the endpoint is closed."""
+        verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
+        if verdict > 0:
+            flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
+            self.engine.progress()
+            await self.engine.waiting.wait(flush)
+
+    def _close_left(self) -> None:
+        """Closes UCX's endpoint if :meth:`_finish_writing` has not done that yet."""
+        handle, self._left = self._left, None
+        if handle is not None and self.engine.usable:
+            self._close_native(handle, lib.TU_CLOSE_STOP)
+            self.engine.progress()
+
+    def _close_native(self, handle: Any, how: int) -> bool:
+        """Closes UCX's endpoint by force. Returns False if UCX still has something to write."""
+        verdict = lib.tu_endpoint_close(handle, how)
+        if verdict == Status.BUSY:
+            return False
+        if verdict > 0:
+            CloseOperation(self.engine, verdict, self, handle)
+        else:
+            self.closed(handle)
+        return True
+
+    def closed(self, handle: Any) -> None:
+        """UCX has closed it."""
+        lib.tu_endpoint_free(handle)
+        self.engine.endpoints.pop(self.id, None)
+        live_handles.closed("endpoint")
+
+
+def with_endpoints_beside(scope: Scope) -> list[Scope]:
+    """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
+    beside = scope.endpoint.memory_endpoint
+    return [scope] if beside is None else [scope, beside]
+
+
+class CloseOperation(Operation):
+    __slots__ = ("core", "native")
+
+    def __init__(self, engine: Engine, id: int, core: EndpointCore, native: Any) -> None:
+        super().__init__(engine, id, None, "closing an endpoint")
+        self.core = core
+        self.native = native
+
+    def internal_error(self, error: BaseException) -> None:
+        report(f"an internal error of trio_ucx, closing the endpoint to {self.core.label}", error)
+
+    def complete(self, status: int, length: int, tag: int) -> None:
+        self.release()
+        self.core.closed(self.native)
+        self.finish(Value(None))
