@@ -335,5 +335,5 @@ async def test_a_connection_owns_its_memory_endpoint(transports: str) -> None:
             with pytest.raises(trio.BrokenResourceError, match="pretended") as caught:
                 await remote_memory.put(bytes(8), 0)
             loss, rest = split_loss(connection, caught.value)
-            beside.error = None
+            beside.ending.error = None
             assert isinstance(loss, trio.BrokenResourceError) and rest is None
