@@ -304,7 +304,7 @@ class Handshake:
             OSError: with the addresses.
         """
         hosts = [host for host, _ in self.peer.tcp_addresses if not is_loopback(host)]
-        over_tcp = self.registry.has_only_tcp and not self._shared_memory
+        over_tcp = self.registry.has_only_tcp and not self._shared_memory and self._other_host is not None
         if over_tcp and hosts and not any(map(has_route, hosts)):
             raise self._unreachable(errno.EHOSTUNREACH)
 
@@ -372,7 +372,10 @@ class Handshake:
     def _hand_arrivals_to(self, link: Link) -> None:
         arrived, self._arrived = self._arrived, []
         for arrival in arrived:
-            arrival(link)
+            try:
+                arrival(link)
+            except Exception as error:  # the others must be given up by the link, too: UCX holds them
+                link.closing.internal_error(error)
 
     # ---- failures ----
 

@@ -325,8 +325,12 @@ class Acceptor:
         if not isinstance(opened, Opened):
             raise _gave_up(opened)
         client.is_let_in = True
-        await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
-        await self._wait_for_place(client)
+        if not self._has_place():
+            await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
+            while not self._has_place():
+                await self._places.park()
+        client.has_place = True
+        self._opening += 1
         self._check_room()
         handshake.isolate() if options.isolate else handshake.move_to_suitable_worker()
         own_facts = handshake.make_facts(options.shared_memory)
@@ -343,17 +347,14 @@ class Acceptor:
             handshake.flush()
             raise
 
-    async def _wait_for_place(self, client: Client) -> None:
-        """Waits until the backlog has room for a client that was let in, and there are descriptors for it.
+    def _has_place(self) -> bool:
+        """Whether the backlog has room for a client that was let in, and there are descriptors for it.
 
         If there are too few although no other connection is being opened, :meth:`_check_room` refuses the client.
         """
-        while self._opening + len(self._ready) >= self._backlog or (
-            self._opening and not descriptors.are_left(self._descriptors_for(self._opening + 1))
-        ):
-            await self._places.park()
-        client.has_place = True
-        self._opening += 1
+        return self._opening + len(self._ready) < self._backlog and (
+            not self._opening or descriptors.are_left(self._descriptors_for(self._opening + 1))
+        )
 
     def _give_up_place(self) -> None:
         self._opening -= 1
