@@ -137,6 +137,8 @@ def run(name: str, transports: str, at: int, protected: bool) -> list[Any]:
             ended = "KeyboardInterrupt" if rest is None else repr(rest)
             if rest is not None:
                 sys.excepthook(type(rest), rest, rest.__traceback__)
+        # An interrupt in its last lines keeps trio.run from forgetting the run: Trio then refuses the next one.
+        trio._core._run.GLOBAL_RUN_CONTEXT.__dict__.clear()
         gc.collect()
     faulthandler.cancel_dump_traceback_later()
     return [ended, live_handles(), unraisable, interrupter.where, interrupter.points]
