@@ -22,7 +22,7 @@ from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint, _receive_queue
 from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._engine import data_ports, pairs, shutdown
+from trio_ucx.ucp._engine import data_ports, peer_workers, shutdown
 from trio_ucx.ucp._engine.data_ports import DataPorts
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
@@ -117,12 +117,12 @@ def fail_flushes(monkeypatch: pytest.MonkeyPatch, status: ucp.Status) -> None:
 
 def fill_worker(worker: ucp.Worker) -> None:
     """UCX has no room for another kind of endpoint in this worker, as EXCEEDS_LIMIT tells."""
-    internals(worker).pairs.is_full = True
+    internals(worker).peer_workers.is_full = True
 
 
 def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Two workers can make so few endpoints to each other, rather than 65,535."""
-    monkeypatch.setattr(pairs, "LIMIT", limit)
+    monkeypatch.setattr(peer_workers, "LIMIT", limit)
 
 
 def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:

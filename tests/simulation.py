@@ -201,11 +201,11 @@ class SimulatedShare(Share):
     def _cancel(self, operations: list[Operation]) -> None:
         pass  # nothing waits here before UCX
 
-    def fail(self, error: UCXError, *, keep: bool = False) -> None:
+    def fail(self, error: UCXError, *, reusable: bool = False) -> None:
         assert self.engine.peer_is_hostile or error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
         if not self.gone:
             self.endpoint.transport.wire.clear()  # the peer has gone, too
-        super().fail(error, keep=keep)
+        super().fail(error, reusable=reusable)
 
 
 #: On the wire: what the control socket says of an abort.

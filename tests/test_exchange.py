@@ -39,7 +39,7 @@ from trio_ucx._handshake.exchange import (
 )
 from trio_ucx._handshake.facts import Facts, SharedMemory, use_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
-from trio_ucx.ucp._engine.pairs import Standing
+from trio_ucx.ucp._engine.peer_workers import Standing
 from trio_ucx.ucp._process import Host, Process
 
 KEYS = [None, b"secret"]

@@ -245,7 +245,7 @@ MODULES = [
             "_listener",
             "_engine.borrowed",
             "_engine.tag_dispatch",
-            "_engine.pairs",
+            "_engine.peer_workers",
             "_engine.endpoint_core",
             "_engine.operations",
             "_engine.share",

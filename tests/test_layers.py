@@ -30,7 +30,7 @@ HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "
 EXCHANGE = {
     *("hashlib", "hmac", "ipaddress.IPv6Address", "ipaddress.ip_address", "zlib"),
     *("trio_ucx.ucp._address_format.SHARED_MEMORY", "trio_ucx.ucp._address_format.is_loopback"),
-    "trio_ucx.ucp._engine.pairs.Standing",
+    "trio_ucx.ucp._engine.peer_workers.Standing",
     *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
     "trio_ucx.ucp._util.printable",

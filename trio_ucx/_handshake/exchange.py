@@ -11,19 +11,11 @@
                                             [<-    AGAIN    it cannot be used: connect from another worker]
 
 Without an authkey the client does not wait for the server's PREAMBLE. The *standing* says which endpoints the server's
-worker has made to the client's, and the client chooses one (``ucp/_engine/pairs.py``); if there is none, it sends AGAIN
-instead of TAKE, and connects from another worker. If no message has come through
-between its two ends yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the
-connection is open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is
-allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
-
-Authentication. Both sides know the ``authkey``. Each frame after the preambles, except REFUSE and ABORT, ends with
-HMAC-SHA256, keyed with the SHA-256 hash of the authkey, over the sender's role and every byte of the exchange so far,
-in both directions. Both preambles carry a fresh nonce, so a recorded exchange cannot be replayed, and a byte that is
-changed on the way invalidates the next code. With an authkey the two sides take turns, so both see the bytes in the
-same order. The server proves first that it knows the key. A client therefore does not describe its worker to a server
-that does not know the key, nor does the server to such a client. REFUSE carries no code, because it may have to say
-that the keys differ. A server in protected mode refuses a client of another machine right after its preamble.
+worker has made to the client's, and the client chooses one (``ucp/_engine/peer_workers.py``); if there is none, it
+sends AGAIN instead of TAKE, and connects from another worker. If no message has come through between its two ends yet,
+each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the connection is open for the
+client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until the
+connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 """
 
 from __future__ import annotations
@@ -38,7 +30,7 @@ from typing import ClassVar
 import attrs
 
 from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError
-from ..ucp._engine.pairs import Standing
+from ..ucp._engine.peer_workers import Standing
 from ..ucp._util import printable
 from .facts import Facts
 

@@ -28,7 +28,7 @@ from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.endpoint_core import EndpointCore
 from ..ucp._engine.operations import Operation
-from ..ucp._engine.pairs import Pair, Standing
+from ..ucp._engine.peer_workers import PeerWorker, Standing
 from ..ucp._engine.pending import Signal
 from ..ucp._engine.share import Share
 from ..ucp._status import os_error_from_status
@@ -223,8 +223,8 @@ class Handshake:
         return self._peer
 
     @property
-    def _pair(self) -> Pair[EndpointCore]:
-        return self.registry.engine.pairs.of(self.peer.uid)
+    def _peer_worker(self) -> PeerWorker[EndpointCore]:
+        return self.registry.engine.peer_workers.of(self.peer.uid)
 
     @property
     def _with_itself(self) -> bool:
@@ -239,13 +239,13 @@ class Handshake:
         if self._with_itself:
             return Standing()
         self._expects = True
-        self._pair.expect(self._peer_address)
-        return self._pair.standing(self._peer_address)
+        self._peer_worker.expect(self._peer_address)
+        return self._peer_worker.standing(self._peer_address)
 
     def _expect_no_more(self) -> None:
         if self._expects:
             self._expects = False
-            self._pair.expect_no_more(self._peer_address)
+            self._peer_worker.expect_no_more(self._peer_address)
 
     def choose(self, theirs: Standing) -> tuple[int, bool]:
         """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
@@ -257,11 +257,11 @@ class Handshake:
         self.check_route()
         if self._with_itself:
             return 0, True
-        pair = self._pair
-        generation = pair.choose(theirs, self._peer_address)
+        peer = self._peer_worker
+        generation = peer.choose(theirs, self._peer_address)
         if generation is None:
             raise NeedsAnotherWorker(self.label)
-        ours = pair.standing(self._peer_address)
+        ours = peer.standing(self._peer_address)
         return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
 
     def _join(self, generation: int, greet: bool) -> None:
@@ -323,7 +323,7 @@ class Handshake:
     def _leave_endpoint(self) -> None:
         share, self._share = self._share, None
         if share is not None:
-            share.close(keep=share.endpoint.greeted)
+            share.close(reusable=share.endpoint.greeted)
 
     # ---- messages from the peer, until the link takes over ----
 
@@ -475,7 +475,7 @@ class Handshake:
         if self._peer is not None:
             contained(self._expect_no_more)
             contained(engine.tag_dispatch.forget_rendezvous, self._peer.threshold)
-            contained(engine.pairs.forget_unused, self._peer.uid)
+            contained(engine.peer_workers.forget_unused, self._peer.uid)
             if self._shared_memory:
                 contained(engine.receive_queue.may_be_writing, self._peer.host.process)
         if self._close_own_worker is not None:

@@ -75,7 +75,7 @@ class Registry:
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.receive_queue.stopped and not engine.data_ports.lost and not engine.pairs.is_full:
+            if not engine.receive_queue.stopped and not engine.data_ports.lost and not engine.peer_workers.is_full:
                 registry = Registry.of(worker)
                 if registry not in tried:
                     return registry

@@ -203,7 +203,7 @@ class Closing:
     def _peer_closed(self) -> None:
         """The peer has closed, and has our ACK: lets go of what it did not take."""
         error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} has closed")
-        self.share.fail(error, keep=self._left_nothing())
+        self.share.fail(error, reusable=self._left_nothing())
 
     def _left_nothing(self) -> bool:
         """Whether UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
@@ -281,7 +281,7 @@ class Closing:
         if self.ending.state is CloseState.CLOSED:
             return
         self.ending.state = CloseState.CLOSED
-        self.share.close(keep=self.handshake.graceful and not self._sending.undelivered and self._left_nothing())
+        self.share.close(reusable=self.handshake.graceful and not self._sending.undelivered and self._left_nothing())
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()

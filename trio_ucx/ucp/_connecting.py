@@ -62,7 +62,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
 
     UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
     answers under way, so it must not be a Connection's, which both sides may close at any time. UCX gets the peer's
-    address with a random uid: so this is none of the generations that both sides count (:mod:`._engine.pairs`).
+    address with a random uid: so this is none of the generations that both sides count (:mod:`._engine.peer_workers`).
     """
     if core.memory_endpoint is None or core.memory_endpoint.handle is None:
         engine, address = core.engine, core.peer_address
@@ -84,7 +84,7 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
 
 
 def connect_shared(engine: Engine, address: WorkerAddress, generation: int, label: str) -> EndpointCore | None:
-    """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.pairs`.
+    """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.peer_workers`.
 
     An endpoint to this worker itself is not shared: UCX connects it with itself.
 
@@ -96,15 +96,15 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int, labe
         return _make_to_worker(engine, address, opening.DEFAULT, label)
 
     with_itself = address.uid == engine.identity.address.uid
-    return make() if with_itself else engine.pairs.of(address.uid).get(generation, address, make)
+    return make() if with_itself else engine.peer_workers.of(address.uid).get(generation, address, make)
 
 
 def _make_to_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
-    blob, pair = _usable_part(engine, address, options), engine.pairs.of(address.uid)
+    blob, peer_worker = _usable_part(engine, address, options), engine.peer_workers.of(address.uid)
 
     def count(status: int) -> None:
         if status != Status.NO_MEMORY:  # UCX uses a number up even if it cannot make the endpoint
-            pair.made()
+            peer_worker.count_made()
 
     return _make_from(engine, address, blob, options, label, count)
 
@@ -193,7 +193,7 @@ def _make(
     out = ffi.new("tu_endpoint_t **")
     status = create(id, out)
     if status == Status.EXCEEDS_LIMIT:
-        engine.pairs.is_full = True
+        engine.peer_workers.is_full = True
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label, forcible=options.error_mode is not ErrorMode.NONE)

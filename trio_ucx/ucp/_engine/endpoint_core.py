@@ -17,7 +17,7 @@ from .._status import Status, UCXError
 from .._util import ConflictDetector
 from .ending import CloseState, worker_failure
 from .operations import Operation, OperationSet, Scope
-from .pairs import Pair
+from .peer_workers import PeerWorker
 from .stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EndpointCore(Scope):
         "forcible",
         "lanes_when_greeted",
         "memory_endpoint",
-        "pair",
+        "peer_worker",
         "shares",
         "stream_buffer",
         "stream_guard",
@@ -57,7 +57,7 @@ class EndpointCore(Scope):
         self.beside: EndpointCore | None = None
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
         #: when the first message for a Connection arrived over it.
-        self.pair: Pair[EndpointCore] | None = None
+        self.peer_worker: PeerWorker[EndpointCore] | None = None
         self.shares: dict[Share, None] = {}
         self.lanes_when_greeted: list[bytes] | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
@@ -119,7 +119,7 @@ class EndpointCore(Scope):
     @property
     def is_shared(self) -> bool:
         """Whether Connections share it, or did."""
-        return self.pair is not None or bool(self.shares)
+        return self.peer_worker is not None or bool(self.shares)
 
     @property
     def greeted(self) -> bool:
@@ -135,19 +135,19 @@ class EndpointCore(Scope):
         """A Connection begins to use it."""
         self.shares[share] = None
 
-    def leave(self, share: Share, *, keep: bool) -> None:
+    def leave(self, share: Share, *, reusable: bool) -> None:
         """A Connection uses it no more. Left already: no effect.
 
         Args:
-            keep: if it was the last one, see :meth:`Pair.left`.
+            reusable: if it was the last one, see :meth:`PeerWorker.left`.
         """
         if share not in self.shares:
             return
         del self.shares[share]
         if self.shares or self.handle is None:
             return
-        keep = keep and self.stream_buffer is None and not self.operations_over_it()
-        if self.pair is not None and self.pair.left(self, keep=keep):
+        reusable = reusable and self.stream_buffer is None and not self.operations_over_it()
+        if self.peer_worker is not None and self.peer_worker.left(self, reusable=reusable):
             return
         if share.error is None:
             self.close()
@@ -213,8 +213,8 @@ class EndpointCore(Scope):
         contained(self.engine.peer_processes.forget, self.peer, self)
         contained(self.engine.receive_queue.endpoint_closing, self)
         handle, self.handle = self.handle, None
-        if self.pair is not None:
-            self.pair.ended(self)
+        if self.peer_worker is not None:
+            self.peer_worker.ended(self)
         self.operations.end(self.problem)
         shares, self.shares = list(self.shares), {}
         for share in shares:

@@ -50,8 +50,8 @@ from .dispatch import deliver, deliver_failures
 from .endpoint_core import EndpointCore
 from .identity import Identity
 from .operations import Operation
-from .pairs import Pairs
-from .peers import PeerProcesses
+from .peer_processes import PeerProcesses
+from .peer_workers import PeerWorkers
 from .polling import Waiting
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
@@ -113,7 +113,7 @@ class Engine:
         self.identity = Identity.of(handle, context, client_id)
         self.data_ports = DataPorts(listening, self.identity.address.ucx)
         #: Its endpoints by worker address, for each peer worker.
-        self.pairs: Pairs[EndpointCore] = Pairs(lambda: self.progress_task.safety_net.watch())
+        self.peer_workers: PeerWorkers[EndpointCore] = PeerWorkers(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}
         self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}
@@ -288,7 +288,7 @@ class Engine:
         """Whether anybody waits for anything that UCX would tell."""
         return bool(
             self.in_flight
-            or self.pairs.idle
+            or self.peer_workers.idle
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
             or self.receivers.awaited()
@@ -362,7 +362,7 @@ class Engine:
             operations_in_flight=len(self.in_flight),
             left_over_operations=sum(operation.detached for operation in self.in_flight.values()),
             completed_operations=self.counters["completed"],
-            endpoints=open_endpoints - self.pairs.idle,
+            endpoints=open_endpoints - self.peer_workers.idle,
             wakeups=self.counters["wakeups"],
             busy_arms=counts.arm_busy,
             backoffs=self.counters["backoffs"],

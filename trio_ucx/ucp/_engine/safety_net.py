@@ -78,8 +78,8 @@ class SafetyNet:
                 self._running = True
                 self._set(INTERVAL)
                 continue
-            if engine.pairs.idle:
-                engine.guard(engine.pairs.close_idle)
+            if engine.peer_workers.idle:
+                engine.guard(engine.peer_workers.close_idle)
             if engine.tag_dispatch.undiscarded:
                 engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():

@@ -42,31 +42,31 @@ class Share(Scope):
     def endpoint(self) -> EndpointCore:
         return self._endpoint
 
-    def fail(self, error: UCXError, *, keep: bool = False) -> None:
+    def fail(self, error: UCXError, *, reusable: bool = False) -> None:
         """Marks it as failed, ends its operations, and leaves the endpoint. Failed or closed already: no effect.
 
         Args:
-            keep: whether nothing was left at the endpoint: see :meth:`Pair.left`.
+            reusable: whether nothing was left at the endpoint: see :meth:`PeerWorker.left`.
         """
         if self.gone:
             return
         self.ending.error = error
         try:
-            self._leave(keep)
+            self._leave(reusable)
         finally:
             self._tell()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self, *, reusable: bool = False) -> None:
         """Ends its operations with ClosedResourceError, and leaves the endpoint. Failed already: forgets what to call.
 
         Args:
-            keep: as for :meth:`fail`.
+            reusable: as for :meth:`fail`.
         """
         self.on_end = None
         if self.handle is not None:
-            self._leave(keep)
+            self._leave(reusable)
 
-    def _leave(self, keep: bool) -> None:
+    def _leave(self, reusable: bool) -> None:
         self.handle = None
         operations = list(self.operations.pending)
         self.operations.end(self.problem)
@@ -76,7 +76,7 @@ class Share(Scope):
             contained(end)
         if self._endpoint.stream_buffer is not None:
             contained(self._endpoint.stream_buffer.wake)
-        self._endpoint.leave(self, keep=keep)
+        self._endpoint.leave(self, reusable=reusable)
         if operations or at_end:
             self.engine.progress()
 

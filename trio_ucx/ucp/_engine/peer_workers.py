@@ -53,7 +53,7 @@ class SharedEndpoint(Protocol):
     """An endpoint that Connections share: :class:`~.operations.EndpointCore`."""
 
     handle: Any
-    pair: Pair[Any] | None
+    peer_worker: PeerWorker[Any] | None
     peer_address: WorkerAddress | None
 
     @property
@@ -72,7 +72,7 @@ E = TypeVar("E", bound=SharedEndpoint)
 
 
 @attrs.define
-class Shared(Generic[E]):
+class Kind(Generic[E]):
     """The endpoint that Connections of one kind share: over shared memory, or without.
 
     Attributes:
@@ -85,7 +85,7 @@ class Shared(Generic[E]):
     expected: int = 0
 
 
-class Pair(Generic[E]):
+class PeerWorker(Generic[E]):
     """The endpoints that this worker makes to one peer worker.
 
     The address from which an endpoint is made, with shared memory or without, distinguishes its kind.
@@ -97,17 +97,17 @@ class Pair(Generic[E]):
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
         self._made = 0
-        self._kinds: dict[bytes, Shared[E]] = {}
+        self._kinds: dict[bytes, Kind[E]] = {}
         #: Endpoints without Connections, and since when.
         self._idle: dict[E, float] = {}
 
-    def made(self) -> None:
+    def count_made(self) -> None:
         """Counts a generation: UCX has made an endpoint, or used the number up on an attempt."""
         self._made += 1
 
-    def _kind(self, address: WorkerAddress | None) -> Shared[E]:
+    def _kind(self, address: WorkerAddress | None) -> Kind[E]:
         assert address is not None
-        return self._kinds.setdefault(address.ucx, Shared())
+        return self._kinds.setdefault(address.ucx, Kind())
 
     def standing(self, address: WorkerAddress) -> Standing:
         """What is said to the peer about the endpoints of one kind."""
@@ -161,9 +161,9 @@ class Pair(Generic[E]):
             return None
         kind = self._kind(address)
         if kind.core is None or generation != kind.generation:
-            core = make()  # which calls `made`, and progresses the worker: the endpoint may have failed already
+            core = make()  # which calls `count_made`, and progresses the worker: the endpoint may have failed already
             old, kind.core, kind.generation = kind.core, core, generation
-            core.pair = self
+            core.peer_worker = self
             if core.gone:
                 self._forget(core)
             # It was greeted, if it has no Connection: `left` forgets others, as no client is expected (`_reaches`).
@@ -175,17 +175,17 @@ class Pair(Generic[E]):
 
     # ---- the end ----
 
-    def left(self, core: E, *, keep: bool) -> bool:
+    def left(self, core: E, *, reusable: bool) -> bool:
         """The last Connection has left an endpoint.
 
         Args:
-            keep: whether another connection may go on with it: nothing was left at it.
+            reusable: whether another connection may go on with it: nothing was left at it.
 
         Returns:
             Whether it stays for a moment. If not, it is to be closed now.
         """
         kind = self._kind(core.peer_address)
-        if not kind.expected and not (keep and core.greeted):
+        if not kind.expected and not (reusable and core.greeted):
             self._forget(core)
         # UCX may still be connecting one that was not greeted. If that is closed at once, another connection between
         # the same two workers over TCP sometimes breaks (UCX 1.22: 6 of 900 cancelled connects did that).
@@ -220,38 +220,38 @@ class Pair(Generic[E]):
                 core.close()
 
 
-class Pairs(Generic[E]):
-    """The pairs of one worker, by the uid of the peer worker.
+class PeerWorkers(Generic[E]):
+    """The peer workers of one worker, by their uid.
 
     Args:
-        watch: see :class:`Pair`.
+        watch: see :class:`PeerWorker`.
     """
 
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
-        self._pairs: dict[int, Pair[E]] = {}
+        self._workers: dict[int, PeerWorker[E]] = {}
         #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
 
-    def of(self, uid: int) -> Pair[E]:
-        """That with one peer worker. (It is kept as long as UCX counts, until the worker is closed.)"""
-        pair = self._pairs.get(uid)
-        if pair is None:
-            pair = self._pairs[uid] = Pair(self._watch)
-        return pair
+    def of(self, uid: int) -> PeerWorker[E]:
+        """The one with this uid. (It is kept as long as UCX counts, until the worker is closed.)"""
+        worker = self._workers.get(uid)
+        if worker is None:
+            worker = self._workers[uid] = PeerWorker(self._watch)
+        return worker
 
     def forget_unused(self, uid: int) -> None:
         """Forgets a peer worker that only said it was there."""
-        pair = self._pairs.get(uid)
-        if pair is not None and pair.is_unused:
-            del self._pairs[uid]
+        worker = self._workers.get(uid)
+        if worker is not None and worker.is_unused:
+            del self._workers[uid]
 
     @property
     def idle(self) -> int:
         """How many endpoints have no Connection."""
-        return sum(pair.idle for pair in self._pairs.values())
+        return sum(worker.idle for worker in self._workers.values())
 
     def close_idle(self) -> None:
         """Closes those that have had no Connection for a while."""
-        for pair in list(self._pairs.values()):  # closing may end a handshake with another peer
-            pair.close_idle()
+        for worker in list(self._workers.values()):  # closing may end a handshake with another peer
+            worker.close_idle()

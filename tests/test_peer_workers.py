@@ -1,7 +1,7 @@
 """The endpoint that Connections share: its rules, and a random model of two sides that connect with each other.
 
-The model runs the library's own ``Pair`` objects and ``connect_shared``. UCX, the control sockets and the handshakes
-around them are simulated, so that their events can be interleaved in any order.
+The model runs the library's own ``PeerWorker`` objects and ``connect_shared``. UCX, the control sockets and the
+handshakes around them are simulated, so that their events can be interleaved in any order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trio_ucx._native import ffi
 from trio_ucx._open import _Destination
 from trio_ucx.ucp import Status, _connecting
 from trio_ucx.ucp._connecting import connect_shared, connect_worker
-from trio_ucx.ucp._engine import pairs as pairs_module
-from trio_ucx.ucp._engine.pairs import IDLE_TIME, LIMIT, Pair, Pairs, Standing
+from trio_ucx.ucp._engine import peer_workers as module
+from trio_ucx.ucp._engine.peer_workers import IDLE_TIME, LIMIT, PeerWorker, PeerWorkers, Standing
 
 
 @attrs.define
@@ -47,7 +47,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pairs_module, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -61,7 +61,7 @@ WITHOUT: Any = SimpleNamespace(ucx=b"tcp")
 class Core:
     """Stands for an endpoint."""
 
-    pair: Any = None
+    peer_worker: Any = None
     peer_address: Any = None
     greeted: bool = False
     handle: object = 1
@@ -72,43 +72,43 @@ class Core:
 
     def close(self) -> None:
         self.handle = None
-        self.pair.ended(self)
+        self.peer_worker.ended(self)
 
 
 class OneSide:
-    """A pair and its endpoints."""
+    """A peer_worker and its endpoints."""
 
     def __init__(self) -> None:
         self.watched = 0
-        self.pair: Pair[Any] = Pair(self._watch)
+        self.peer_worker: PeerWorker[Any] = PeerWorker(self._watch)
 
     def _watch(self) -> None:
         self.watched += 1
 
-    def leave(self, core: Core, *, keep: bool) -> None:
-        if not self.pair.left(core, keep=keep):
+    def leave(self, core: Core, *, reusable: bool) -> None:
+        if not self.peer_worker.left(core, reusable=reusable):
             core.close()
 
     def standing(self, address: Any = WITH) -> Standing:
-        return self.pair.standing(address)
+        return self.peer_worker.standing(address)
 
     def get(self, generation: int, address: Any = WITH, *, greeted: bool = True) -> Core:
-        core = self.pair.get(generation, address, lambda: self.make(address))
+        core = self.peer_worker.get(generation, address, lambda: self.make(address))
         assert core is not None
         core.greeted = core.greeted or greeted
         return core  # type: ignore[no-any-return]
 
     def make(self, address: Any = WITH) -> Core:
-        self.pair.made()
+        self.peer_worker.count_made()
         return Core(peer_address=address)
 
     def cannot_get(self, generation: int, address: Any = WITH) -> bool:
-        return self.pair.get(generation, address, lambda: pytest.fail("it makes one")) is None
+        return self.peer_worker.get(generation, address, lambda: pytest.fail("it makes one")) is None
 
     def passes(self, made: int) -> None:
         """Uses generations up, as raw endpoints do."""
         for _ in range(made - self.standing().made):
-            self.pair.made()
+            self.peer_worker.count_made()
 
 
 @pytest.fixture
@@ -147,41 +147,41 @@ def test_choose(side: OneSide, ours: tuple[int, int], theirs: tuple[int, int], g
         side.get(shared)
     side.passes(made)
     assert side.standing() == Standing(made, shared, greeted=bool(shared))
-    assert side.pair.choose(Standing(*theirs), WITH) == generation
+    assert side.peer_worker.choose(Standing(*theirs), WITH) == generation
 
 
 def test_choose_of_either_kind(side: OneSide) -> None:
     """The kinds are counted together, and each has an endpoint of its own."""
     side.get(1, WITH)
     assert side.standing(WITHOUT) == Standing(1)
-    assert side.pair.choose(Standing(1), WITHOUT) == 2
-    assert side.pair.choose(Standing(0), WITHOUT) is None
-    assert side.pair.choose(Standing(2, 2), WITHOUT) == 2
+    assert side.peer_worker.choose(Standing(1), WITHOUT) == 2
+    assert side.peer_worker.choose(Standing(0), WITHOUT) is None
+    assert side.peer_worker.choose(Standing(2, 2), WITHOUT) == 2
     side.get(2, WITHOUT, greeted=False)
     assert side.standing(WITH) == Standing(2, 1, True)
     assert side.standing(WITHOUT) == Standing(2, 2)
-    assert side.pair.choose(Standing(2, 1), WITH) == 1
-    assert side.pair.choose(Standing(2, 2), WITHOUT) == 2
-    assert side.pair.choose(Standing(2), WITH) == 3
-    assert side.pair.choose(Standing(1), WITHOUT) == 2
-    assert side.pair.choose(Standing(1), WITH) is None
+    assert side.peer_worker.choose(Standing(2, 1), WITH) == 1
+    assert side.peer_worker.choose(Standing(2, 2), WITHOUT) == 2
+    assert side.peer_worker.choose(Standing(2), WITH) == 3
+    assert side.peer_worker.choose(Standing(1), WITHOUT) == 2
+    assert side.peer_worker.choose(Standing(1), WITH) is None
 
 
 def test_choose_leaves_an_endpoint_that_a_client_was_told_of(side: OneSide) -> None:
     side.get(1)
-    side.pair.expect(WITH)
-    assert side.pair.choose(Standing(1, 0), WITH) is None
-    assert side.pair.choose(Standing(1, 0), WITHOUT) == 2
-    side.pair.expect_no_more(WITH)
-    assert side.pair.choose(Standing(1, 0), WITH) == 2
+    side.peer_worker.expect(WITH)
+    assert side.peer_worker.choose(Standing(1, 0), WITH) is None
+    assert side.peer_worker.choose(Standing(1, 0), WITHOUT) == 2
+    side.peer_worker.expect_no_more(WITH)
+    assert side.peer_worker.choose(Standing(1, 0), WITH) == 2
 
 
 def test_choose_ends_at_the_limit(side: OneSide) -> None:
     side.passes(LIMIT - 2)
-    assert side.pair.choose(Standing(LIMIT - 2), WITH) == LIMIT - 1
+    assert side.peer_worker.choose(Standing(LIMIT - 2), WITH) == LIMIT - 1
     side.get(LIMIT - 1)
-    assert side.pair.choose(Standing(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
-    assert side.pair.choose(Standing(LIMIT - 1), WITH) is None
+    assert side.peer_worker.choose(Standing(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
+    assert side.peer_worker.choose(Standing(LIMIT - 1), WITH) is None
 
 
 def test_get(side: OneSide) -> None:
@@ -189,9 +189,9 @@ def test_get(side: OneSide) -> None:
     core = side.get(1)
     assert side.get(1) is core
     assert side.cannot_get(3)
-    side.pair.expect(WITH)
+    side.peer_worker.expect(WITH)
     assert side.cannot_get(2), "a client was told of the first"
-    side.pair.expect_no_more(WITH)
+    side.peer_worker.expect_no_more(WITH)
     other = side.get(2)
     assert other is not core and not core.gone, "it has a Connection"
     assert side.cannot_get(1)
@@ -201,12 +201,12 @@ def test_get_of_either_kind(side: OneSide) -> None:
     """Endpoints of one kind neither replace nor block the other's, whoever is expected."""
     core = side.get(1, WITH)
     assert side.cannot_get(1, WITHOUT)
-    side.pair.expect(WITH)
-    side.pair.expect(WITHOUT)
+    side.peer_worker.expect(WITH)
+    side.peer_worker.expect(WITHOUT)
     other = side.get(2, WITHOUT)
     assert side.get(1, WITH) is core and side.get(2, WITHOUT) is other
     assert side.cannot_get(2, WITH) and side.cannot_get(3, WITH) and side.cannot_get(3, WITHOUT)
-    side.pair.expect_no_more(WITHOUT)
+    side.peer_worker.expect_no_more(WITHOUT)
     assert side.cannot_get(3, WITH)
     newer = side.get(3, WITHOUT)
     assert side.standing(WITH) == Standing(3, 1, True)
@@ -218,11 +218,11 @@ def test_get_that_fails(side: OneSide) -> None:
     core = side.get(1)
 
     def fail() -> Core:
-        side.pair.made()
+        side.peer_worker.count_made()
         raise OSError
 
     with pytest.raises(OSError):
-        side.pair.get(2, WITH, fail)
+        side.peer_worker.get(2, WITH, fail)
     assert side.standing() == Standing(2, 1, True)
     assert side.get(1) is core
 
@@ -235,103 +235,103 @@ def test_get_of_one_that_fails_meanwhile(side: OneSide) -> None:
         core.handle = None
         return core
 
-    assert side.pair.get(1, WITH, make) is not None
+    assert side.peer_worker.get(1, WITH, make) is not None
     assert side.standing() == Standing(1)
 
 
 def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock) -> None:
     core = side.get(1)
-    side.leave(core, keep=True)
-    assert (side.pair.idle, side.watched) == (1, 1)
+    side.leave(core, reusable=True)
+    assert (side.peer_worker.idle, side.watched) == (1, 1)
     clock.now += 0.9 * IDLE_TIME
-    side.pair.close_idle()
-    assert side.get(1) is core and side.pair.idle == 0
+    side.peer_worker.close_idle()
+    assert side.get(1) is core and side.peer_worker.idle == 0
     clock.pass_idle_time()
-    side.pair.close_idle()
+    side.peer_worker.close_idle()
     assert not core.gone, "it has a Connection again"
-    side.leave(core, keep=True)
+    side.leave(core, reusable=True)
     clock.pass_idle_time()
-    side.pair.close_idle()
-    assert core.gone and side.pair.idle == 0
+    side.peer_worker.close_idle()
+    assert core.gone and side.peer_worker.idle == 0
     assert side.standing() == Standing(1)
 
 
 def test_endpoint_that_cannot_be_kept(side: OneSide) -> None:
     core = side.get(1)
-    side.leave(core, keep=False)
+    side.leave(core, reusable=False)
     assert core.gone and not side.watched
     assert side.standing() == Standing(1)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clock, keep: bool) -> None:
+@pytest.mark.parametrize("reusable", [True, False])
+def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clock, reusable: bool) -> None:
     core = side.get(1, greeted=False)
-    side.leave(core, keep=keep)
+    side.leave(core, reusable=reusable)
     assert not core.gone and side.watched
     assert side.standing() == Standing(1), "no Connection may join it"
     clock.pass_idle_time()
-    side.pair.close_idle()
+    side.peer_worker.close_idle()
     assert core.gone
 
 
 def test_endpoint_that_was_replaced_is_closed_when_it_is_left(side: OneSide) -> None:
     old, new = side.get(1), side.get(2)
-    side.leave(old, keep=True)
+    side.leave(old, reusable=True)
     assert old.gone and not new.gone
     assert side.standing() == Standing(2, 2, True)
 
 
 def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
     old = side.get(1)
-    side.leave(old, keep=True)
+    side.leave(old, reusable=True)
     new = side.get(2)
-    assert old.gone and side.pair.idle == 0
+    assert old.gone and side.peer_worker.idle == 0
     assert side.standing() == Standing(2, 2, True)
     assert side.get(2) is new
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, keep: bool) -> None:
+@pytest.mark.parametrize("reusable", [True, False])
+def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, reusable: bool) -> None:
     core = side.get(1)
     for _ in range(2):
-        side.pair.expect(WITH)
-    side.leave(core, keep=keep)
-    side.pair.expect_no_more(WITH)
+        side.peer_worker.expect(WITH)
+    side.leave(core, reusable=reusable)
+    side.peer_worker.expect_no_more(WITH)
     clock.pass_idle_time()
-    side.pair.close_idle()
+    side.peer_worker.close_idle()
     assert not core.gone
     assert side.standing() == Standing(1, 1, True)
-    side.pair.expect_no_more(WITH)
-    side.pair.close_idle()
+    side.peer_worker.expect_no_more(WITH)
+    side.peer_worker.close_idle()
     assert core.gone
 
 
 def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     """A client that is expected, and an endpoint that is made, matter to those of one kind only."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.pair.expect(WITHOUT)
+    side.peer_worker.expect(WITHOUT)
     for each in (core, other):
-        side.leave(each, keep=True)
-    assert side.pair.idle == 2
+        side.leave(each, reusable=True)
+    assert side.peer_worker.idle == 2
     newer = side.get(3, WITH)
-    assert core.gone and not other.gone and side.pair.idle == 1
-    side.leave(newer, keep=True)
+    assert core.gone and not other.gone and side.peer_worker.idle == 1
+    side.leave(newer, reusable=True)
     clock.pass_idle_time()
-    side.pair.close_idle()
+    side.peer_worker.close_idle()
     assert newer.gone and not other.gone
     assert side.standing(WITH) == Standing(3)
     assert side.standing(WITHOUT) == Standing(3, 2, True)
-    side.pair.expect_no_more(WITHOUT)
-    side.pair.close_idle()
+    side.peer_worker.expect_no_more(WITHOUT)
+    side.peer_worker.close_idle()
     assert other.gone
 
 
 def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
     """A client that is expected with another kind does not keep it."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.pair.expect(WITH)
+    side.peer_worker.expect(WITH)
     for each in (core, other):
-        side.leave(each, keep=False)
+        side.leave(each, reusable=False)
     assert other.gone and not core.gone
     assert side.standing(WITH) == Standing(2, 1, True)
     assert side.standing(WITHOUT) == Standing(2)
@@ -339,10 +339,10 @@ def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
 
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     core = side.get(1)
-    side.leave(core, keep=True)
-    side.pair.expect(WITH)
+    side.leave(core, reusable=True)
+    side.peer_worker.expect(WITH)
     core.close()
-    assert (side.standing(), side.pair.idle) == (Standing(1), 0)
+    assert (side.standing(), side.peer_worker.idle) == (Standing(1), 0)
     assert side.cannot_get(1)
     assert side.get(2) is not core
 
@@ -358,7 +358,7 @@ def test_endpoints_are_closed_while_others_are(side: OneSide, clock: Clock) -> N
     """Closing one progresses the worker, in which others fail."""
     first, second = side.get(1, greeted=False), side.get(2, greeted=False)
     for core in (first, second):
-        side.leave(core, keep=False)
+        side.leave(core, reusable=False)
     close = first.close
 
     def close_both() -> None:
@@ -367,24 +367,24 @@ def test_endpoints_are_closed_while_others_are(side: OneSide, clock: Clock) -> N
 
     first.close = close_both  # type: ignore[method-assign]
     clock.pass_idle_time()
-    side.pair.close_idle()
-    assert first.gone and second.gone and side.pair.idle == 0
+    side.peer_worker.close_idle()
+    assert first.gone and second.gone and side.peer_worker.idle == 0
 
 
 def test_peers_that_only_said_they_were_there() -> None:
-    pairs: Pairs[Any] = Pairs(lambda: None)
-    pair = pairs.of(1)
-    pair.expect(WITH)
-    pairs.forget_unused(1)
-    assert pairs.of(1) is pair
-    pair.expect_no_more(WITH)
-    pairs.forget_unused(1)
-    pairs.forget_unused(2)
-    assert pairs.of(1) is not pair
-    pairs.of(1).made()
-    pair = pairs.of(1)
-    pairs.forget_unused(1)
-    assert pairs.of(1) is pair, "UCX counts"
+    peer_workers: PeerWorkers[Any] = PeerWorkers(lambda: None)
+    peer_worker = peer_workers.of(1)
+    peer_worker.expect(WITH)
+    peer_workers.forget_unused(1)
+    assert peer_workers.of(1) is peer_worker
+    peer_worker.expect_no_more(WITH)
+    peer_workers.forget_unused(1)
+    peer_workers.forget_unused(2)
+    assert peer_workers.of(1) is not peer_worker
+    peer_workers.of(1).count_made()
+    peer_worker = peer_workers.of(1)
+    peer_workers.forget_unused(1)
+    assert peer_workers.of(1) is peer_worker, "UCX counts"
 
 
 # ---- two sides: UCX ----
@@ -395,7 +395,7 @@ class Endpoint:
     """An endpoint of the simulated UCX, and what ``EndpointCore`` does about Connections.
 
     Attributes:
-        generation: by which UCX pairs it.
+        generation: by which UCX peer_workers it.
         users: the ends of Connections and handshakes that use it.
         failed: whether UCX has said so.
         stream_data: whether stream data has come, which a later Connection must not get.
@@ -406,7 +406,7 @@ class Endpoint:
     peer: int
     generation: int
     handle: object = 1
-    pair: Any = None
+    peer_worker: Any = None
     greeted: bool = False
     peer_address: Any = None
     users: dict[End, None] = attrs.Factory(dict)
@@ -427,18 +427,18 @@ class Endpoint:
     def watch_process(self) -> None:
         """The program looks after itself."""
 
-    def leave(self, end: End, *, keep: bool) -> None:
+    def leave(self, end: End, *, reusable: bool) -> None:
         """``EndpointCore.leave``."""
         if end not in self.users:
             return
         del self.users[end]
         if self.users or self.gone:
             return
-        keep = keep and not self.stream_data
+        reusable = reusable and not self.stream_data
         was_shared = self.is_shared
-        stays = self.pair.left(self, keep=keep)
+        stays = self.peer_worker.left(self, reusable=reusable)
         expected = self.world.expected(self.node, self.peer_address)
-        assert self.is_shared is (was_shared and (expected or (keep and self.greeted))), f"{self}: kept or not"
+        assert self.is_shared is (was_shared and (expected or (reusable and self.greeted))), f"{self}: kept or not"
         assert stays or not self.is_shared
         if stays:
             assert self.node.watching, f"{self} will not be closed"
@@ -447,12 +447,12 @@ class Endpoint:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the pair offers it to the next Connection."""
-        shared: int = self.pair.standing(self.peer_address).shared
+        """Whether the peer_worker offers it to the next Connection."""
+        shared: int = self.peer_worker.standing(self.peer_address).shared
         return shared == self.generation
 
     def close(self) -> None:
-        """By the pair, or because it says so."""
+        """By the peer_worker, or because it says so."""
         assert not self.users, f"{self} is closed, and has Connections"
         for end in self.world.ends():
             assert not (end.expects and end.told_endpoint is self), f"{self} is closed, and a client was told of it"
@@ -465,8 +465,8 @@ class Endpoint:
 
     def _end(self) -> None:
         self.handle = None
-        if self.pair is not None:
-            self.pair.ended(self)
+        if self.peer_worker is not None:
+            self.peer_worker.ended(self)
         users, self.users = list(self.users), {}
         for end in users:
             end.fail()
@@ -484,11 +484,11 @@ class Node:
         #: How many endpoints UCX has counted, by the peer's uid.
         self.counted: Counter[int] = Counter()
         self.endpoints: list[Endpoint] = []
-        self.pairs: Pairs[Any] = Pairs(self._watch)
+        self.peer_workers: PeerWorkers[Any] = PeerWorkers(self._watch)
         #: What UCX says to the next attempts to make an endpoint; None: the library does not even ask it.
         self.obstacles: list[Status | None] = []
         self.engine: Any = SimpleNamespace(
-            pairs=self.pairs, identity=SimpleNamespace(address=SimpleNamespace(uid=uid)), handle=self
+            peer_workers=self.peer_workers, identity=SimpleNamespace(address=SimpleNamespace(uid=uid)), handle=self
         )
 
     def __repr__(self) -> str:
@@ -504,8 +504,8 @@ class Node:
     def close_idle(self) -> None:
         """The safety net."""
         if self.watching and not self.closed:
-            self.pairs.close_idle()
-            self.watching = self.pairs.idle > 0
+            self.peer_workers.close_idle()
+            self.watching = self.peer_workers.idle > 0
 
     def close(self) -> None:
         self.closed = True
@@ -577,8 +577,8 @@ class End:
         return -1 if self.peer is None else self.peer.uid
 
     @property
-    def pair(self) -> Pair[Any]:
-        return self.node.pairs.of(self.peer_uid)
+    def peer_worker(self) -> PeerWorker[Any]:
+        return self.node.peer_workers.of(self.peer_uid)
 
     @property
     def peer_address(self) -> Any:
@@ -591,9 +591,9 @@ class End:
     # ---- the handshake ----
 
     def standing(self) -> Standing:
-        self.pair.expect(self.peer_address)
+        self.peer_worker.expect(self.peer_address)
         self.expects = True
-        self.told = self.pair.standing(self.peer_address)
+        self.told = self.peer_worker.standing(self.peer_address)
         if self.told.shared:
             self.told_endpoint = self.attempt.world.endpoint(self.node, self.peer_uid, self.told.shared)
         return self.told
@@ -601,12 +601,12 @@ class End:
     def expect_no_more(self) -> None:
         if self.expects:
             self.expects = False
-            self.pair.expect_no_more(self.peer_address)
+            self.peer_worker.expect_no_more(self.peer_address)
 
     def choose(self, theirs: Standing) -> int | None:
-        pair, address = self.pair, self.peer_address
-        ours = pair.standing(address)
-        generation = pair.choose(theirs, address)
+        peer_worker, address = self.peer_worker, self.peer_address
+        ours = peer_worker.standing(address)
+        generation = peer_worker.choose(theirs, address)
         if generation is None:
             # There must be a reason: no endpoint that each side has, or makes next.
             has = {ours.shared}
@@ -634,7 +634,7 @@ class End:
             self.fail()
         elif self.state == ENDED:  # while it was made
             endpoint.users[self] = None
-            endpoint.leave(self, keep=endpoint.greeted)
+            endpoint.leave(self, reusable=endpoint.greeted)
         else:
             endpoint.users[self] = None
             self.endpoint = endpoint
@@ -654,16 +654,16 @@ class End:
         """The handshake or the Connection ends by force. Ended already: no effect."""
         if self.state != ENDED:
             self.tell("GONE")
-            self.end(keep=self.state == HANDSHAKE and self.endpoint is not None and self.endpoint.greeted)
+            self.end(reusable=self.state == HANDSHAKE and self.endpoint is not None and self.endpoint.greeted)
 
-    def end(self, *, keep: bool) -> None:
+    def end(self, *, reusable: bool) -> None:
         self.state = ENDED
         endpoint, self.endpoint = self.endpoint, None
         if endpoint is not None:
-            endpoint.leave(self, keep=keep)
+            endpoint.leave(self, reusable=reusable)
         if self.peer is not None:
             self.expect_no_more()
-            self.node.pairs.forget_unused(self.peer.uid)
+            self.node.peer_workers.forget_unused(self.peer.uid)
 
 
 class Attempt:
@@ -739,7 +739,7 @@ class Attempt:
         generation = client.choose(theirs)
         if generation is None:
             client.tell("AGAIN")
-            client.end(keep=False)
+            client.end(reusable=False)
             self.connect.try_another_worker()
             return
         client.tell("TAKE", generation, client.greet)
@@ -757,7 +757,7 @@ class Attempt:
                     assert told is not None
                     assert told.failed, f"{told} was promised"
                 server.tell("AGAIN")
-                server.end(keep=False)
+                server.end(reusable=False)
         except OSError:
             server.fail()
 
@@ -876,7 +876,7 @@ class World:
         """One side has closed gracefully."""
         ends = [end for end in self.ends() if end.attempt.closing]
         if ends:
-            chance.choice(ends).end(keep=chance.random() < 0.8)
+            chance.choice(ends).end(reusable=chance.random() < 0.8)
 
     def abort(self, chance: random.Random) -> None:
         ends = [end for end in self.ends() if end.state == OPEN]
@@ -952,7 +952,7 @@ class World:
             for peer, counted in node.counted.items():
                 for shared_memory in (False, True):
                     address = self.nodes[peer].address(shared_memory)
-                    standing = node.pairs.of(peer).standing(address)
+                    standing = node.peer_workers.of(peer).standing(address)
                     assert standing.made == counted, f"{node} has counted wrong"
                     if standing.shared and not node.closed:
                         endpoint = self.endpoint(node, peer, standing.shared)
@@ -983,11 +983,11 @@ class World:
 
     def end_all(self) -> None:
         for end in list(self.ends()):
-            end.end(keep=True)
+            end.end(reusable=True)
         self.clock.pass_idle_time()
         for node in self.nodes:
             node.close_idle()
-            assert node.closed or (node.pairs.idle, node.watching) == (0, False)
+            assert node.closed or (node.peer_workers.idle, node.watching) == (0, False)
         assert not self.open_endpoints()
 
 
