@@ -140,7 +140,7 @@ class World:
 
     def go_on(self, alone: bool) -> None:
         if not self.arming.armed and not self.woken and (not alone or not self.arming.steady):
-            self.arming.went_on(alone=alone and self.polling)
+            self.arming.task_resumed(alone=alone and self.polling)
 
     def round(self, *, others: bool = False) -> bool:
         """A round of the loop; ``others``: other tasks are always runnable. False when nothing will ever happen."""

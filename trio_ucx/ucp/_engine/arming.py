@@ -3,7 +3,7 @@
 UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
 do, and any progress disarms the worker. One task of each worker, the progress task, waits for the descriptor.
 
-While messages flow, arming is wasted: tasks that wait poll (``polling.py``), and a task that has found what it waited
+While messages flow, arming is wasted: tasks that wait poll (``waits.py``), and a task that has found what it waited
 for will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended
 when the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed
 worker that has work.
@@ -322,7 +322,7 @@ class Arming:
             self._deferred = True
             self.watch()
 
-    def went_on(self, *, alone: bool) -> None:
+    def task_resumed(self, *, alone: bool) -> None:
         """A task found what it waited for, and goes on; ``alone`` if no other one waits."""
         self._returns = self._returns + 1 if alone else 0
         self.steady = self._returns > STEADY

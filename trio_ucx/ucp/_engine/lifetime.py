@@ -25,9 +25,9 @@ from .._live_handles import live_handles
 from .._status import Status
 from .engine import Engine, engines
 from .operations import Operation, under_way
-from .polling import DEFAULT_SPIN
 from .receive_queue import ReceiveQueue
-from .shutdown import dispose, drain
+from .teardown import dispose, drain
+from .waits import DEFAULT_SPIN
 
 #: A drain has ended.
 _DRAINED = object()

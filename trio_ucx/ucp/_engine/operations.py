@@ -24,8 +24,8 @@ from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
 from .._util import ConflictDetector
 from .pairs import Pair
-from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
+from .waits import Pending, Signal
 
 if TYPE_CHECKING:
     from .engine import Engine

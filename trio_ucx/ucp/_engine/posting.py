@@ -13,7 +13,7 @@ from .._memory.foreign import MemoryType
 from .._status import Status, UCXError, error_from_status
 from .engine import Engine
 from .operations import Operation, Scope, with_endpoints_beside
-from .pending import Pending
+from .waits import Pending
 
 _HOST = lib.TU_MEMORY_HOST
 

@@ -1,23 +1,220 @@
-"""The progress task: makes a worker progress whenever the worker's state (``_engine/arming.py``) asks for it."""
+"""What makes a worker progress when no task of the user's does it: a system task, hooks in Trio's loop, and a timer.
+
+* :class:`ProgressTask` waits for the worker's descriptor and progresses the worker, as the worker's state
+  (``arming.py``) asks for it.
+* :class:`BeforeWait` and :class:`AfterWait` bound how long deferred work waits: batches not yet sent, a worker not yet
+  armed.
+* :class:`SafetyNet` looks for events that UCX might have lost, and does again what must be tried later.
+* :class:`Backoff` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is full,
+  say.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from time import perf_counter
+from contextlib import ExitStack, suppress
+from functools import partial
+from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 import trio
 
 from ..._native import lib
+from .._descriptors import opened
 from .._util import ignoring_late_run
-from .arming import Event, Next
-from .backoff import Backoff
-from .loop_hooks import AfterWait, BeforeWait
-from .safety_net import SafetyNet
+from .arming import MOMENT, TIMER, Event, Next
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+#: Seconds of a pause. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest ones.
+_SHORTEST, _LONGEST = 0.00005, 0.002
+#: Progress that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
+_REFILLED = 0.00002
+#: After so many seconds in which nothing has arrived or completed, UCX will not become idle any more: it is busy for
+#: ever with what it had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that
+#: late.
+_QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
+#: Seconds between two looks of the safety net. Programs that send once a second should not do so at the moment of
+#: each look.
+INTERVAL = 1.03
+#: The longest wait for a processor, in seconds, in a look that counts: an event that arrives meanwhile was not missed.
+INTERRUPTED = 0.0002
+
+
+class _Hook(trio.abc.Instrument):
+    """An instrument that is present only while it is needed. An exception in it breaks the worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._present = False
+
+    def watch(self) -> None:
+        if not self._present:
+            self._present = True
+            trio.lowlevel.add_instrument(self)
+
+    def stop_watching(self) -> None:
+        if self._present:
+            self._present = False
+            with suppress(KeyError):  # Trio drops an instrument that has raised
+                trio.lowlevel.remove_instrument(self)
+
+
+class BeforeWait(_Hook):
+    """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
+
+    It must not make a task runnable, because Trio has decided already how long it waits.
+    """
+
+    def before_io_wait(self, timeout: float) -> None:
+        engine = self._engine
+        try:
+            if engine.batches.batches and (timeout > 0 or perf_counter() - engine.batches.since > MOMENT):
+                engine.send_batches()
+            engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
+        except BaseException as error:  # Trio would drop this instrument
+            engine.internal_error(error)
+
+
+class AfterWait(_Hook):
+    """After Trio has waited for events: see :meth:`~.arming.Arming.after_wait`."""
+
+    def after_io_wait(self, timeout: float) -> None:
+        try:
+            self._engine.arming.after_wait(timeout)
+        except BaseException as error:
+            self._engine.internal_error(error)
+
+
+def _waited() -> float:
+    """Grows, in seconds, while this thread does not run."""
+    return perf_counter() - thread_time()
+
+
+class SafetyNet:
+    """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
+
+    The timer's time is real, not Trio's clock's, which ``autojump_clock`` would jump.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        self._running = False
+        #: Whether the timer looks more often, at a worker that is polled all the time.
+        self._watches_polling = False
+
+    def watch(self) -> None:
+        """Something is awaited: look."""
+        if not self._running:
+            self._running = True
+            if not self._watches_polling:
+                self._set(INTERVAL)
+
+    def watch_polling(self) -> None:
+        """The worker is not armed: look whether it is being polled all the time."""
+        if not self._watches_polling:
+            self._watches_polling = True
+            self._set(TIMER)
+
+    def _set(self, seconds: float) -> None:
+        if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
+            lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
+
+    async def run(self) -> None:
+        engine = self._engine
+        count = 0
+        while engine.handle is not None:
+            try:
+                await trio.lowlevel.wait_readable(self.timer)
+            except trio.ClosedResourceError:
+                return
+            if engine.handle is None:
+                return  # the descriptor may be another's
+            if not lib.tu_timer_ended(self.timer):
+                continue  # the timer was started again meanwhile
+            if self._watches_polling:
+                if engine.arming.timer_ended():
+                    self._set(TIMER)
+                    continue
+                count = engine.progress_count
+                self._watches_polling = False
+                self._running = True
+                self._set(INTERVAL)
+                continue
+            if engine.pairs.idle:
+                engine.guard(engine.pairs.close_idle)
+            if engine.tag_dispatch.undiscarded:
+                engine.guard(engine.tag_dispatch.discard_again)
+            if not engine.awaited():
+                self._running = False
+                self._set(0)
+                continue
+            self._set(INTERVAL)
+            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
+            # what is found now may have come just now.
+            arming = engine.arming
+            began = _waited()
+            if arming.sleeps and count == engine.progress_count:
+                before = engine.news()
+                if arming.awaits_descriptor:
+                    engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
+                if before != engine.news() and _waited() - began < INTERRUPTED:
+                    engine.counters["missed_events"] += 1
+                engine.progress()
+            count = engine.progress_count
+
+    def close(self) -> None:
+        os.close(self.timer)
+
+
+class Backoff:
+    """Pauses that grow while nothing moves, in real time."""
+
+    def __init__(self, efd: int) -> None:
+        self._efd = efd
+        self._timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        try:
+            #: Readable when the timer is, or the worker's descriptor.
+            self._either = opened(lib.tu_wait_create(efd, self._timer), "creating a worker's epoll")
+        except BaseException:
+            os.close(self._timer)
+            raise
+        self._delay = 0.0
+        #: The count of events at the last sleep, and the time since which it has not grown.
+        self._news = -1
+        self._since = 0.0
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._timer, self._either
+
+    def reset(self) -> None:
+        """UCX could be armed."""
+        self._delay = 0.0
+
+    async def sleep(self, took: float, news: int) -> None:
+        """Waits after progress that took so many seconds.
+
+        Args:
+            news: a number that grows when something arrives or completes.
+        """
+        if news != self._news:
+            self._news, self._since = news, monotonic()
+        quiet = monotonic() - self._since > _QUIET
+        if took > _REFILLED and not quiet:
+            self._delay = 0.0
+        self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
+        lib.tu_timer_set(self._timer, int(self._delay * 1e9), False)
+        # An event may end the sleep; but one that is there already, and could not be armed away, may not.
+        early = not lib.tu_readable(self._efd)
+        await trio.lowlevel.wait_readable(self._either if early else self._timer)
+
+    def close(self) -> None:
+        for fd in (self._either, self._timer):
+            os.close(fd)
 
 
 class ProgressTask:

@@ -13,7 +13,7 @@ import trio
 
 from .._contained import contained, report
 from .._forks import Birth
-from .pending import Signal
+from .waits import Signal
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -1,4 +1,7 @@
-"""Waiting for what UCX will report: a task polls for a moment before it parks.
+"""What a task waits for, and how: it polls for a moment before it parks.
+
+:class:`Pending` finishes once, and a task may wait for it: an operation, or a :class:`Signal`. :class:`Waiters` are
+tasks that wait for things of one kind. :class:`Waiting` is how the tasks of one worker wait for what UCX will report.
 
 Waking a parked task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no
 other task has work to do, which two cheap checks find out:
@@ -20,19 +23,23 @@ waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import outcome
 import trio
-from outcome import Error
+from outcome import Error, Outcome, Value
 
 from ..._native import lib
+from .._contained import report
 from .._util import check_timeout
 from .arming import Event
-from .pending import Pending
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+RaiseCancel = Callable[[], Any]
 
 #: The default of ``spin``, in seconds: three times what it costs to wake a task.
 DEFAULT_SPIN = 100e-6
@@ -44,6 +51,153 @@ _ALONE = 25e-6
 #: machine: another one is measured, up to so many in all.
 _SURELY_OTHERS = 100e-6
 _MEASURED = 3
+
+
+class Pending:
+    """Something that finishes once, with a value or an error; at most one task waits for it.
+
+    What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
+    """
+
+    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
+
+    def __init__(self) -> None:
+        self.outcome: Outcome[Any] | None = None
+        #: Called with this object when it finishes (request groups use it).
+        self.notify: Callable[[Pending], None] | None = None
+        self._task: trio.lowlevel.Task | None = None
+        #: Whether a task looks for it, and will wait for it if that finds nothing.
+        self.expected = False
+        #: Where a task is parked for it, which counts the tasks that it wakes.
+        self.parked_at: Waiting | None = None
+        self._raise_cancel: RaiseCancel | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
+        return self._task is not None or self.expected
+
+    def finish(self, result: Outcome[Any]) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = result
+        task, self._task = self._task, None
+        if task is not None:
+            parked_at, self.parked_at = self.parked_at, None
+            trio.lowlevel.reschedule(task, Value(None))
+            if parked_at is not None:
+                parked_at.woken += 1
+        notify, self.notify = self.notify, None
+        if notify is not None:
+            notify(self)
+
+    def finish_cancelled(self) -> None:
+        """Finishes with the exception that the abort function was given for a cancellation."""
+        assert self._raise_cancel is not None
+        self.finish(outcome.capture(self._raise_cancel))
+
+    def cancel(self) -> bool:
+        """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
+
+        Returns:
+            True when the wait ends now, as cancelled; False when the completion is at hand, and the waiting task gets
+            that instead.
+        """
+        raise NotImplementedError
+
+    def internal_error(self, error: BaseException) -> None:
+        """Called when ``cancel`` failed: ends what it belongs to. Never raises."""
+        report("an internal error of trio_ucx, in a cancellation", error)
+
+    def _abort_for_trio(self, raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
+        """The abort function. It must not raise, or Trio ends the run."""
+        self._raise_cancel = raise_cancel
+        try:
+            over = self.cancel()
+        except BaseException as error:
+            self.internal_error(error)
+            over = self.outcome is None
+        if not over:
+            return trio.lowlevel.Abort.FAILED
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def result(self) -> Any:
+        """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
+        assert self.outcome is not None
+        if isinstance(self.outcome, Error):
+            raise self.outcome.error
+        assert isinstance(self.outcome, Value)
+        return self.outcome.value
+
+    async def wait(self, *, watch: bool = False) -> Any:
+        """Waits until it finishes. No schedule point if it has finished.
+
+        Cancelling the wait cancels it; with ``watch``, it changes nothing about it.
+        """
+
+        def leave(_: RaiseCancel) -> trio.lowlevel.Abort:
+            self._task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        if self.outcome is None:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(leave if watch else self._abort_for_trio)
+        return self.result()
+
+
+class Signal(Pending):
+    """A Pending without an operation behind it: somebody calls :meth:`finish`."""
+
+    __slots__ = ()
+
+    def cancel(self) -> bool:
+        return True
+
+    def set(self) -> None:
+        self.finish(Value(None))
+
+
+class Waiters:
+    """Tasks that wait for things of one kind, first come, first served."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        #: In order; a dict, because those who are cancelled leave from the middle.
+        self._queue: dict[Signal, None] = {}
+
+    def __bool__(self) -> bool:
+        return any(waiter.awaited for waiter in self._queue)
+
+    def _take_first(self) -> Signal | None:
+        while self._queue:
+            first = next(iter(self._queue))
+            del self._queue[first]
+            if first.awaited:
+                return first  # else it was cancelled, and its task has not run yet: it must be given nothing
+        return None
+
+    def give(self, thing: Any) -> bool:
+        """Gives it to the task that has waited longest; False when no task waits."""
+        first = self._take_first()
+        if first is not None:
+            first.finish(Value(thing))
+        return first is not None
+
+    def fail(self, error: Exception) -> None:
+        """Ends all waits with this error."""
+        while (first := self._take_first()) is not None:
+            first.finish(Error(error))
+
+    async def wait(self, wait: Callable[[Signal], Awaitable[Any]] = Signal.wait) -> Any:
+        """Waits for a thing, with a worker's ``waiting.wait`` if it is in a hurry. Cancelling it loses none."""
+        waiter = Signal()
+        self._queue[waiter] = None
+        try:
+            return await wait(waiter)
+        finally:
+            self._queue.pop(waiter, None)
 
 
 def check_spin(spin: float | None) -> float:
@@ -93,18 +247,13 @@ class Waiting:
         return perf_counter() - self._yielded < self._yield_interval
 
     def poll_at_once(self) -> bool:
-        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered.
-
-        If so, call :meth:`went_on` before going on.
-        """
-        if not self._yield_interval or not self.polling or self.woken:
+        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered."""
+        if not self._yield_interval or not self.polling or self.woken or not self._yielded_lately():
             return False
-        return self._yielded_lately() and self._engine.take(lib.tu_poll_at_once)
-
-    def went_on(self) -> None:
-        """A task found what it wanted, by polling."""
-        if not self._engine.arming.armed:
-            self._go_on()
+        delivered = self._engine.take(lib.tu_poll_at_once)
+        if delivered:
+            self._task_resumed()
+        return delivered
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
@@ -121,7 +270,7 @@ class Waiting:
         finally:
             pending.expected = False
             if engine.arming.armed_at != engine.progress_count:  # not armed
-                self._go_on()
+                self._task_resumed()
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
@@ -169,24 +318,20 @@ class Waiting:
         engine.watch_events()
         self.parked += 1
         pending.expected = False
-        pending.on_wake = self.wake
+        pending.parked_at = self
         try:
-            await (pending.watch() if watch else pending.wait())
+            await pending.wait(watch=watch)
         finally:
             self.parked -= 1
-            if pending.on_wake is None:
+            if pending.parked_at is None:
                 self.woken -= 1
-            pending.on_wake = None
+            pending.parked_at = None
             if self._yield_interval:
                 self._yielded = perf_counter()
 
-    def wake(self) -> None:
-        """Counts a parked task that was made runnable."""
-        self.woken += 1
-
-    def _go_on(self) -> None:
-        """A task goes on, and the worker is not armed."""
+    def _task_resumed(self) -> None:
+        """A task has found what it waited for, and the worker is not armed."""
         arming = self._engine.arming
         # Otherwise a woken task will do this when it goes on, or the timer looks at the worker.
         if not self.woken and (self.parked or not arming.steady):
-            arming.went_on(alone=self.polling and not self.parked)
+            arming.task_resumed(alone=self.polling and not self.parked)
