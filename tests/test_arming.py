@@ -138,9 +138,9 @@ class World:
         self.arrive(announced=False)
         self.arming.handle(Event.POSTED)
 
-    def go_on(self, alone: bool) -> None:
-        if not self.arming.armed and not self.woken and (not alone or not self.arming.steady):
-            self.arming.task_resumed(alone=alone and self.polling)
+    def go_on(self) -> None:
+        if not self.arming.armed and not self.woken:
+            self.arming.task_resumed(self.parked)
 
     def round(self, *, others: bool = False) -> bool:
         """A round of the loop; ``others``: other tasks are always runnable. False when nothing will ever happen."""
@@ -187,7 +187,7 @@ class World:
         while self.woken:
             self.woken -= 1
             self.parked -= 1
-            self.go_on(alone=not self.parked)
+            self.go_on()
             if parks:
                 self.park()
 
@@ -373,7 +373,7 @@ def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> N
     one = world(State.DISARMED)
     for _ in range(STEADY + 1):
         one.progress_and_deliver(arm=False)
-        one.go_on(alone=True)
+        one.go_on()
     assert one.arming.steady
     one.round(others=True)
     assert not one.hook
@@ -413,11 +413,11 @@ def take(one: World, step: Step) -> None:
         if number % 2:  # in vain
             one.park()
         else:
-            one.go_on(alone=not one.parked)
+            one.go_on()
     elif what == "go on":
         for _ in range(number * 10):
             one.deliver()
-            one.go_on(alone=not one.parked)
+            one.go_on()
     elif what == "park":
         one.park()
     elif what == "wake":

@@ -22,7 +22,7 @@ PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: The most library functions from ``await connection.send`` to UCX's C call.
 MOST_OUT = 6
 #: The most from the delivery of a record to where ``await connection.receive`` returns.
-MOST_IN = 15
+MOST_IN = 14
 
 
 class Recorded:

@@ -102,8 +102,8 @@ async def test_the_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
         net = internals(worker).progress_task.safety_net
         await trio.testing.wait_all_tasks_blocked()
         async with just_before("trio_ucx safety net", net.watch_polling):
-            net._set(NOW / 1e9)
-        assert net._watches_polling
+            lib.tu_timer_set(net.timer, NOW, False)
+        assert net._interval == LATER / 1e9
         assert remaining(net.timer) > 0
-        net._set(NOW / 1e9)
-        await until(lambda: not net._watches_polling)
+        lib.tu_timer_set(net.timer, NOW, False)
+        await until(lambda: net._interval == progress.INTERVAL)

@@ -221,11 +221,6 @@ class Arming:
         """Whether the progress task waits for the descriptor."""
         return self._state is State.ARMED
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether the progress task runs only when it is woken."""
-        return self._state is State.ARMED or self._state is State.SUSPENDED
-
     def try_to_arm(self) -> bool:
         """Progresses, and tries to arm. Returns whether that succeeded.
 
@@ -322,8 +317,11 @@ class Arming:
             self._deferred = True
             self.watch()
 
-    def task_resumed(self, *, alone: bool) -> None:
-        """A task found what it waited for, and goes on; ``alone`` if no other one waits."""
+    def task_resumed(self, parked: int) -> None:
+        """A task found what it waited for, while the worker is not armed; so many others are parked."""
+        alone = self._polling and not parked
+        if alone and self.steady:
+            return  # the timer looks at the worker
         self._returns = self._returns + 1 if alone else 0
         self.steady = self._returns > STEADY
         if self.steady:

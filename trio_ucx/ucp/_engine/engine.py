@@ -18,8 +18,8 @@ the buffers until the completion record arrives, whatever became of the task tha
 receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
 *Missed events.* While something is awaited, a safety net (``progress.py``) looks once a second whether the worker has
-something to deliver although its descriptor is silent, or the progress task is suspended. It should never find
-anything; ``statistics().missed_events`` counts.
+something to deliver although its descriptor is silent. It should never find anything; ``statistics().missed_events``
+counts.
 
 *The end.* See ``lifetime.py``, which opens an engine, starts its tasks and closes it.
 

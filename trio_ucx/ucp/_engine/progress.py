@@ -102,25 +102,23 @@ class SafetyNet:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
-        self._running = False
-        #: Whether the timer looks more often, at a worker that is polled all the time.
-        self._watches_polling = False
+        #: When the next look is due, in seconds from the last one: INTERVAL; TIMER, if the worker is not armed because
+        #: it is polled all the time; 0: never, because nothing is awaited.
+        self._interval = 0.0
 
     def watch(self) -> None:
         """Something is awaited: look."""
-        if not self._running:
-            self._running = True
-            if not self._watches_polling:
-                self._set(INTERVAL)
+        if not self._interval:
+            self._look_after(INTERVAL)
 
     def watch_polling(self) -> None:
         """The worker is not armed: look whether it is being polled all the time."""
-        if not self._watches_polling:
-            self._watches_polling = True
-            self._set(TIMER)
+        if self._interval != TIMER:
+            self._look_after(TIMER)
 
-    def _set(self, seconds: float) -> None:
+    def _look_after(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
+            self._interval = seconds
             lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
 
     async def run(self) -> None:
@@ -135,32 +133,25 @@ class SafetyNet:
                 return  # the descriptor may be another's
             if not lib.tu_timer_ended(self.timer):
                 continue  # the timer was started again meanwhile
-            if self._watches_polling:
-                if engine.arming.timer_ended():
-                    self._set(TIMER)
-                    continue
+            if self._interval == TIMER:
                 count = engine.progress_count
-                self._watches_polling = False
-                self._running = True
-                self._set(INTERVAL)
+                self._look_after(TIMER if engine.arming.timer_ended() else INTERVAL)
                 continue
             if engine.pairs.idle:
                 engine.guard(engine.pairs.close_idle)
             if engine.tag_dispatch.undiscarded:
                 engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():
-                self._running = False
-                self._set(0)
+                self._look_after(0)
                 continue
-            self._set(INTERVAL)
+            self._look_after(INTERVAL)
             # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
             # what is found now may have come just now.
             arming = engine.arming
             began = _waited()
-            if arming.sleeps and count == engine.progress_count:
+            if arming.awaits_descriptor and count == engine.progress_count:
                 before = engine.news()
-                if arming.awaits_descriptor:
-                    engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
+                engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
                 if before != engine.news() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
                 engine.progress()
@@ -182,7 +173,8 @@ class Backoff:
         except BaseException:
             os.close(self._timer)
             raise
-        self._delay = 0.0
+        #: Seconds of the last sleep; 0 when UCX could be armed since.
+        self.delay = 0.0
         #: The count of events at the last sleep, and the time since which it has not grown.
         self._news = -1
         self._since = 0.0
@@ -190,10 +182,6 @@ class Backoff:
     @property
     def descriptors(self) -> tuple[int, int]:
         return self._timer, self._either
-
-    def reset(self) -> None:
-        """UCX could be armed."""
-        self._delay = 0.0
 
     async def sleep(self, took: float, news: int) -> None:
         """Waits after progress that took so many seconds.
@@ -205,9 +193,9 @@ class Backoff:
             self._news, self._since = news, monotonic()
         quiet = monotonic() - self._since > _QUIET
         if took > _REFILLED and not quiet:
-            self._delay = 0.0
-        self._delay = min(max(self._delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
-        lib.tu_timer_set(self._timer, int(self._delay * 1e9), False)
+            self.delay = 0.0
+        self.delay = min(max(self.delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
+        lib.tu_timer_set(self._timer, int(self.delay * 1e9), False)
         # An event may end the sleep; but one that is there already, and could not be armed away, may not.
         early = not lib.tu_readable(self._efd)
         await trio.lowlevel.wait_readable(self._either if early else self._timer)
@@ -253,47 +241,39 @@ class ProgressTask:
         if task is not None:
             trio.lowlevel.reschedule(task)
 
-    async def run_until(self, finished: Callable[[], bool]) -> None:
-        """Returns when that is so, or when the worker is closed or broken."""
+    async def run(self, *, ending: bool = False) -> None:
+        """Returns when the worker is closed or broken; if ``ending``, also when no close goes on in the background."""
         engine = self._engine
-        while engine.handle is not None and not finished():
+        while True:
             began = perf_counter()
-            what = engine.arming.next_step()
-            if engine.handle is None or engine.broken is not None or finished():
+            step = engine.arming.next_step()
+            if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return
             try:
-                await self._wait(what, began)
+                if step is Next.WAIT_READABLE:
+                    self._backoff.delay = 0.0
+                    await trio.lowlevel.wait_readable(self.efd)
+                    engine.counters["wakeups"] += 1
+                    engine.arming.handle(Event.READABLE)
+                elif step is Next.SUSPEND:
+                    self._suspended = trio.lowlevel.current_task()
+                    await trio.lowlevel.wait_task_rescheduled(self._leave)
+                elif step is Next.PAUSE:
+                    engine.counters["backoffs"] += 1
+                    await self._backoff.sleep(perf_counter() - began, engine.news())
+                else:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    if lib.tu_poll_goes_on(engine.handle):
+                        await engine.waiting.poll_chains()
+                    else:
+                        await trio.lowlevel.cancel_shielded_checkpoint()
             except trio.Cancelled:
                 engine.arming.interrupted()
                 raise
 
-    async def _wait(self, what: Next, began: float) -> None:
-        engine = self._engine
-        if what is Next.WAIT_READABLE:
-            self._backoff.reset()
-            await trio.lowlevel.wait_readable(self.efd)
-            engine.counters["wakeups"] += 1
-            engine.arming.handle(Event.READABLE)
-        elif what is Next.SUSPEND:
-            await self._suspend()
-        elif what is Next.PAUSE:
-            engine.counters["backoffs"] += 1
-            await self._backoff.sleep(perf_counter() - began, engine.news())
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            if lib.tu_poll_goes_on(engine.handle):
-                await engine.waiting.poll_chains()
-            else:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-
-    async def _suspend(self) -> None:
-        self._suspended = trio.lowlevel.current_task()
-
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._suspended = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(abort)
+    def _leave(self, _: object) -> trio.lowlevel.Abort:
+        self._suspended = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
     def close(self) -> None:
         """The worker is closed: ends what waits for its descriptors, and closes those that are ours."""

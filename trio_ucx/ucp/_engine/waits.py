@@ -250,10 +250,11 @@ class Waiting:
         """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered."""
         if not self._yield_interval or not self.polling or self.woken or not self._yielded_lately():
             return False
-        delivered = self._engine.take(lib.tu_poll_at_once)
-        if delivered:
-            self._task_resumed()
-        return delivered
+        if not self._engine.take(lib.tu_poll_at_once):
+            return False
+        if not self.woken:
+            self._engine.arming.task_resumed(self.parked)
+        return True
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
@@ -269,8 +270,9 @@ class Waiting:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
-            if engine.arming.armed_at != engine.progress_count:  # not armed
-                self._task_resumed()
+            # A woken task will see to the worker when it goes on.
+            if engine.arming.armed_at != engine.progress_count and not self.woken:  # not armed
+                engine.arming.task_resumed(self.parked)
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
@@ -328,10 +330,3 @@ class Waiting:
             pending.parked_at = None
             if self._yield_interval:
                 self._yielded = perf_counter()
-
-    def _task_resumed(self) -> None:
-        """A task has found what it waited for, and the worker is not armed."""
-        arming = self._engine.arming
-        # Otherwise a woken task will do this when it goes on, or the timer looks at the worker.
-        if not self.woken and (self.parked or not arming.steady):
-            arming.task_resumed(alone=self.polling and not self.parked)
