@@ -103,15 +103,6 @@ class Event(IntEnum):
     RUNS = auto()
 
 
-class Next(IntEnum):
-    """What the progress task does next."""
-
-    WAIT_READABLE = auto()
-    SUSPEND = auto()
-    PAUSE = auto()
-    YIELD = auto()
-
-
 class Progress(IntEnum):
     """What became of progressing a worker."""
 
@@ -293,10 +284,10 @@ class Arming:
 
     # ---- the progress task ----
 
-    def next_step(self) -> Next:
-        """The progress task runs. Returns what it does next."""
+    def next_step(self) -> State:
+        """The progress task runs. Returns what it waits for: never DISARMED."""
         self.handle(Event.RUNS)
-        return _NEXT[self._state]
+        return self._state
 
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
@@ -336,10 +327,7 @@ class Arming:
         """Schedules OVERDUE for the next round. Trio has decided how long it waits: no task may be woken here."""
         self._deferred = self.steady = False
         self._returns = 0
-        self._loop.call_soon(self._handle_overdue)
-
-    def _handle_overdue(self) -> None:
-        self.handle(Event.OVERDUE)
+        self._loop.call_soon(lambda: self.handle(Event.OVERDUE))
 
     def watch(self) -> None:
         """Something is deferred: lets the hook before waits look at it."""
@@ -411,15 +399,6 @@ class Arming:
             self._busy += 1
             if self._busy > BUSY_ROUNDS:
                 self._loop.stop_watching_events()
-
-
-_NEXT = {
-    State.ARMED: Next.WAIT_READABLE,
-    State.SUSPENDED: Next.SUSPEND,
-    State.PROGRESSING: Next.YIELD,
-    State.BACKING_OFF: Next.PAUSE,
-    State.ENDED: Next.SUSPEND,
-}
 
 
 def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:

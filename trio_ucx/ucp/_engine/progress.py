@@ -23,7 +23,7 @@ import trio
 from ..._native import lib
 from .._descriptors import opened
 from .._util import ignoring_late_run
-from .arming import MOMENT, TIMER, Event, Next
+from .arming import MOMENT, TIMER, Event, State
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -246,27 +246,27 @@ class ProgressTask:
         engine = self._engine
         while True:
             began = perf_counter()
-            step = engine.arming.next_step()
+            state = engine.arming.next_step()
             if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return
             try:
-                if step is Next.WAIT_READABLE:
+                if state is State.ARMED:
                     self._backoff.delay = 0.0
                     await trio.lowlevel.wait_readable(self.efd)
                     engine.counters["wakeups"] += 1
                     engine.arming.handle(Event.READABLE)
-                elif step is Next.SUSPEND:
-                    self._suspended = trio.lowlevel.current_task()
-                    await trio.lowlevel.wait_task_rescheduled(self._leave)
-                elif step is Next.PAUSE:
+                elif state is State.BACKING_OFF:
                     engine.counters["backoffs"] += 1
                     await self._backoff.sleep(perf_counter() - began, engine.news())
-                else:
+                elif state is State.PROGRESSING:
                     await trio.lowlevel.checkpoint_if_cancelled()
                     if lib.tu_poll_goes_on(engine.handle):
                         await engine.waiting.poll_chains()
                     else:
                         await trio.lowlevel.cancel_shielded_checkpoint()
+                else:
+                    self._suspended = trio.lowlevel.current_task()
+                    await trio.lowlevel.wait_task_rescheduled(self._leave)
             except trio.Cancelled:
                 engine.arming.interrupted()
                 raise
