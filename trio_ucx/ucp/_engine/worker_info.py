@@ -110,6 +110,6 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         polls_paid=native.polls_paid,
         poll_seconds=native.poll_nanoseconds / 1e9,
         poll_limit=native.poll_limit / 1e9,
-        background_closes=len(engine.run.background),
+        background_closes=engine.run.background,
         stopped_queues=counters["stopped_queues"],
     )
