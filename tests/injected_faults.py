@@ -22,7 +22,7 @@ from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint, _receive_queue
 from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._engine import data_ports, peer_workers, shutdown
+from trio_ucx.ucp._engine import data_ports, peer_workers, teardown
 from trio_ucx.ucp._engine.data_ports import DataPorts
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
@@ -72,7 +72,7 @@ def forget_queues(worker: ucp.Worker) -> None:
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Returns a list that gets each worker which is left alone from now on, because it cannot be destroyed."""
     left_alone: list[Any] = []
-    monkeypatch.setattr(shutdown, "left_alone", left_alone)
+    monkeypatch.setattr(teardown, "left_alone", left_alone)
     return left_alone
 
 

@@ -33,9 +33,9 @@ from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._engine.operations import Operation, OperationSet
-from trio_ucx.ucp._engine.pending import Pending
 from trio_ucx.ucp._engine.share import Share
 from trio_ucx.ucp._engine.teardown import Teardown
+from trio_ucx.ucp._engine.waits import Pending
 from trio_ucx.ucp._features import Feature
 from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._memory.buffers import Pinned
@@ -155,7 +155,7 @@ class SimulatedEngine:
     def watch_events(self) -> None:
         pass
 
-    def undisturbed(self, function: Callable[[], None]) -> bool:
+    def without_delivery(self, function: Callable[[], None]) -> bool:
         function()
         return False
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_ucx.ucp._engine import arming as _arming
-from trio_ucx.ucp._engine.arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Next, Progress, State
+from trio_ucx.ucp._engine.arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Progress, State
 
 #: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
 BOUND = 2 * TIMER + 0.01
@@ -44,7 +44,7 @@ class World:
     soon: list[Callable[[], None]] = attrs.Factory(list)
     timer: float = math.inf
     #: What the progress task waits for; None: it runs in the next round. And until when.
-    progress_task: Next | None = None
+    progress_task: State | None = None
     pause: float = math.inf
     #: Tasks that wait for the worker; those of them that will run.
     parked: int = 0
@@ -122,7 +122,7 @@ class World:
 
     def resume(self) -> None:
         self.calls.append("resume")
-        if self.progress_task is Next.SUSPEND:
+        if self.progress_task is State.SUSPENDED:
             self.progress_task = None
 
     # ---- what tasks do ----
@@ -138,9 +138,9 @@ class World:
         self.arrive(announced=False)
         self.arming.handle(Event.POSTED)
 
-    def go_on(self, alone: bool) -> None:
-        if not self.arming.armed and not self.woken and (not alone or not self.arming.steady):
-            self.arming.went_on(alone=alone and self.polling)
+    def go_on(self) -> None:
+        if not self.arming.armed and not self.woken:
+            self.arming.task_resumed(self.parked)
 
     def round(self, *, others: bool = False) -> bool:
         """A round of the loop; ``others``: other tasks are always runnable. False when nothing will ever happen."""
@@ -149,8 +149,8 @@ class World:
         if self.hook:
             self.arming.before_wait(deadline, batches=False)
         if not runnable and not self.soon:
-            watched = self.progress_task is Next.WAIT_READABLE or (
-                self.progress_task is Next.PAUSE and self.armed_by_ucx
+            watched = self.progress_task is State.ARMED or (
+                self.progress_task is State.BACKING_OFF and self.armed_by_ucx
             )
             if not (watched and self.descriptor):
                 wakes = min(self.timer, self.pause)
@@ -165,7 +165,7 @@ class World:
             self.timer = math.inf
             if self.arming.timer_ended():
                 self.timer = self.clock + TIMER
-        if self.progress_task is Next.WAIT_READABLE and self.descriptor:
+        if self.progress_task is State.ARMED and self.descriptor:
             self.progress_task = None
             self.arming.handle(Event.READABLE)
         if self.pause <= self.clock:
@@ -175,9 +175,9 @@ class World:
             function()
         if self.progress_task is None:
             self.progress_task = self.arming.next_step()
-            if self.progress_task is Next.PAUSE:
+            if self.progress_task is State.BACKING_OFF:
                 self.pause = self.clock + PAUSE
-            elif self.progress_task is Next.YIELD:
+            elif self.progress_task is State.PROGRESSING:
                 self.progress_task = None
         self.clock += 3e-6
         return True
@@ -187,7 +187,7 @@ class World:
         while self.woken:
             self.woken -= 1
             self.parked -= 1
-            self.go_on(alone=not self.parked)
+            self.go_on()
             if parks:
                 self.park()
 
@@ -310,15 +310,14 @@ def test_the_progress_task_takes_over_when_arming_fails(event: Event, state: Sta
 
 
 def test_a_run_ends_in_what_ucx_says() -> None:
-    for refusals, more, stuck, state, following in (
-        (0, 0, False, State.ARMED, Next.WAIT_READABLE),
-        (0, 1, False, State.PROGRESSING, Next.YIELD),
-        (1, 0, False, State.BACKING_OFF, Next.PAUSE),
-        (1, 0, True, State.SUSPENDED, Next.SUSPEND),
+    for refusals, more, stuck, state in (
+        (0, 0, False, State.ARMED),
+        (0, 1, False, State.PROGRESSING),
+        (1, 0, False, State.BACKING_OFF),
+        (1, 0, True, State.SUSPENDED),
     ):
         one = World(refusals=refusals, more=more, is_stuck=stuck)
-        assert one.arming.next_step() is following
-        assert one.arming.state is state
+        assert one.arming.next_step() is state
 
 
 def test_a_look_that_serves_every_parked_task_suffices() -> None:
@@ -373,7 +372,7 @@ def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> N
     one = world(State.DISARMED)
     for _ in range(STEADY + 1):
         one.progress_and_deliver(arm=False)
-        one.go_on(alone=True)
+        one.go_on()
     assert one.arming.steady
     one.round(others=True)
     assert not one.hook
@@ -393,7 +392,7 @@ def test_an_interrupted_progress_task_looks_again() -> None:
     for state in (State.ARMED, State.DISARMED, State.SUSPENDED, State.BACKING_OFF):
         one = world(state)
         one.arming.interrupted()
-        assert one.arming.next_step() is Next.WAIT_READABLE
+        assert one.arming.next_step() is State.ARMED
 
 
 # ---- nobody sleeps on a disarmed worker that has work ----
@@ -413,11 +412,11 @@ def take(one: World, step: Step) -> None:
         if number % 2:  # in vain
             one.park()
         else:
-            one.go_on(alone=not one.parked)
+            one.go_on()
     elif what == "go on":
         for _ in range(number * 10):
             one.deliver()
-            one.go_on(alone=not one.parked)
+            one.go_on()
     elif what == "park":
         one.park()
     elif what == "wake":

@@ -234,7 +234,6 @@ MODULES = [
         for name in (
             "_engine.arming",
             "_engine.batches",
-            "_engine.loop_hooks",
             "_engine.progress",
             "_memory.buffers",
             "_chains.run",
@@ -249,10 +248,8 @@ MODULES = [
             "_engine.endpoint_core",
             "_engine.operations",
             "_engine.share",
-            "_engine.pending",
+            "_engine.waits",
             "_engine.posting",
-            "_engine.safety_net",
-            "_engine.polling",
         )
     ),
 ]

@@ -20,9 +20,9 @@ from trio_ucx.ucp._engine.dispatch import deliver
 
 PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: The most library functions from ``await connection.send`` to UCX's C call.
-MOST_OUT = 8
+MOST_OUT = 6
 #: The most from the delivery of a record to where ``await connection.receive`` returns.
-MOST_IN = 16
+MOST_IN = 14
 
 
 class Recorded:

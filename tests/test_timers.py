@@ -17,7 +17,7 @@ from timing import Stopwatch
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine import safety_net
+from trio_ucx.ucp._engine import progress
 
 #: Nanoseconds: at once, and so late that it is not in the test's time.
 NOW, LATER = 1, 1000 * 10**9
@@ -97,13 +97,13 @@ async def test_short_delays_are_short() -> None:
 
 async def test_the_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
-    monkeypatch.setattr(safety_net, "TIMER", LATER / 1e9)
+    monkeypatch.setattr(progress, "TIMER", LATER / 1e9)
     async with ucp.open_worker() as worker:
         net = internals(worker).progress_task.safety_net
         await trio.testing.wait_all_tasks_blocked()
         async with just_before("trio_ucx safety net", net.watch_polling):
-            net._set(NOW / 1e9)
-        assert net._watches_polling
+            lib.tu_timer_set(net.timer, NOW, False)
+        assert net._interval == LATER / 1e9
         assert remaining(net.timer) > 0
-        net._set(NOW / 1e9)
-        await until(lambda: not net._watches_polling)
+        lib.tu_timer_set(net.timer, NOW, False)
+        await until(lambda: net._interval == progress.INTERVAL)

@@ -19,8 +19,8 @@ from ._tag_queue import Want
 from .ucp import Endpoint, Worker
 from .ucp._endpoint import close_in_background
 from .ucp._engine.ending import CloseState
-from .ucp._engine.pending import Pending
 from .ucp._engine.posting import completed
+from .ucp._engine.waits import Pending
 from .ucp._memory.buffers import Buffer
 from .ucp._memory.pointers import refuse_pointers
 from .ucp._tag import SHORT

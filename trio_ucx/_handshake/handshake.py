@@ -29,8 +29,8 @@ from ..ucp._contained import contained, report
 from ..ucp._engine.endpoint_core import EndpointCore
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.peer_workers import PeerWorker, Standing
-from ..ucp._engine.pending import Signal
 from ..ucp._engine.share import Share
+from ..ucp._engine.waits import Signal
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -367,7 +367,7 @@ class Handshake:
         control.on_event, control.on_lost = closing.control_said, closing.control_lost
         self.opened.finish(Value(link))
         self._held.clear()
-        self.registry.engine.undisturbed(lambda: self._hand_arrivals_to(link))
+        self.registry.engine.without_delivery(lambda: self._hand_arrivals_to(link))
 
     def _hand_arrivals_to(self, link: Link) -> None:
         arrived, self._arrived = self._arrived, []

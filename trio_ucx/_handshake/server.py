@@ -27,7 +27,7 @@ from ..ucp import UCXError, Worker
 from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
-from ..ucp._engine.pending import Waiters
+from ..ucp._engine.waits import Waiters
 from ..ucp._util import warn_resource
 from .control_stream import (
     ControlStream,

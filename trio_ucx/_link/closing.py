@@ -266,8 +266,8 @@ class Closing:
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
-        # Undisturbed, so that waiting tasks learn that we closed it, whatever the peer has done meanwhile.
-        if self.ending.state is not CloseState.CLOSED and self.engine.undisturbed(self._abort):
+        # Without delivery, so that waiting tasks learn that we closed it, whatever the peer has done meanwhile.
+        if self.ending.state is not CloseState.CLOSED and self.engine.without_delivery(self._abort):
             self.engine.progress()
 
     def _abort(self) -> None:

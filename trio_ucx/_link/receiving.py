@@ -21,8 +21,8 @@ from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
-from ..ucp._engine.pending import Pending
 from ..ucp._engine.posting import pin
+from ..ucp._engine.waits import Pending
 from ..ucp._memory.buffers import Buffer, Pinned, new_bytes
 from ..ucp._status import error_from_status
 from .buffers import PackedMessages, StreamBuffer
@@ -165,7 +165,6 @@ class Receiving:
             waiting = self.engine.waiting
             if not queue.idle or self.credit.stalled or not waiting.poll_at_once():
                 return None
-            waiting.went_on()
             packed = queue.packed
             if packed is None:
                 return None

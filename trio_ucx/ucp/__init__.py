@@ -57,8 +57,7 @@ from ._endpoint import CloseMode as CloseMode
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import EndpointStatistics as EndpointStatistics
 from ._endpoint import Transport as Transport
-from ._engine.pending import RequestCancelled as RequestCancelled
-from ._engine.statistics import WorkerStatistics as WorkerStatistics
+from ._engine.worker_info import WorkerStatistics as WorkerStatistics
 from ._features import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._features import Feature as Feature
 from ._listener import ConnectionRequest as ConnectionRequest
@@ -71,6 +70,7 @@ from ._memory.registered import MemoryDescriptor as MemoryDescriptor
 from ._memory.strided import Strided as Strided
 from ._opening import ErrorMode as ErrorMode
 from ._requests import Request as Request
+from ._requests import RequestCancelled as RequestCancelled
 from ._requests import RequestGroup as RequestGroup
 from ._rma.remote_memory import RemoteMemory as RemoteMemory
 from ._status import Status as Status

@@ -18,7 +18,7 @@ from .._native import ffi, lib
 from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
 from ._engine.engine import Engine
-from ._engine.pending import Waiters
+from ._engine.waits import Waiters
 from ._features import Feature
 from ._live_handles import live_handles
 from ._status import Status, UCXError

@@ -101,7 +101,7 @@ class Context(metaclass=OpenedNotConstructed):
     #: How many file descriptors one of its workers needs.
     descriptors_per_worker: int
     #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
-    workers: dict[object, Callable[[], None]] = attrs.field(factory=dict)
+    workers: dict[Any, Callable[[], None]] = attrs.field(factory=dict)
     #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
     postponed: list[Callable[[], bool]] = attrs.field(factory=list)
     memories: set[Memory] = attrs.field(factory=set)

@@ -20,7 +20,7 @@ from ._attributes import check_name
 from ._connecting import accept_request
 from ._endpoint import Endpoint, read_sockaddr
 from ._engine.engine import Engine, engines
-from ._engine.pending import Waiters
+from ._engine.waits import Waiters
 from ._live_handles import live_handles
 from ._opening import EndpointOptions, ErrorMode, check_error_mode
 from ._status import Status, os_error_from_status

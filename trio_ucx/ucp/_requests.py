@@ -13,8 +13,8 @@ from trio.lowlevel import enable_ki_protection
 from ._am_send import SendProtocol, post_am_send
 from ._endpoint import Endpoint
 from ._engine.engine import Engine
-from ._engine.pending import Pending, RequestCancelled, Signal
 from ._engine.posting import completed
+from ._engine.waits import Pending, Signal
 from ._memory.buffers import Buffer
 from ._stream import post_stream_send
 from ._tag import check_tag, post_receive, post_send
@@ -34,6 +34,10 @@ class SupportsRequests(Protocol):
     def worker(self) -> _OnWorker: ...
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
     def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending: ...
+
+
+class RequestCancelled(Exception):
+    """This request of a group was cancelled, by ``request.cancel()`` or because its group was."""
 
 
 @attrs.define(eq=False, repr=False)

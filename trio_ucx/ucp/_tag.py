@@ -71,7 +71,7 @@ def check_claim(engine: Engine) -> None:
 
 
 def check_feature(engine: Engine) -> None:
-    if not engine.tags:
+    if not engine.tag_dispatch.has_tags:
         engine.context.require(Feature.TAG, "receiving tag messages")
 
 

@@ -24,9 +24,9 @@ from ._endpoint import Endpoint
 from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
-from ._engine.polling import check_spin, check_yield_interval
 from ._engine.posting import completed, pending_operation, pin, post_flush
-from ._engine.statistics import WorkerStatistics
+from ._engine.waits import check_spin, check_yield_interval
+from ._engine.worker_info import WorkerStatistics
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer

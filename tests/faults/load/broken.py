@@ -12,7 +12,7 @@ from trio_ucx import _wire as wire
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import Receiving
 from trio_ucx._link.sending import Sending
-from trio_ucx.ucp._engine.pending import Pending
+from trio_ucx.ucp._engine.waits import Pending
 
 #: One in so many grants, messages and wake-ups is broken.
 GRANTS, MESSAGES, WAKEUPS = 3, 300, 20
@@ -49,7 +49,7 @@ def lose_wakeups() -> None:
     lost = _each(WAKEUPS)
 
     def finish_silently(self: Pending, result: Any) -> None:
-        if self.outcome is None and self._task is not None and self.on_wake is not None and lost():
+        if self.outcome is None and self._task is not None and self.parked_at is not None and lost():
             self.outcome = result
             return
         finish(self, result)

@@ -17,8 +17,8 @@ from ..._native import lib
 from .._am_send import MAX_ID
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
-from .._engine.pending import Signal
 from .._engine.posting import completed, pending_operation
+from .._engine.waits import Signal
 from .._features import Feature
 from .._memory.buffers import Buffer, Pinned
 from .._memory.pointers import refuse_pointers

@@ -18,10 +18,10 @@ from .._descriptors import opened
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
-from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
+from .._requests import RequestCancelled
 from .._rma.remote_memory import RemoteMemory
 from .._rma.ways import Key, Way
 from .._status import Status

@@ -3,7 +3,7 @@
 UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
 do, and any progress disarms the worker. One task of each worker, the progress task, waits for the descriptor.
 
-While messages flow, arming is wasted: tasks that wait poll (``polling.py``), and a task that has found what it waited
+While messages flow, arming is wasted: tasks that wait poll (``waits.py``), and a task that has found what it waited
 for will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended
 when the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed
 worker that has work.
@@ -101,15 +101,6 @@ class Event(IntEnum):
     POLLED = auto()
     #: The progress task runs.
     RUNS = auto()
-
-
-class Next(IntEnum):
-    """What the progress task does next."""
-
-    WAIT_READABLE = auto()
-    SUSPEND = auto()
-    PAUSE = auto()
-    YIELD = auto()
 
 
 class Progress(IntEnum):
@@ -221,11 +212,6 @@ class Arming:
         """Whether the progress task waits for the descriptor."""
         return self._state is State.ARMED
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether the progress task runs only when it is woken."""
-        return self._state is State.ARMED or self._state is State.SUSPENDED
-
     def try_to_arm(self) -> bool:
         """Progresses, and tries to arm. Returns whether that succeeded.
 
@@ -298,10 +284,10 @@ class Arming:
 
     # ---- the progress task ----
 
-    def next_step(self) -> Next:
-        """The progress task runs. Returns what it does next."""
+    def next_step(self) -> State:
+        """The progress task runs. Returns what it waits for: never DISARMED."""
         self.handle(Event.RUNS)
-        return _NEXT[self._state]
+        return self._state
 
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
@@ -322,8 +308,11 @@ class Arming:
             self._deferred = True
             self.watch()
 
-    def went_on(self, *, alone: bool) -> None:
-        """A task found what it waited for, and goes on; ``alone`` if no other one waits."""
+    def task_resumed(self, parked: int) -> None:
+        """A task found what it waited for, while the worker is not armed; so many others are parked."""
+        alone = self._polling and not parked
+        if alone and self.steady:
+            return  # the timer looks at the worker
         self._returns = self._returns + 1 if alone else 0
         self.steady = self._returns > STEADY
         if self.steady:
@@ -338,10 +327,7 @@ class Arming:
         """Schedules OVERDUE for the next round. Trio has decided how long it waits: no task may be woken here."""
         self._deferred = self.steady = False
         self._returns = 0
-        self._loop.call_soon(self._handle_overdue)
-
-    def _handle_overdue(self) -> None:
-        self.handle(Event.OVERDUE)
+        self._loop.call_soon(lambda: self.handle(Event.OVERDUE))
 
     def watch(self) -> None:
         """Something is deferred: lets the hook before waits look at it."""
@@ -413,15 +399,6 @@ class Arming:
             self._busy += 1
             if self._busy > BUSY_ROUNDS:
                 self._loop.stop_watching_events()
-
-
-_NEXT = {
-    State.ARMED: Next.WAIT_READABLE,
-    State.SUSPENDED: Next.SUSPEND,
-    State.PROGRESSING: Next.YIELD,
-    State.BACKING_OFF: Next.PAUSE,
-    State.ENDED: Next.SUSPEND,
-}
 
 
 def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:

@@ -21,7 +21,7 @@ class DeferredBatch(Protocol):
 
 
 class Batches:
-    """The deferred batches of one worker. A hook before Trio's waits bounds how long they wait (``loop_hooks.py``).
+    """The deferred batches of one worker. A hook before Trio's waits bounds how long they wait (``progress.py``).
 
     Args:
         watch: makes that hook look.

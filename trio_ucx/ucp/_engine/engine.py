@@ -10,16 +10,16 @@ which wakes tasks; no user code runs in a delivery. When there are none left, C 
 *What calls it.* One system task per worker, the progress task (``progress.py``), waits for the descriptor with
 ``wait_readable`` and calls it whenever the descriptor wakes it. A task that posts an operation which does not complete
 at once calls :meth:`Engine.progress`, because posting to an armed worker can leave it with work and no event: it must
-be progressed and armed again before all tasks sleep. Waiting tasks poll before they park (``polling.py``). The module
+be progressed and armed again before all tasks sleep. Waiting tasks poll before they park (``waits.py``). The module
 ``arming.py`` decides what progresses the worker next.
 
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag
 receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
 
-*Missed events.* While something is awaited, a safety net (``safety_net.py``) looks once a second whether the worker has
-something to deliver although its descriptor is silent, or the progress task is suspended. It should never find
-anything; ``statistics().missed_events`` counts.
+*Missed events.* While something is awaited, a safety net (``progress.py``) looks once a second whether the worker has
+something to deliver although its descriptor is silent. It should never find anything; ``statistics().missed_events``
+counts.
 
 *The end.* See ``lifetime.py``, which opens an engine, starts its tasks and closes it.
 
@@ -33,7 +33,7 @@ import collections
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 from outcome import Error
@@ -41,25 +41,22 @@ from outcome import Error
 from ..._native import ffi, lib
 from .._contained import contained, report
 from .._context import Context
-from .._features import Feature
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .batches import Batches
 from .data_ports import DataPorts
-from .dispatch import deliver, deliver_failures
+from .dispatch import Receivers, deliver, deliver_failures
 from .endpoint_core import EndpointCore
-from .identity import Identity
 from .operations import Operation
 from .peer_processes import PeerProcesses
 from .peer_workers import PeerWorkers
-from .polling import Waiting
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
-from .receivers import Receivers
-from .statistics import WorkerStatistics
 from .tag_dispatch import TagDispatch
 from .teardown import Teardown
 from .trio_run import TrioRun
+from .waits import Waiting
+from .worker_info import Identity, WorkerStatistics, worker_statistics
 
 _BATCH = 256
 _FIELDS = lib.TU_RECORD_FIELDS
@@ -118,8 +115,6 @@ class Engine:
         self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}
         self._last_id = 0
-        #: Whether tag messages may be used; asked so often that the context's flags are too slow.
-        self.tags = Feature.TAG in context.features
         self.tag_dispatch = TagDispatch(self)
         self.receivers = Receivers(serves_memory=context.serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
@@ -151,17 +146,27 @@ class Engine:
             trio.ClosedResourceError: after the worker was closed.
             trio.BrokenResourceError: after an internal error.
         """
+        # Every message passes here: the usual answer takes a single function. (A forked child has no handle.)
+        if (
+            self.handle is None
+            or self.run.thread != threading.get_ident()
+            or self.broken is not None
+            or self.teardown.begun
+        ):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
         self.run.check("this worker")
         self.run.check_thread()
         if self.handle is None or self.teardown.begun:
             raise trio.ClosedResourceError("this worker was closed")
-        if self.broken is not None:
-            raise broken(f"this worker broke: {self.broken!r}", self.broken)
+        assert self.broken is not None
+        raise broken(f"this worker broke: {self.broken!r}", self.broken)
 
     @property
     def usable(self) -> bool:
-        run = self.run
-        return self.handle is not None and not run.inherited and run.thread == threading.get_ident()
+        """Whether UCX's worker is there, and may be used by this thread. (A forked child has no handle.)"""
+        return self.handle is not None and self.run.thread == threading.get_ident()
 
     def next_id(self) -> int:
         self._last_id += 1
@@ -225,7 +230,7 @@ class Engine:
             self.progress_and_deliver(arm=False)
         return count > 0
 
-    def undisturbed(self, function: Callable[[], None]) -> bool:
+    def without_delivery(self, function: Callable[[], None]) -> bool:
         """Calls it, and delivers nothing meanwhile. Whether the engine is to progress now."""
         if self._delivering:
             function()
@@ -241,7 +246,7 @@ class Engine:
     def send_batches(self) -> None:
         """Sends the deferred batches, from where no task must be woken: Trio is about to look for events."""
         try:
-            again = self.undisturbed(self.batches.send_all)
+            again = self.without_delivery(self.batches.send_all)
         except BaseException as error:
             again = True
             self.internal_error(error)
@@ -355,25 +360,4 @@ class Engine:
             self.run.check("this worker")
             assert self.teardown.statistics is not None
             return self.teardown.statistics
-        counts = ffi.new("tu_counts_t *")
-        lib.tu_worker_counts(self.handle, counts)
-        open_endpoints = sum(endpoint.handle is not None for endpoint in self.endpoints.values())
-        return WorkerStatistics(
-            operations_in_flight=len(self.in_flight),
-            left_over_operations=sum(operation.detached for operation in self.in_flight.values()),
-            completed_operations=self.counters["completed"],
-            endpoints=open_endpoints - self.peer_workers.idle,
-            wakeups=self.counters["wakeups"],
-            busy_arms=counts.arm_busy,
-            backoffs=self.counters["backoffs"],
-            missed_events=self.counters["missed_events"],
-            progress_calls=counts.progress_calls,
-            messages=self.tag_dispatch.messages,
-            batches=self.counters["batches"],
-            polls=counts.polls,
-            polls_paid=counts.polls_paid,
-            poll_seconds=counts.poll_nanoseconds / 1e9,
-            poll_limit=counts.poll_limit / 1e9,
-            background_closes=len(self.run.background),
-            stopped_queues=self.counters["stopped_queues"],
-        )
+        return worker_statistics(self)

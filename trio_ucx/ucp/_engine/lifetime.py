@@ -25,9 +25,9 @@ from .._live_handles import live_handles
 from .._status import Status
 from .engine import Engine, engines
 from .operations import Operation, under_way
-from .polling import DEFAULT_SPIN
 from .receive_queue import ReceiveQueue
-from .shutdown import dispose, drain
+from .teardown import dispose, drain
+from .waits import DEFAULT_SPIN
 
 #: A drain has ended.
 _DRAINED = object()
@@ -107,7 +107,7 @@ async def _run(engine: Engine) -> None:
     try:
         with progress_task.stop:
             try:
-                await progress_task.run_until(lambda: False)
+                await progress_task.run()
             except trio.ClosedResourceError:
                 pass  # the worker was closed while we waited
             except Exception as error:
@@ -120,8 +120,7 @@ async def _run(engine: Engine) -> None:
         if engine.handle is not None and not engine.teardown.begun:
             with trio.CancelScope(shield=True):
                 try:
-                    if engine.run.background:
-                        await progress_task.run_until(lambda: not engine.run.background)
+                    await progress_task.run(ending=True)
                 finally:
                     await close(engine)
 
@@ -172,9 +171,6 @@ def close_now(engine: Engine) -> None:
 
 def _begin_close(engine: Engine) -> bool:
     if engine.handle is None or engine.teardown.begun:
-        return False
-    if not engine.usable:
-        engine.handle = None  # after a fork: the parent's, to be left alone
         return False
     engine.teardown.begun = True
     engine.receivers.stream_watchers.fail(trio.ClosedResourceError("this worker was closed"))

@@ -21,7 +21,7 @@ from .._features import Feature
 from .._memory.buffers import Pinned
 from .._status import Status, UCXError, broken, error_from_status
 from .ending import Ending, internal_failure
-from .pending import Pending, Signal
+from .waits import Pending, Signal
 
 if TYPE_CHECKING:
     from .endpoint_core import EndpointCore

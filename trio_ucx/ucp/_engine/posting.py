@@ -14,7 +14,7 @@ from .._status import Status, UCXError, error_from_status
 from .endpoint_core import with_endpoints_beside
 from .engine import Engine
 from .operations import Operation, Scope
-from .pending import Pending
+from .waits import Pending
 
 _HOST = lib.TU_MEMORY_HOST
 

@@ -1,23 +1,208 @@
-"""The progress task: makes a worker progress whenever the worker's state (``_engine/arming.py``) asks for it."""
+"""What makes a worker progress when no task of the user's does it: a system task, hooks in Trio's loop, and a timer.
+
+* :class:`ProgressTask` waits for the worker's descriptor and progresses the worker, as the worker's state
+  (``arming.py``) asks for it.
+* :class:`BeforeWait` and :class:`AfterWait` bound how long deferred work waits: batches not yet sent, a worker not yet
+  armed.
+* :class:`SafetyNet` looks for events that UCX might have lost, and does again what must be tried later.
+* :class:`Backoff` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is full,
+  say.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from time import perf_counter
+from contextlib import ExitStack, suppress
+from functools import partial
+from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 import trio
 
 from ..._native import lib
+from .._descriptors import opened
 from .._util import ignoring_late_run
-from .arming import Event, Next
-from .backoff import Backoff
-from .loop_hooks import AfterWait, BeforeWait
-from .safety_net import SafetyNet
+from .arming import MOMENT, TIMER, Event, State
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+#: Seconds of a pause. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest ones.
+_SHORTEST, _LONGEST = 0.00005, 0.002
+#: Progress that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
+_REFILLED = 0.00002
+#: After so many seconds in which nothing has arrived or completed, UCX will not become idle any more: it is busy for
+#: ever with what it had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that
+#: late.
+_QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
+#: Seconds between two looks of the safety net. Programs that send once a second should not do so at the moment of
+#: each look.
+INTERVAL = 1.03
+#: The longest wait for a processor, in seconds, in a look that counts: an event that arrives meanwhile was not missed.
+INTERRUPTED = 0.0002
+
+
+class _Hook(trio.abc.Instrument):
+    """An instrument that is present only while it is needed. An exception in it breaks the worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._present = False
+
+    def watch(self) -> None:
+        if not self._present:
+            self._present = True
+            trio.lowlevel.add_instrument(self)
+
+    def stop_watching(self) -> None:
+        if self._present:
+            self._present = False
+            with suppress(KeyError):  # Trio drops an instrument that has raised
+                trio.lowlevel.remove_instrument(self)
+
+
+class BeforeWait(_Hook):
+    """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
+
+    It must not make a task runnable, because Trio has decided already how long it waits.
+    """
+
+    def before_io_wait(self, timeout: float) -> None:
+        engine = self._engine
+        try:
+            if engine.batches.batches and (timeout > 0 or perf_counter() - engine.batches.since > MOMENT):
+                engine.send_batches()
+            engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
+        except BaseException as error:  # Trio would drop this instrument
+            engine.internal_error(error)
+
+
+class AfterWait(_Hook):
+    """After Trio has waited for events: see :meth:`~.arming.Arming.after_wait`."""
+
+    def after_io_wait(self, timeout: float) -> None:
+        try:
+            self._engine.arming.after_wait(timeout)
+        except BaseException as error:
+            self._engine.internal_error(error)
+
+
+def _waited() -> float:
+    """Grows, in seconds, while this thread does not run."""
+    return perf_counter() - thread_time()
+
+
+class SafetyNet:
+    """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
+
+    The timer's time is real, not Trio's clock's, which ``autojump_clock`` would jump.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        #: When the next look is due, in seconds from the last one: INTERVAL; TIMER, if the worker is not armed because
+        #: it is polled all the time; 0: never, because nothing is awaited.
+        self._interval = 0.0
+
+    def watch(self) -> None:
+        """Something is awaited: look."""
+        if not self._interval:
+            self._look_after(INTERVAL)
+
+    def watch_polling(self) -> None:
+        """The worker is not armed: look whether it is being polled all the time."""
+        if self._interval != TIMER:
+            self._look_after(TIMER)
+
+    def _look_after(self, seconds: float) -> None:
+        if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
+            self._interval = seconds
+            lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
+
+    async def run(self) -> None:
+        engine = self._engine
+        count = 0
+        while engine.handle is not None:
+            try:
+                await trio.lowlevel.wait_readable(self.timer)
+            except trio.ClosedResourceError:
+                return
+            if engine.handle is None:
+                return  # the descriptor may be another's
+            if not lib.tu_timer_ended(self.timer):
+                continue  # the timer was started again meanwhile
+            if self._interval == TIMER:
+                count = engine.progress_count
+                self._look_after(TIMER if engine.arming.timer_ended() else INTERVAL)
+                continue
+            if engine.peer_workers.idle:
+                engine.guard(engine.peer_workers.close_idle)
+            if engine.tag_dispatch.undiscarded:
+                engine.guard(engine.tag_dispatch.discard_again)
+            if not engine.awaited():
+                self._look_after(0)
+                continue
+            self._look_after(INTERVAL)
+            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
+            # what is found now may have come just now.
+            arming = engine.arming
+            began = _waited()
+            if arming.awaits_descriptor and count == engine.progress_count:
+                before = engine.news()
+                engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
+                if before != engine.news() and _waited() - began < INTERRUPTED:
+                    engine.counters["missed_events"] += 1
+                engine.progress()
+            count = engine.progress_count
+
+    def close(self) -> None:
+        os.close(self.timer)
+
+
+class Backoff:
+    """Pauses that grow while nothing moves, in real time."""
+
+    def __init__(self, efd: int) -> None:
+        self._efd = efd
+        self._timer = opened(lib.tu_timer_create(), "creating a worker's timer")
+        try:
+            #: Readable when the timer is, or the worker's descriptor.
+            self._either = opened(lib.tu_wait_create(efd, self._timer), "creating a worker's epoll")
+        except BaseException:
+            os.close(self._timer)
+            raise
+        #: Seconds of the last sleep; 0 when UCX could be armed since.
+        self.delay = 0.0
+        #: The count of events at the last sleep, and the time since which it has not grown.
+        self._news = -1
+        self._since = 0.0
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._timer, self._either
+
+    async def sleep(self, took: float, news: int) -> None:
+        """Waits after progress that took so many seconds.
+
+        Args:
+            news: a number that grows when something arrives or completes.
+        """
+        if news != self._news:
+            self._news, self._since = news, monotonic()
+        quiet = monotonic() - self._since > _QUIET
+        if took > _REFILLED and not quiet:
+            self.delay = 0.0
+        self.delay = min(max(self.delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
+        lib.tu_timer_set(self._timer, int(self.delay * 1e9), False)
+        # An event may end the sleep; but one that is there already, and could not be armed away, may not.
+        early = not lib.tu_readable(self._efd)
+        await trio.lowlevel.wait_readable(self._either if early else self._timer)
+
+    def close(self) -> None:
+        for fd in (self._either, self._timer):
+            os.close(fd)
 
 
 class ProgressTask:
@@ -56,47 +241,39 @@ class ProgressTask:
         if task is not None:
             trio.lowlevel.reschedule(task)
 
-    async def run_until(self, finished: Callable[[], bool]) -> None:
-        """Returns when that is so, or when the worker is closed or broken."""
+    async def run(self, *, ending: bool = False) -> None:
+        """Returns when the worker is closed or broken; if ``ending``, also when no close goes on in the background."""
         engine = self._engine
-        while engine.handle is not None and not finished():
+        while True:
             began = perf_counter()
-            what = engine.arming.next_step()
-            if engine.handle is None or engine.broken is not None or finished():
+            state = engine.arming.next_step()
+            if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return
             try:
-                await self._wait(what, began)
+                if state is State.ARMED:
+                    self._backoff.delay = 0.0
+                    await trio.lowlevel.wait_readable(self.efd)
+                    engine.counters["wakeups"] += 1
+                    engine.arming.handle(Event.READABLE)
+                elif state is State.BACKING_OFF:
+                    engine.counters["backoffs"] += 1
+                    await self._backoff.sleep(perf_counter() - began, engine.news())
+                elif state is State.PROGRESSING:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    if lib.tu_poll_goes_on(engine.handle):
+                        await engine.waiting.poll_chains()
+                    else:
+                        await trio.lowlevel.cancel_shielded_checkpoint()
+                else:
+                    self._suspended = trio.lowlevel.current_task()
+                    await trio.lowlevel.wait_task_rescheduled(self._leave)
             except trio.Cancelled:
                 engine.arming.interrupted()
                 raise
 
-    async def _wait(self, what: Next, began: float) -> None:
-        engine = self._engine
-        if what is Next.WAIT_READABLE:
-            self._backoff.reset()
-            await trio.lowlevel.wait_readable(self.efd)
-            engine.counters["wakeups"] += 1
-            engine.arming.handle(Event.READABLE)
-        elif what is Next.SUSPEND:
-            await self._suspend()
-        elif what is Next.PAUSE:
-            engine.counters["backoffs"] += 1
-            await self._backoff.sleep(perf_counter() - began, engine.news())
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            if lib.tu_poll_goes_on(engine.handle):
-                await engine.waiting.poll_chains()
-            else:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-
-    async def _suspend(self) -> None:
-        self._suspended = trio.lowlevel.current_task()
-
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._suspended = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(abort)
+    def _leave(self, _: object) -> trio.lowlevel.Abort:
+        self._suspended = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
     def close(self) -> None:
         """The worker is closed: ends what waits for its descriptors, and closes those that are ours."""

@@ -9,7 +9,7 @@ from ..._native import lib
 from .._memory.buffers import Pinned
 from .._memory.window import in_use
 from .borrowed import Borrowed
-from .pending import Signal
+from .waits import Signal
 
 if TYPE_CHECKING:
     from .engine import Engine

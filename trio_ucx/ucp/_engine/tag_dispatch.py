@@ -6,6 +6,7 @@ import collections
 from typing import TYPE_CHECKING, Protocol
 
 from ..._native import ffi, lib
+from .._features import Feature
 from .._status import Status, UCXError, os_error_from_status
 from .operations import ReceiveOperation
 
@@ -37,6 +38,8 @@ class TagDispatch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        #: Whether tag messages may be used at all: a bool, which is faster to ask than the context's flags.
+        self.has_tags = Feature.TAG in engine.context.features
         #: How many have arrived.
         self.messages = 0
         #: Where C code writes the length and the tag of a message.

@@ -13,7 +13,7 @@ import trio
 
 from .._contained import contained, report
 from .._forks import Birth
-from .pending import Signal
+from .waits import Signal
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -27,8 +27,8 @@ class TrioRun(Birth):
         self._engine = engine
         self._token = trio.lowlevel.current_trio_token()
         self.thread = threading.get_ident()
-        #: Closes that go on after their task was cancelled.
-        self.background: set[object] = set()
+        #: How many closes go on after their task was cancelled.
+        self.background = 0
         self._background_ended: Signal | None = None
 
     def check_thread(self) -> None:
@@ -56,7 +56,6 @@ class TrioRun(Birth):
         Returns:
             False when the Trio run has ended too far for that.
         """
-        marker = object()
 
         async def run() -> None:
             try:
@@ -65,7 +64,7 @@ class TrioRun(Birth):
             except Exception as error:
                 report(f"{name} failed", error)
             finally:
-                self.background.discard(marker)
+                self.background -= 1
                 if not self.background and self._background_ended is not None:
                     contained(self._background_ended.set)
                 if self._engine.usable:
@@ -75,7 +74,7 @@ class TrioRun(Birth):
             trio.lowlevel.spawn_system_task(run, name=name)
         except RuntimeError:
             return False
-        self.background.add(marker)
+        self.background += 1
         return True
 
     async def wait_background_ended(self) -> None:

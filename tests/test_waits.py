@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from trio_ucx.ucp._engine.pending import Waiters
+from trio_ucx.ucp._engine.waits import Waiters
 
 
 async def test_first_come_first_served() -> None:

@@ -1,0 +1,332 @@
+"""What a task waits for, and how: it polls for a moment before it parks.
+
+:class:`Pending` finishes once, and a task may wait for it: an operation, or a :class:`Signal`. :class:`Waiters` are
+tasks that wait for things of one kind. :class:`Waiting` is how the tasks of one worker wait for what UCX will report.
+
+Waking a parked task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no
+other task has work to do, which two cheap checks find out:
+
+* All tasks that this worker woke have run.
+* The schedule point before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks
+  run during it.
+
+C code decides for how long a task polls (``adaptive_poll.c``): the time grows while polling finds something, and
+polling stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and
+signals.
+
+The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
+message, and itself an event. A task that parks arms the worker, or lets the progress task do that. A task that found
+what it waited for goes on without arming, because it will most probably wait again; meanwhile its polls serve other
+waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker is armed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import outcome
+import trio
+from outcome import Error, Outcome, Value
+
+from ..._native import lib
+from .._contained import report
+from .._util import check_timeout
+from .arming import Event
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+RaiseCancel = Callable[[], Any]
+
+#: The default of ``spin``, in seconds: three times what it costs to wake a task.
+DEFAULT_SPIN = 100e-6
+#: Its limit, in seconds: a task that waits in vain uses a core for so long.
+MOST_SPIN = 1.0
+#: Seconds. A schedule point takes 3 to 10 microseconds by itself; a longer one includes the work of other tasks.
+_ALONE = 25e-6
+#: Seconds. A schedule point between these two limits may have included the progress task only, or a delay of the
+#: machine: another one is measured, up to so many in all.
+_SURELY_OTHERS = 100e-6
+_MEASURED = 3
+
+
+class Pending:
+    """Something that finishes once, with a value or an error; at most one task waits for it.
+
+    What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
+    """
+
+    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
+
+    def __init__(self) -> None:
+        self.outcome: Outcome[Any] | None = None
+        #: Called with this object when it finishes (request groups use it).
+        self.notify: Callable[[Pending], None] | None = None
+        self._task: trio.lowlevel.Task | None = None
+        #: Whether a task looks for it, and will wait for it if that finds nothing.
+        self.expected = False
+        #: Where a task is parked for it, which counts the tasks that it wakes.
+        self.parked_at: Waiting | None = None
+        self._raise_cancel: RaiseCancel | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
+        return self._task is not None or self.expected
+
+    def finish(self, result: Outcome[Any]) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = result
+        task, self._task = self._task, None
+        if task is not None:
+            parked_at, self.parked_at = self.parked_at, None
+            trio.lowlevel.reschedule(task, Value(None))
+            if parked_at is not None:
+                parked_at.woken += 1
+        notify, self.notify = self.notify, None
+        if notify is not None:
+            notify(self)
+
+    def finish_cancelled(self) -> None:
+        """Finishes with the exception that the abort function was given for a cancellation."""
+        assert self._raise_cancel is not None
+        self.finish(outcome.capture(self._raise_cancel))
+
+    def cancel(self) -> bool:
+        """Ends the operation if that can be done at once, or leaves it to the library. Never raises.
+
+        Returns:
+            True when the wait ends now, as cancelled; False when the completion is at hand, and the waiting task gets
+            that instead.
+        """
+        raise NotImplementedError
+
+    def internal_error(self, error: BaseException) -> None:
+        """Called when ``cancel`` failed: ends what it belongs to. Never raises."""
+        report("an internal error of trio_ucx, in a cancellation", error)
+
+    def _abort_for_trio(self, raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
+        """The abort function. It must not raise, or Trio ends the run."""
+        self._raise_cancel = raise_cancel
+        try:
+            over = self.cancel()
+        except BaseException as error:
+            self.internal_error(error)
+            over = self.outcome is None
+        if not over:
+            return trio.lowlevel.Abort.FAILED
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def result(self) -> Any:
+        """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
+        assert self.outcome is not None
+        if isinstance(self.outcome, Error):
+            raise self.outcome.error
+        assert isinstance(self.outcome, Value)
+        return self.outcome.value
+
+    async def wait(self, *, watch: bool = False) -> Any:
+        """Waits until it finishes. No schedule point if it has finished.
+
+        Cancelling the wait cancels it; with ``watch``, it changes nothing about it.
+        """
+
+        def leave(_: RaiseCancel) -> trio.lowlevel.Abort:
+            self._task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        if self.outcome is None:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(leave if watch else self._abort_for_trio)
+        return self.result()
+
+
+class Signal(Pending):
+    """A Pending without an operation behind it: somebody calls :meth:`finish`."""
+
+    __slots__ = ()
+
+    def cancel(self) -> bool:
+        return True
+
+    def set(self) -> None:
+        self.finish(Value(None))
+
+
+class Waiters:
+    """Tasks that wait for things of one kind, first come, first served."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        #: In order; a dict, because those who are cancelled leave from the middle.
+        self._queue: dict[Signal, None] = {}
+
+    def __bool__(self) -> bool:
+        return any(waiter.awaited for waiter in self._queue)
+
+    def _take_first(self) -> Signal | None:
+        while self._queue:
+            first = next(iter(self._queue))
+            del self._queue[first]
+            if first.awaited:
+                return first  # else it was cancelled, and its task has not run yet: it must be given nothing
+        return None
+
+    def give(self, thing: Any) -> bool:
+        """Gives it to the task that has waited longest; False when no task waits."""
+        first = self._take_first()
+        if first is not None:
+            first.finish(Value(thing))
+        return first is not None
+
+    def fail(self, error: Exception) -> None:
+        """Ends all waits with this error."""
+        while (first := self._take_first()) is not None:
+            first.finish(Error(error))
+
+    async def wait(self, wait: Callable[[Signal], Awaitable[Any]] = Signal.wait) -> Any:
+        """Waits for a thing, with a worker's ``waiting.wait`` if it is in a hurry. Cancelling it loses none."""
+        waiter = Signal()
+        self._queue[waiter] = None
+        try:
+            return await wait(waiter)
+        finally:
+            self._queue.pop(waiter, None)
+
+
+def check_spin(spin: float | None) -> float:
+    if spin is None:
+        return DEFAULT_SPIN
+    spin = check_timeout(spin, "spin")
+    if spin > MOST_SPIN:
+        raise ValueError(f"spin must be at most {MOST_SPIN} seconds, not {spin}: polling uses a whole core")
+    return spin
+
+
+def check_yield_interval(yield_interval: float) -> float:
+    yield_interval = check_timeout(yield_interval, "yield_interval")
+    if yield_interval == math.inf:
+        raise ValueError("yield_interval must be finite: other tasks would never run")
+    return yield_interval
+
+
+class Waiting:
+    """How the tasks of one worker wait."""
+
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
+
+    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
+        self._engine = engine
+        self.polling = spin > 0
+        lib.tu_poll_bound(engine.handle, int(spin * 1e9))
+        self._yield_interval = yield_interval
+        #: When a task last passed a schedule point.
+        self._yielded = 0.0
+        #: How many tasks are parked here, and how many of them were woken and have not run yet.
+        self.parked = 0
+        self.woken = 0
+
+    async def schedule_point(self) -> None:
+        """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
+        if self._yield_interval:
+            if self._yielded_lately():
+                return
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._yielded = perf_counter()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _yielded_lately(self) -> bool:
+        # If another task passed that schedule point, ours has run since, so it yielded later.
+        return perf_counter() - self._yielded < self._yield_interval
+
+    def poll_at_once(self) -> bool:
+        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered."""
+        if not self._yield_interval or not self.polling or self.woken or not self._yielded_lately():
+            return False
+        if not self._engine.take(lib.tu_poll_at_once):
+            return False
+        if not self.woken:
+            self._engine.arming.task_resumed(self.parked)
+        return True
+
+    async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
+        """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
+
+        If the wait is cancelled, so is ``pending``; with ``watch``, ``pending`` goes on.
+        """
+        engine = self._engine
+        pending.expected = True
+        try:
+            if self.polling and not self.woken and engine.handle is not None and lib.tu_poll_begin(engine.handle):
+                await self._poll(pending)
+            if pending.outcome is None:
+                await self._park(pending, watch)
+        finally:
+            pending.expected = False
+            # A woken task will see to the worker when it goes on.
+            if engine.arming.armed_at != engine.progress_count and not self.woken:  # not armed
+                engine.arming.task_resumed(self.parked)
+        return pending.result()
+
+    async def _poll(self, pending: Pending) -> None:
+        engine = self._engine
+        while await self._alone() and not self.woken:
+            while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
+                pass
+            if pending.outcome is not None or self.woken or engine.handle is None:
+                break
+            if not lib.tu_poll_continues(engine.handle):
+                break
+            if trio.current_effective_deadline() == -math.inf:
+                break  # cancelled, which parking tells
+            engine.arming.handle(Event.POLLED)  # the progress task need not look
+            self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
+        if isinstance(pending.outcome, Error):
+            await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
+
+    async def poll_chains(self) -> None:
+        """For the progress task: request chains go on whose tasks are parked. A schedule point, as :meth:`wait` is."""
+        if await self._alone() and not self.woken:
+            self._engine.take(lib.tu_poll)
+
+    async def _alone(self) -> bool:
+        """A schedule point, unless one was passed lately. Returns whether no other task seems to have work to do."""
+        if self._yield_interval and self._yielded_lately():
+            return True
+        took = 0.0
+        for _ in range(_MEASURED):
+            began = perf_counter()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._yielded = perf_counter()
+            took = self._yielded - began
+            if took < _ALONE or took > _SURELY_OTHERS:
+                break
+        return took < _ALONE
+
+    async def _park(self, pending: Pending, watch: bool) -> None:
+        engine = self._engine
+        if engine.arming.armed_at != engine.progress_count and not self.woken:
+            engine.arming.handle(Event.PARKS)
+            if pending.outcome is not None:
+                await self.schedule_point()
+                return
+        engine.watch_events()
+        self.parked += 1
+        pending.expected = False
+        pending.parked_at = self
+        try:
+            await pending.wait(watch=watch)
+        finally:
+            self.parked -= 1
+            if pending.parked_at is None:
+                self.woken -= 1
+            pending.parked_at = None
+            if self._yield_interval:
+                self._yielded = perf_counter()

@@ -1,0 +1,115 @@
+"""What one can ask about a worker: what it is to its peers and to UCX, and its statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ..._native import ffi, lib
+from .._address import WorkerAddress, worker_address
+from .._attributes import WorkerAttributes, query_worker
+from .._context import Context
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@attrs.frozen
+class Identity:
+    """What UCX says about one worker.
+
+    Attributes:
+        network_address: the address without shared memory.
+    """
+
+    attributes: WorkerAttributes
+    address: WorkerAddress
+    network_address: WorkerAddress
+
+    @classmethod
+    def of(cls, handle: Any, context: Context, client_id: int | None) -> Identity:
+        """Asks UCX.
+
+        Raises:
+            OSError, UCXError: UCX does not tell.
+        """
+        found = query_worker(handle, client_id)
+        handles_errors = context.shared_memory_handles_errors
+        features, sizes = context.features, context.agreed_sizes
+        return cls(
+            attrs.evolve(found, max_am_header=min(found.max_am_header, context.longest_am_header)),
+            worker_address(handle, features, sizes, shared_memory=handles_errors),
+            worker_address(handle, features, sizes, shared_memory=handles_errors, network_only=True),
+        )
+
+
+@attrs.frozen
+class WorkerStatistics:
+    """Figures about a :class:`Worker`.
+
+    Attributes:
+        operations_in_flight: posted and not completed.
+        left_over_operations: those of them whose task was cancelled; their buffers stay pinned.
+        completed_operations: completed after they were posted; what completed at once is not counted.
+        endpoints: open endpoints, without those that are kept for a moment after their connection was closed.
+        wakeups: times the progress task woke.
+        busy_arms: times UCX said BUSY when asked to arm.
+        backoffs: times the progress task slept because UCX stayed BUSY.
+        missed_events: times the safety net found work that no event had announced; anything but 0 is a bug in UCX or
+            in trio_ucx.
+        progress_calls: calls of ``ucp_worker_progress``.
+        messages: Connection messages that arrived.
+        batches: times that small messages of a Connection which closely followed each other were sent as one.
+        polls: times a task polled before it would have parked; polls_paid: those that found something.
+        poll_seconds: time spent in all of them.
+        poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
+        background_closes: closes that go on after their task was cancelled.
+        stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
+            wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
+    """
+
+    operations_in_flight: int
+    left_over_operations: int
+    completed_operations: int
+    endpoints: int
+    wakeups: int
+    busy_arms: int
+    backoffs: int
+    missed_events: int
+    progress_calls: int
+    messages: int
+    batches: int
+    polls: int
+    polls_paid: int
+    poll_seconds: float
+    poll_limit: float
+    background_closes: int
+    stopped_queues: int
+
+
+def worker_statistics(engine: Engine) -> WorkerStatistics:
+    """Those of a worker that is not closed."""
+    native = ffi.new("tu_counts_t *")
+    lib.tu_worker_counts(engine.handle, native)
+    counters = engine.counters
+    open_endpoints = sum(endpoint.handle is not None for endpoint in engine.endpoints.values())
+    return WorkerStatistics(
+        operations_in_flight=len(engine.in_flight),
+        left_over_operations=sum(operation.detached for operation in engine.in_flight.values()),
+        completed_operations=counters["completed"],
+        endpoints=open_endpoints - engine.peer_workers.idle,
+        wakeups=counters["wakeups"],
+        busy_arms=native.arm_busy,
+        backoffs=counters["backoffs"],
+        missed_events=counters["missed_events"],
+        progress_calls=native.progress_calls,
+        messages=engine.tag_dispatch.messages,
+        batches=counters["batches"],
+        polls=native.polls,
+        polls_paid=native.polls_paid,
+        poll_seconds=native.poll_nanoseconds / 1e9,
+        poll_limit=native.poll_limit / 1e9,
+        background_closes=engine.run.background,
+        stopped_queues=counters["stopped_queues"],
+    )
