@@ -20,12 +20,12 @@ from trio_ucx._handshake.facts import Facts
 from trio_ucx._handshake.registry import Registry
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp import _endpoint, _receive_queue
-from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._engine import data_ports, pairs, shutdown
-from trio_ucx.ucp._engine.data_ports import DataPorts
+from trio_ucx.ucp import _endpoint
+from trio_ucx.ucp._engine import pairs, shutdown
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
+from trio_ucx.ucp._quirks import data_ports, shared_memory, stopped_queue
+from trio_ucx.ucp._quirks.data_ports import DataPorts
 from trio_ucx.ucp._status import error_from_status
 
 # ---- ends ----
@@ -139,13 +139,13 @@ def have_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The transports of the shared-memory queues that are probed from now on."""
     found: list[str] = []
-    begin = _receive_queue._Probe.__init__
+    begin = stopped_queue._Probe.__init__
 
     def recording(probe: Any, engine: Any, transport: str) -> None:
         found.append(transport)
         begin(probe, engine, transport)
 
-    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
+    monkeypatch.setattr(stopped_queue._Probe, "__init__", recording)
     return found
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from trio_ucx._handshake.facts import Facts, SharedMemory
-from trio_ucx.ucp._address_format import parse_worker_address
 from trio_ucx.ucp._process import Host, Process
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 
 # What ucp_worker_get_address returned: Debian's libucx0 for 1.13.1, PyPI's libucx-cu12 for the others, all on one host.
 # Version 1 of the format, unless "v2" is in the name.

@@ -15,8 +15,8 @@ import trio
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.ucp._address import in_another_network_namespace
-from trio_ucx.ucp._option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._process import NOBODY, Process
+from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 
 #: How many bytes of a worker address say the sizes.
 SIZES = 4 * len(DEFAULT_SIZES)

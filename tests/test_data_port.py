@@ -30,8 +30,8 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi
 from trio_ucx.testing import internals
-from trio_ucx.ucp._address_format import parse_worker_address
-from trio_ucx.ucp._engine.data_ports import (
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
+from trio_ucx.ucp._quirks.data_ports import (
     MAX_EACH,
     MAX_NETWORKS,
     MAX_PEERS,

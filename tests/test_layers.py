@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,9 @@ HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("hashlib", "hmac", "ipaddress.IPv6Address", "ipaddress.ip_address", "zlib"),
-    *("trio_ucx.ucp._address_format.SHARED_MEMORY", "trio_ucx.ucp._address_format.is_loopback"),
+    *("trio_ucx.ucp._quirks.address_layout.SHARED_MEMORY", "trio_ucx.ucp._quirks.address_layout.is_loopback"),
     "trio_ucx.ucp._engine.pairs.Standing",
-    *(f"trio_ucx.ucp._option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
+    *(f"trio_ucx.ucp._quirks.option_limits.{name}" for name in ("AGREED", "DEFAULT_SIZES", "Sizes", "differences")),
     *("trio_ucx.ucp._process.MAX_PID", "trio_ucx.ucp._process.Host", "trio_ucx.ucp._process.Process"),
     "trio_ucx.ucp._util.printable",
 }
@@ -54,14 +54,20 @@ SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream",
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
-    ["_util", "_contained", "_live_handles", "_process", "_forks", "_descriptors", "_log", "_features"],
-    ["_status", "_shared_memory", "_address_format", "_option_limits", "_address"],
+    ["_util", "_contained", "_live_handles", "_process", "_features", "_status"],
+    [
+        *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
+        *("_quirks.default_options",),
+        *("_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
+    ],
+    ["_address"],
+    ["_quirks.data_ports"],
     ["_memory"],
     ["_attributes", "_opening", "_reach", "_context"],
     ["_engine"],
     ["_connecting"],
     ["_tag", "_stream", "_am_send"],
-    ["_receive_queue"],
+    ["_quirks.stopped_queue"],
     ["_rma"],
     ["_endpoint"],
     ["_arrivals", "_active_messages", "_listener", "_requests"],
@@ -131,12 +137,17 @@ def test_ucp_has_one_direction(path: Path) -> None:
     def line_of(name: str) -> int:
         return next(number for number, line in enumerate(UCP) if name in line)
 
-    mine = line_of(path.relative_to(PACKAGE / "ucp").with_suffix("").parts[0])
+    def place_of(parts: Sequence[str]) -> str:
+        """Each quirk has a place of its own; in other folders all modules have that of the folder."""
+        return ".".join(parts[:2]) if parts[0] == "_quirks" else parts[0]
+
+    mine = line_of(place_of(path.relative_to(PACKAGE / "ucp").with_suffix("").parts))
     exceptions = for_annotations(path)
     for imported in imports(path):
         parts = imported.split(".")
         if parts[:2] == ["trio_ucx", "ucp"] and not any(imported.startswith(name) for name in exceptions):
-            theirs = parts[2] if any(parts[2] in line for line in UCP) else "__init__"
+            place = place_of(parts[2:])
+            theirs = place if any(place in line for line in UCP) else "__init__"
             assert line_of(theirs) <= mine, f"{path.name} imports {imported}"
 
 

@@ -16,7 +16,7 @@ from refused_memory import few_allocations
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
 from trio_ucx.ucp import Access, Status
-from trio_ucx.ucp._engine.data_ports import DataPorts
+from trio_ucx.ucp._quirks.data_ports import DataPorts
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feature.RMA | ucp.Feature.WAKEUP
 FULL = 2**64 - 1

@@ -13,9 +13,8 @@ import trio
 from helpers import assert_transports, open_pair, pattern
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _option_limits as option_limits
-from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
+from trio_ucx.ucp._quirks import option_limits, shared_memory
+from trio_ucx.ucp._quirks.option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
 
 BOTH = "tcp,sm,self"
 

@@ -21,8 +21,8 @@ from trio_ucx._handshake.exchange import Aborted, Kind, State
 from trio_ucx._handshake.facts import Facts
 from trio_ucx._tag_queue import Want
 from trio_ucx.ucp._address import WorkerAddress
-from trio_ucx.ucp._address_format import parse_worker_address
 from trio_ucx.ucp._memory.buffers import Pinned
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 
 
 class Reader:

@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
-from ..ucp._address_format import SHARED_MEMORY, is_loopback
-from ..ucp._option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._process import MAX_PID, Host, Process
+from ..ucp._quirks.address_layout import SHARED_MEMORY, is_loopback
+from ..ucp._quirks.option_limits import AGREED, DEFAULT_SIZES, Sizes, differences
 from ..ucp._util import printable
 
 #: The shortest worker address, which has a header and the uid, and the longest.

@@ -23,12 +23,12 @@ from .. import _wire as wire
 from .._link import Link, Options, Share, Transport
 from ..ucp import Feature, UCXError, WorkerAddress
 from ..ucp._address import format_address
-from ..ucp._address_format import is_loopback
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.operations import EndpointCore, Operation
 from ..ucp._engine.pairs import Pair, Standing
 from ..ucp._engine.pending import Signal
+from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -402,7 +402,7 @@ class Handshake:
         contained(self.fail, failure)
 
     def queue_stopped(self, error: UCXError) -> None:
-        """The worker's shared-memory queue has stopped: see :mod:`ucp._receive_queue`."""
+        """The worker's shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`."""
         if self._own_facts is not None and self._share is None and (self._peer is None or self._shared_memory):
             self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 

@@ -13,9 +13,9 @@ from .._link import Options
 from .._native import ucx
 from .._version import __version__
 from ..ucp import Feature, Worker
-from ..ucp._address_format import parse_worker_address
 from ..ucp._engine.engine import Engine
 from ..ucp._process import this_host
+from ..ucp._quirks.address_layout import parse_worker_address
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .facts import Facts, SharedMemory

@@ -24,10 +24,10 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
-from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
 from ..ucp._engine.pending import Waiters
+from ..ucp._quirks import descriptors
 from ..ucp._util import warn_resource
 from .control_stream import (
     ControlStream,

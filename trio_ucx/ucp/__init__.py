@@ -4,18 +4,17 @@ Almost any call can raise some exceptions that its docstring does not repeat: ``
 :exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
 or in a forked child.
 
-Layers, lowest first; imports point down only (``tests/test_layers.py``):
+Layers, lowest first; imports point down only, but those of some quirks (``tests/test_layers.py``):
 
     _util, _contained, _live_handles, _process,
-      _forks, _descriptors, _log, _features           the process: its threads, forks, descriptors, UCX's log; features
-    _status, _shared_memory, _address_format,
-      _network_part, _address                         statuses and errors, addresses
+      _features, _status                              utilities, this process, features, statuses and errors
+    _quirks                                           what is done only because of UCX's faults
+    _address                                          addresses
     _memory                                           buffers, and memory that peers can get and put
     _attributes, _opening, _reach, _context           configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress
     _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
-    _receive_queue                                    noticing queues that dead processes have stopped
     _rma                                              puts, gets and atomics
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold
@@ -70,6 +69,7 @@ from ._memory.registered import Memory as Memory
 from ._memory.registered import MemoryDescriptor as MemoryDescriptor
 from ._memory.strided import Strided as Strided
 from ._opening import ErrorMode as ErrorMode
+from ._quirks.releases import warn_if_unknown as _warn_if_unknown
 from ._requests import Request as Request
 from ._requests import RequestGroup as RequestGroup
 from ._rma.remote_memory import RemoteMemory as RemoteMemory
@@ -143,3 +143,4 @@ __all__ = [
 ]
 
 _publish(globals(), __name__)
+_warn_if_unknown()

@@ -13,8 +13,8 @@ import trio
 
 from .._native import ffi, lib
 from ._features import Feature
-from ._option_limits import DEFAULT_SIZES, Sizes
 from ._process import NOBODY, Process, check_process, this_host
+from ._quirks.option_limits import DEFAULT_SIZES, Sizes
 from ._status import read_sized
 from ._util import check_integer
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from .._native import ffi, lib
-from . import _descriptors as descriptors
 from . import _opening as opening
 from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING, parse_worker_address, with_uid, without_shared_memory
 from ._engine.engine import Engine
 from ._engine.operations import EndpointCore
 from ._engine.peers import watch_process
 from ._opening import EndpointOptions, ErrorMode, wrong_family
-from ._option_limits import differences
+from ._quirks import descriptors
+from ._quirks.address_layout import PADDING, parse_worker_address, with_uid, without_shared_memory
+from ._quirks.option_limits import differences
 from ._reach import accept_hint, hint
 from ._status import Status, os_error_from_status
 

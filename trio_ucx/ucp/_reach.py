@@ -6,8 +6,8 @@ from typing import Protocol
 
 from .._native import ucx
 from ._address import WorkerAddress, in_another_network_namespace
-from ._address_format import ParsedAddress, parse_worker_address
 from ._process import has_ended
+from ._quirks.address_layout import ParsedAddress, parse_worker_address
 from ._status import Status
 
 #: Values of UCX's option TLS that name only transports within a host, which have no socket addresses.

@@ -21,7 +21,6 @@ from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
-from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.polling import check_spin, check_yield_interval
@@ -31,7 +30,8 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer
 from ._opening import EndpointOptions, ErrorMode
-from ._receive_queue import WatchedQueue, stopped_error, uses_queue
+from ._quirks.data_ports import tcp_hosts
+from ._quirks.stopped_queue import WatchedQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive

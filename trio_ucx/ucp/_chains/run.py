@@ -14,7 +14,6 @@ import trio
 from outcome import Error, Outcome, Value
 
 from ..._native import ffi, lib
-from .._descriptors import opened
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
@@ -22,6 +21,7 @@ from .._engine.pending import RequestCancelled
 from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
+from .._quirks.descriptors import opened
 from .._rma.remote_memory import RemoteMemory
 from .._rma.ways import Key, Way
 from .._status import Status

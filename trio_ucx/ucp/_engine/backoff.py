@@ -8,7 +8,7 @@ from time import monotonic
 import trio
 
 from ..._native import lib
-from .._descriptors import opened
+from .._quirks.descriptors import opened
 
 #: Seconds. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest.
 _SHORTEST, _LONGEST = 0.00005, 0.002

@@ -42,10 +42,10 @@ from ..._native import ffi, lib
 from .._contained import contained, report
 from .._context import Context
 from .._features import Feature
+from .._quirks.data_ports import DataPorts
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .batches import Batches
-from .data_ports import DataPorts
 from .dispatch import deliver, deliver_failures
 from .identity import Identity
 from .operations import EndpointCore, Operation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..._native import lib
-from .._descriptors import opened
+from .._quirks.descriptors import opened
 from .arming import TIMER
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 from ..._native import lib, ucx
 from .._contained import contained
 from .._memory.registered import unmap_unused
+from .._quirks.releases import is_known
 from .._util import warn_resource
 from .answers import send_answers
 from .engine import Engine, engines
@@ -18,8 +19,8 @@ from .operations import Operation
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
 STUCK_TIMEOUT = 0.1
-#: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
-STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
+#: Whether a worker can be destroyed while operations on closed endpoints are pending: from 1.17 on; 1.13 aborts.
+STUCK_OPERATIONS_ARE_HARMLESS = ucx.version >= (1, 17) and is_known(ucx.version)
 
 #: Workers that were left alone, and everything that UCX may still look at.
 left_alone: list[Any] = []
@@ -53,7 +54,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
     """
     if engine.teardown.unanswered or engine.teardown.unreleased:
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
-    elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
+    elif engine.uses_memory and (engine.endpoints or not STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
     elif engine.uses_memory and (others := _operations_of_others(engine)):

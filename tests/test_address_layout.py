@@ -13,7 +13,12 @@ from samples import SAMPLES, sample
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
-from trio_ucx.ucp._address_format import parse_worker_address, transport_checksum, with_uid, without_shared_memory
+from trio_ucx.ucp._quirks.address_layout import (
+    parse_worker_address,
+    transport_checksum,
+    with_uid,
+    without_shared_memory,
+)
 
 #: The same with UCX_UNIFIED_MODE=y.
 UNIFIED = {

@@ -2,6 +2,10 @@
 
 UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
 the user chose with ``config=`` and with the environment.
+
+Report: the last section of docs/ucx-reports.md; each entry says what UCX does. Releases: all, 1.13 to 1.22, unless the
+entry names others. An entry is not needed any more when UCX refuses the value, or works with it:
+``tests/faults/test_sizes.py`` tries some. Tests: ``tests/test_option_limits.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from .._native import ucx
-from ._address_format import SHARED_MEMORY
+from ..._native import ucx
+from .address_layout import SHARED_MEMORY
 
 #: UCX of an earlier release (1.13 was tried) takes the options of the TCP transport from the environment only, accepts
 #: options that it does not know, and fails with large messages over shared memory ("Invalid am_short_iov length").

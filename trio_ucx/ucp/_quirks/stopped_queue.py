@@ -21,7 +21,10 @@ A peer may be suspended in the middle of writing, and be killed after its endpoi
 watched until UCX can be armed once: that shows that the peer had finished writing.
 
 When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
-(``Registry.current``). Endpoints over other transports go on.
+(``Registry.suitable``). Endpoints over other transports go on.
+
+Report: "Shared memory: a killed writer stops the queue", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+needed any more when ``killed_writer.c`` there shows that messages still arrive. Test: ``tests/test_receive_queue.py``.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ from contextlib import contextmanager, suppress
 
 import trio
 
-from .._native import lib
-from ._address import WorkerAddress
-from ._address_format import SHARED_MEMORY, parse_worker_address
-from ._connecting import connect_worker
-from ._contained import report
-from ._context import Context
-from ._engine.engine import Engine
-from ._engine.lifetime import close_now, open_engine
-from ._engine.operations import EndpointCore
-from ._engine.posting import post_flush
-from ._engine.receive_queue import ReceiveQueue
-from ._engine.tag_dispatch import CONNECTION_BIT
-from ._features import Feature
-from ._process import Process, open_pidfd
-from ._status import Status, UCXError
-from ._tag import post_bytes_send
+from ..._native import lib
+from .._address import WorkerAddress
+from .._connecting import connect_worker
+from .._contained import report
+from .._context import Context
+from .._engine.engine import Engine
+from .._engine.lifetime import close_now, open_engine
+from .._engine.operations import EndpointCore
+from .._engine.posting import post_flush
+from .._engine.receive_queue import ReceiveQueue
+from .._engine.tag_dispatch import CONNECTION_BIT
+from .._features import Feature
+from .._process import Process, open_pidfd
+from .._status import Status, UCXError
+from .._tag import post_bytes_send
+from .address_layout import SHARED_MEMORY, parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 

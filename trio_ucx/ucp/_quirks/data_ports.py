@@ -10,6 +10,11 @@ keeps the filter that was attached at that moment.
 A worker without Connections loses the filter with its first raw endpoint to another host, or its first raw listener
 that other hosts can reach, unless the user has named networks. A worker with Connections keeps the filter. A worker
 whose ports cannot be filtered gets no Connections.
+
+Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+UCX authenticates its TCP connections (``data_port.c`` there has no effect). Where UCX listens is seen by a replacement
+of ``listen`` (``_native/data_ports.c``), and compared with its worker address: if they differ, or the address has an
+unknown layout, the worker gets no Connections. Tests: ``tests/test_data_port.py``, ``tests/test_protected_mode.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import attrs
 
 from ..._native import ffi
 from .._address import family_of
-from .._address_format import is_loopback, parse_worker_address
+from .address_layout import is_loopback, parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 

@@ -1,6 +1,6 @@
 """The layout of UCX's worker addresses, as far as trio_ucx must read what UCX does not answer.
 
-That is: where this worker listens (:mod:`._engine.data_ports`), its kinds of shared memory, and, of the addresses to
+That is: where this worker listens (:mod:`.data_ports`), its kinds of shared memory, and, of the addresses to
 which raw endpoints are made, the transports and the part without shared memory. Peers of Connections state in the
 exchange what is needed of their addresses.
 
@@ -27,7 +27,11 @@ Version 2 writes a length that does not fit its bits as the largest such value a
 The address of a worker in unified mode (``UCX_UNIFIED_MODE=y``) has another layout, and nothing in it says so. It is
 refused because its fields make no sense in this layout.
 
-The structure is checked, and the contents only where trio_ucx reads them. A damaged address crashes UCX.
+The structure is checked, and the contents only where trio_ucx reads them. A damaged address crashes UCX
+("A damaged worker address", docs/ucx-reports.md).
+
+Releases: all, 1.13 to 1.22. Not needed any more when UCX tells the transports and devices of an address
+(``ucp_worker_address_query`` tells its uid only). Test: ``tests/test_address_layout.py``.
 """
 
 from __future__ import annotations
