@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from refused_memory import few_allocations
+from samples import some_worker
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
@@ -50,7 +51,7 @@ class Side:
         stack.callback(lib.tu_context_destroy, self.context)
         ports = ffi.new("tu_data_ports_t *")
         assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, worker) == Status.OK
-        DataPorts(ports, b"").open_for_raw_use("this test", "0.0.0.0")
+        DataPorts(ports, some_worker(), None).open_for_raw_use("this test", "0.0.0.0")
         self.worker = worker[0]
         stack.callback(lib.tu_worker_destroy, self.worker)
         self.records = ffi.new("tu_record_t[]", 64)

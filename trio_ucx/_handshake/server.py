@@ -329,9 +329,9 @@ class Acceptor:
         await self._wait_for_place(client)
         self._check_room()
         handshake.isolate() if options.isolate else handshake.move_to_suitable_worker()
-        own_facts = handshake.make_facts(options.shared_memory)
-        handshake.peer_facts_arrived(opened.facts)
-        exchange.welcome(own_facts, handshake.standing())
+        description = handshake.describe(options.shared_memory)
+        handshake.description_arrived(opened.peer)
+        exchange.welcome(description, handshake.standing())
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)

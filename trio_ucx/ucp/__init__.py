@@ -7,11 +7,11 @@ or in a forked child.
 Layers, lowest first; imports point down only, but those of some quirks (``tests/test_layers.py``):
 
     _util, _contained, _live_handles, _process,
-      _features, _status                              utilities, this process, features, statuses and errors
+      _features, _status, _fields                     utilities, this process, features, statuses and errors
     _quirks                                           what is done only because of UCX's faults
-    _address                                          addresses
+    _address, _worker_address, _transports            addresses, and which transports two workers use
     _memory                                           buffers, and memory that peers can get and put
-    _attributes, _opening, _reach, _context           configuration, options, hints for error messages
+    _attributes, _opening, _hints, _context           configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress
     _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
@@ -25,7 +25,6 @@ Layers, lowest first; imports point down only, but those of some quirks (``tests
 from ._active_messages import ActiveMessages as ActiveMessages
 from ._active_messages import ActiveMessagesStatistics as ActiveMessagesStatistics
 from ._active_messages import WhenFull as WhenFull
-from ._address import WorkerAddress as WorkerAddress
 from ._am_send import SendProtocol as SendProtocol
 from ._arrivals import ActiveMessage as ActiveMessage
 from ._attributes import ContextAttributes as ContextAttributes
@@ -81,6 +80,7 @@ from ._util import FULL as FULL
 from ._util import publish as _publish
 from ._worker import Worker as Worker
 from ._worker import open_worker as open_worker
+from ._worker_address import WorkerAddress as WorkerAddress
 
 __all__ = [
     "DEFAULT_FEATURES",

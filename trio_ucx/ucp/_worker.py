@@ -15,7 +15,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import lib
 from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import SocketAddress, WorkerAddress, resolve, split_address
+from ._address import SocketAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
@@ -36,6 +36,7 @@ from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
+from ._worker_address import WorkerAddress
 
 
 @attrs.define(eq=False, repr=False)
@@ -255,7 +256,7 @@ class Worker(metaclass=OpenedNotConstructed):
             self._engine.check()
             await trio.lowlevel.checkpoint()
             self._engine.check()
-            for host in tcp_hosts(address.ucx):
+            for host in tcp_hosts(address):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
             if self._engine.receive_queue.stopped and uses_queue(core):

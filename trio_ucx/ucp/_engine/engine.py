@@ -109,7 +109,7 @@ class Engine:
         self.handle: Any = handle  # None once closed
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
-        self.data_ports = DataPorts(listening, self.identity.address.ucx)
+        self.data_ports = DataPorts(listening, self.identity.address, self.identity.unknown_layout)
         #: Its endpoints by worker address, for each peer worker.
         self.pairs: Pairs[EndpointCore] = Pairs(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}

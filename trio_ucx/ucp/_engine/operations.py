@@ -14,8 +14,7 @@ import trio
 from outcome import Error, Value
 
 from ..._native import ffi, lib
-from .. import _reach
-from .._address import WorkerAddress
+from .. import _hints
 from .._contained import contained, report
 from .._features import Feature
 from .._live_handles import live_handles
@@ -23,6 +22,7 @@ from .._memory.buffers import Pinned
 from .._process import NOBODY
 from .._status import Status, UCXError, broken, error_from_status
 from .._util import ConflictDetector
+from .._worker_address import WorkerAddress
 from .pairs import Pair
 from .pending import Pending, Signal
 from .stream_buffer import StreamBuffer
@@ -276,7 +276,7 @@ class Scope:
 
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
-        return _reach.hint(self.engine.context, status, self.peer_address)
+        return _hints.hint(self.engine.context.transports, status, self.peer_address)
 
     def check(self) -> None:
         problem = self.problem()

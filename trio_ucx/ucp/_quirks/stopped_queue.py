@@ -39,7 +39,6 @@ from contextlib import contextmanager, suppress
 import trio
 
 from ..._native import lib
-from .._address import WorkerAddress
 from .._connecting import connect_worker
 from .._contained import report
 from .._context import Context
@@ -53,7 +52,7 @@ from .._features import Feature
 from .._process import Process, open_pidfd
 from .._status import Status, UCXError
 from .._tag import post_bytes_send
-from .address_layout import SHARED_MEMORY, parse_worker_address
+from .address_layout import SHARED_MEMORY
 
 logger = logging.getLogger("trio_ucx")
 
@@ -68,15 +67,6 @@ _PROBE = 1.0, 30
 #: Seconds between two rounds of probes, which block the program for some 10 ms. (There may be many suspicions while a
 #: worker is never idle.)
 _SPACING = 2.0
-
-
-def queues(address: WorkerAddress) -> list[str]:
-    """The transports of a worker that receive from a queue in shared memory."""
-    try:
-        found = parse_worker_address(address.ucx).shared_memory
-    except ValueError:  # an address of UCX's unified mode, which does not name its transports
-        return []
-    return [name for name in SHARED_MEMORY if name in found]
 
 
 def uses_queue(core: EndpointCore) -> bool:
@@ -171,7 +161,8 @@ class WatchedQueue(ReceiveQueue):
         super().__init__(engine)
         self._engine = engine
         # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
-        self._queues = queues(engine.identity.address) if engine.context.shared_memory_handles_errors else []
+        kinds = [kind for kind in SHARED_MEMORY if kind in engine.identity.address.shared_memory_kinds]
+        self._queues = kinds if engine.context.shared_memory_handles_errors else []
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False
