@@ -25,7 +25,7 @@ from trio_ucx._cli.verdict import Comparison, best, compare, confirm
 from trio_ucx._native import ucx
 from trio_ucx.ucp._context import _memory_units
 from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
-from trio_ucx.ucp._quirks.option_limits import WELL_CONFIGURABLE
+from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE
 
 from .programs import QUICK, TIMEOUT, listening_address, run_cli, start_cli
 

@@ -23,7 +23,8 @@ from ._quirks import descriptors, forks, option_limits, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
-from ._quirks.option_limits import WELL_CONFIGURABLE, in_force
+from ._quirks.option_limits import in_force
+from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
@@ -172,17 +173,6 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was closed.
         """
         return _take_text(lib.tu_context_info_text(self._native()))
-
-    @property
-    def longest_am_header(self) -> int:
-        """What UCX has room for when it sends an active message from where it is.
-
-        Such a message's header goes through a buffer of SEG_SIZE, and what UCX adds to it, too. But UCX says that
-        headers may be as long as the transports' segments, which ours are over TCP, and checks nothing: it would
-        overrun the buffer.
-        """
-        size = _memory_units(in_force("SEG_SIZE", self.config) or "8k")
-        return max(0, (size or 8192) - 128)
 
     def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""

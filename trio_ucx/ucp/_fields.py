@@ -54,21 +54,3 @@ class Layout:
                     f"{field.most}"
                 )
         return values
-
-
-def split(what: str, data: bytes, *lengths: int) -> list[bytes]:
-    """Parts of these lengths, which make up all of the data.
-
-    Args:
-        what: what the data are, for the error.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if sum(lengths) != len(data):
-        raise ValueError(f"{what} has another length than it says")
-    parts, start = [], 0
-    for length in lengths:
-        parts.append(data[start : start + length])
-        start += length
-    return parts

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from ._features import Feature
-from ._fields import Field, Layout, split
+from ._fields import Field, Layout
 from ._process import MAX_PID, NOBODY, Host, Process
 from ._quirks.address_layout import SHARED_MEMORY, check_version, read_uid
 from ._quirks.option_limits import AGREED, Sizes
@@ -67,24 +67,25 @@ class WorkerAddress:
 
     #: UCX's address, with all transports.
     ucx: bytes
-    #: The same without shared memory; empty if it has no other transport, or if that is not known.
-    network: bytes
     host: Host
     #: The number by which UCX knows the worker, 64 bits (``ucp_worker_address_query``); 0 in an address that does not
     #: say. All addresses of one worker have it.
     uid: int
-    #: Its release of UCX, the first two numbers; (0, 0) if not known.
-    release: tuple[int, int]
     #: A flag: endpoints with error handling can reach the worker over shared memory.
     shared_memory: bool
-    #: The kinds of shared memory in UCX's address; none if not known.
-    shared_memory_kinds: frozenset[str]
     #: What the worker's context was opened with; ``Feature.ALL`` if not known.
     features: Feature
-    #: The sizes of its segments and queues, which must be the same here; () if not known.
-    sizes: Sizes
-    #: Where its TCP transport listens; () if not known.
-    tcp_addresses: tuple[tuple[str, int], ...]
+    # The rest is known only of workers of trio_ucx.
+    #: Its release of UCX, the first two numbers.
+    release: tuple[int, int] = (0, 0)
+    #: UCX's address without shared memory; empty if it has no other transport.
+    network: bytes = b""
+    #: The kinds of shared memory in UCX's address.
+    shared_memory_kinds: frozenset[str] = frozenset()
+    #: The sizes of its segments and queues, which must be the same here.
+    sizes: Sizes = ()
+    #: Where its TCP transport listens.
+    tcp_addresses: tuple[tuple[str, int], ...] = ()
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -137,15 +138,10 @@ class WorkerAddress:
         check_version(blob)
         return cls._create(
             ucx=bytes(blob),
-            network=b"",
             host=Host(process),
             uid=read_uid(bytes(blob)),
-            release=(0, 0),
             shared_memory=bool(shared_memory),
-            shared_memory_kinds=frozenset(),
             features=features,
-            sizes=(),
-            tcp_addresses=(),
         )
 
     @classmethod
@@ -181,13 +177,11 @@ class WorkerAddress:
         return [host for host, _ in self.tcp_addresses]
 
     def __bytes__(self) -> bytes:
-        host = self.host
+        process, *host = attrs.astuple(self.host, recurse=False)
         body = (
             LAYOUT.pack(
-                *attrs.astuple(host.process),
-                host.user,
-                host.ipc_namespace,
-                host.network_namespace,
+                *attrs.astuple(process),
+                *host,
                 self.uid,
                 *self.release,
                 self.shared_memory,
@@ -228,38 +222,24 @@ def _decode(data: bytes) -> dict[str, Any]:
             f"a worker address of version {version}: this trio_ucx speaks version {VERSION}; use one release of "
             "trio_ucx on both sides"
         )
-    (
-        boot_id,
-        pid_namespace,
-        pid,
-        start,
-        user,
-        ipc_namespace,
-        network_namespace,
-        uid,
-        major,
-        minor,
-        shared_memory,
-        kinds,
-        features,
-        *sizes,
-        ucx_length,
-        network_length,
-        tcp_count,
-    ) = LAYOUT.unpack(body)
-    lengths = ucx_length, network_length, tcp_count * _TCP_ADDRESS.size
-    ucx, network, tcp = split(LAYOUT.what, body[LAYOUT.size :], *lengths)
+    *values, ucx_length, network_length, tcp_count = LAYOUT.unpack(body)
+    numbers, sizes = values[: -len(AGREED)], tuple(values[-len(AGREED) :])
+    *process, user, ipc_namespace, network_namespace, uid, major, minor, shared_memory, kinds, features = numbers
+    network_at = LAYOUT.size + ucx_length
+    tcp_at = network_at + network_length
+    if len(body) != tcp_at + tcp_count * _TCP_ADDRESS.size:
+        raise ValueError(f"{LAYOUT.what} has another length than it says")
     return {
-        "ucx": ucx,
-        "network": network,
-        "host": Host(Process(boot_id, pid_namespace, pid, start), user, ipc_namespace, network_namespace),
+        "ucx": body[LAYOUT.size : network_at],
+        "network": body[network_at:tcp_at],
+        "host": Host(Process(*process), user, ipc_namespace, network_namespace),
         "uid": uid,
         "release": (major, minor),
         "shared_memory": bool(shared_memory),
         "shared_memory_kinds": frozenset(kind for bit, kind in enumerate(SHARED_MEMORY) if kinds & 1 << bit),
         "features": Feature(features),
-        "sizes": tuple(sizes) if (major, minor) != (0, 0) else (),
-        "tcp_addresses": tuple(_decode_tcp_address(ip, port) for ip, port in _TCP_ADDRESS.iter_unpack(tcp)),
+        "sizes": sizes if (major, minor) != (0, 0) else (),
+        "tcp_addresses": tuple(_decode_tcp_address(ip, port) for ip, port in _TCP_ADDRESS.iter_unpack(body[tcp_at:])),
     }
 
 

@@ -12,6 +12,7 @@ from .._attributes import WorkerAttributes, query_worker
 from .._context import Context
 from .._process import this_host
 from .._quirks.address_layout import ParsedAddress, parse_worker_address, read_uid
+from .._quirks.option_limits import longest_am_header
 from .._status import read_sized
 from .._worker_address import WorkerAddress
 
@@ -52,7 +53,7 @@ class Identity:
         else:
             network = network if parsed_network.transports else b""
         return cls(
-            attrs.evolve(found, max_am_header=min(found.max_am_header, context.longest_am_header)),
+            attrs.evolve(found, max_am_header=min(found.max_am_header, longest_am_header(context.config))),
             WorkerAddress._create(
                 ucx=blob,
                 network=network,

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..._native import lib, ucx
+from ..._native import lib
 from .._contained import contained
 from .._memory.registered import unmap_unused
-from .._quirks.releases import is_known
+from .._quirks.releases import STUCK_OPERATIONS_ARE_HARMLESS
 from .._util import warn_resource
 from .answers import send_answers
 from .engine import Engine, engines
@@ -19,8 +19,6 @@ from .operations import Operation
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
 STUCK_TIMEOUT = 0.1
-#: Whether a worker can be destroyed while operations on closed endpoints are pending: from 1.17 on; 1.13 aborts.
-STUCK_OPERATIONS_ARE_HARMLESS = ucx.version >= (1, 17) and is_known(ucx.version)
 
 #: Workers that were left alone, and everything that UCX may still look at.
 left_alone: list[Any] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..._native import ucx
-from .option_limits import WELL_CONFIGURABLE
+from .releases import WELL_CONFIGURABLE
 
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
 RENDEZVOUS_THRESHOLD = 64 * 1024

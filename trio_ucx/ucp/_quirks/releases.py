@@ -1,4 +1,4 @@
-"""Warns about a release of UCX that is newer than those that trio_ucx knows.
+"""Differences between releases of UCX, and a warning about one that is newer than those that trio_ucx knows.
 
 What the other modules here rely on was measured, or read in UCX's sources, for the releases from 1.13 on. A newer one
 may have changed it. Nothing tells, so there is one warning at import. What depends on the release takes the safe way:
@@ -18,9 +18,17 @@ from ..._native import ucx
 #: The newest release that was tried and read: its first two numbers.
 NEWEST_KNOWN = (1, 22)
 
+#: UCX of an earlier release (1.13 was tried) takes the options of the TCP transport from the environment only, accepts
+#: options that it does not know, and fails with large messages over shared memory ("Invalid am_short_iov length").
+WELL_CONFIGURABLE = (1, 17)
+
 
 def is_known(release: tuple[int, ...]) -> bool:
     return release[:2] <= NEWEST_KNOWN
+
+
+#: Whether a worker can be destroyed while operations on closed endpoints are pending: from 1.17 on; 1.13 aborts.
+STUCK_OPERATIONS_ARE_HARMLESS = ucx.version >= (1, 17) and is_known(ucx.version)
 
 
 def warn_if_unknown() -> None:
