@@ -224,10 +224,10 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
-                see :meth:`WorkerAddress.from_ucx`. It never does if the address names another network
-                namespace of this machine, where UCX could not wake the peer, or if the sizes of the peer's queues
-                differ (UCX's options SEG_SIZE, FIFO_SIZE and FIFO_ELEM_SIZE of the kind of shared memory). A socket
-                address does not contain these sizes: both sides must have the same, and the same TCP_RX_SEG_SIZE.
+                see :meth:`WorkerAddress.from_ucx`. It never does if the address names another user, or another IPC, PID
+                or network namespace, or if the sizes of the peer's queues differ (UCX's options SEG_SIZE, FIFO_SIZE and
+                FIFO_ELEM_SIZE of the kind of shared memory). A socket address does not contain these sizes: both sides
+                must have the same, and the same TCP_RX_SEG_SIZE.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
@@ -236,10 +236,9 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
-                memory would, and it is in another network namespace or has queues of other sizes (EHOSTUNREACH); the
-                peer has another TCP_RX_SEG_SIZE; its process has ended (noticed at once over shared memory only);
-                ``local_address`` is not ours, or of another family than ``address``; too few file descriptors are left
-                (EMFILE).
+                memory would, and the two sides cannot use that (EHOSTUNREACH); the peer has another TCP_RX_SEG_SIZE;
+                its process has ended (noticed at once over shared memory only); ``local_address`` is not ours, or of
+                another family than ``address``; too few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.ClosedResourceError: the worker was closed.
