@@ -25,7 +25,7 @@ from trio_ucx._cli.pair import open_server
 from trio_ucx._cli.report import EXPLANATION, paragraph, trial_json, trial_text
 from trio_ucx._cli.trials import Candidate, Trial
 from trio_ucx._cli.tune import figures_of, trial_of
-from trio_ucx.ucp._context import DEFAULT_OPTIONS
+from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
 
 #: Over TCP, and as UCX chooses: shared memory, inside a machine.
 TRANSPORTS = ("tcp", "all")

@@ -16,16 +16,16 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake.facts import Facts
+from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._handshake.registry import Registry
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp import _endpoint, _receive_queue
-from trio_ucx.ucp import _shared_memory as shared_memory
-from trio_ucx.ucp._engine import data_ports, peer_workers, teardown
-from trio_ucx.ucp._engine.data_ports import DataPorts
+from trio_ucx.ucp import _endpoint
+from trio_ucx.ucp._engine import identity, peer_workers, teardown
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
+from trio_ucx.ucp._quirks import data_ports, shared_memory, stopped_queue
+from trio_ucx.ucp._quirks.data_ports import DataPorts
 from trio_ucx.ucp._status import error_from_status
 
 # ---- ends ----
@@ -139,13 +139,13 @@ def have_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The transports of the shared-memory queues that are probed from now on."""
     found: list[str] = []
-    begin = _receive_queue._Probe.__init__
+    begin = stopped_queue._Probe.__init__
 
     def recording(probe: Any, engine: Any, transport: str) -> None:
         found.append(transport)
         begin(probe, engine, transport)
 
-    monkeypatch.setattr(_receive_queue._Probe, "__init__", recording)
+    monkeypatch.setattr(stopped_queue._Probe, "__init__", recording)
     return found
 
 
@@ -163,20 +163,20 @@ def have_an_unknown_address_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: bytes) -> None:
         raise ValueError("it makes no sense")
 
-    monkeypatch.setattr(data_ports, "parse_worker_address", refuse)
+    monkeypatch.setattr(identity, "parse_worker_address", refuse)
 
 
 def miss_where_ucx_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX calls listen() without the library's replacement."""
     created = DataPorts.__init__
 
-    def see_nothing(ports: DataPorts, found: Any, address: bytes) -> None:
+    def see_nothing(ports: DataPorts, found: Any, *args: Any) -> None:
         for fd in found.fds[0 : found.count]:  # they have no filter then
             with data_ports._borrowed(fd) as borrowed:
                 assert borrowed is not None
                 borrowed.setsockopt(socket.SOL_SOCKET, data_ports._SO_DETACH_FILTER, bytes(4))
         found.count = 0
-        created(ports, found, address)
+        created(ports, found, *args)
 
     monkeypatch.setattr(DataPorts, "__init__", see_nothing)
 
@@ -207,24 +207,24 @@ def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:
 
 def send_false_threshold(worker: ucp.Worker, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker tells its peers a false rendezvous threshold."""
-    facts = Registry.facts
+    describe = Registry.description
 
-    def changed(registry: Registry, *args: Any) -> Facts:
-        sent = facts(registry, *args)
+    def changed(registry: Registry, *args: Any) -> PeerDescription:
+        sent = describe(registry, *args)
         return attrs.evolve(sent, threshold=threshold) if registry.worker is worker else sent
 
-    monkeypatch.setattr(Registry, "facts", changed)
+    monkeypatch.setattr(Registry, "description", changed)
 
 
-def change_facts(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker sends other facts than its own."""
-    encode = Facts.encode
+def change_descriptions(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker sends other peer descriptions than its own."""
+    encode = PeerDescription.encode
 
-    def changed(facts: Facts) -> bytes:
-        data = encode(facts)
-        return change(data) if facts.address == internals(worker).identity.address.ucx else data
+    def changed(description: PeerDescription) -> bytes:
+        data = encode(description)
+        return change(data) if description.worker == worker.address else data
 
-    monkeypatch.setattr(Facts, "encode", changed)
+    monkeypatch.setattr(PeerDescription, "encode", changed)
 
 
 async def send_to_queue(connection: trio_ucx.Connection, queue: int, data: bytes) -> None:

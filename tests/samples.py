@@ -1,14 +1,19 @@
-"""Real worker addresses of many UCX releases, and facts that are made of some of them."""
+"""Real worker addresses of many UCX releases, and peer descriptions that are made of some of them."""
 
 from __future__ import annotations
 
+import struct
+import zlib
 from typing import Any
 
-import attrs
-
-from trio_ucx._handshake.facts import Facts, SharedMemory
-from trio_ucx.ucp._address_format import parse_worker_address
+from trio_ucx._handshake import peer_description
+from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
+from trio_ucx.ucp import Feature, WorkerAddress
+from trio_ucx.ucp import _worker_address as worker_address
+from trio_ucx.ucp._fields import Layout
 from trio_ucx.ucp._process import Host, Process
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
+from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 
 # What ucp_worker_get_address returned: Debian's libucx0 for 1.13.1, PyPI's libucx-cu12 for the others, all on one host.
 # Version 1 of the format, unless "v2" is in the name.
@@ -191,29 +196,55 @@ ONLY_SHARED = ALL[:9] + bytes.fromhex(SAMPLES["1.22.0 posix by name"])[9:]
 HOST = Host(Process(bytes(range(16)), 2**40, 1234, 2**50), 1000, 2**33, 2**34)
 
 
-def some_facts(**changes: Any) -> Facts:
-    facts = Facts(
-        connection_id=2**31 + 5,
-        window=2**20,
-        threshold=65536,
-        shared_memory=SharedMemory.AUTO,
-        error_handling=True,
-        sees_local=True,
-        host=HOST,
-        uid=int.from_bytes(ALL[UID], "little"),
-        shared_memory_kinds=frozenset(("sysv", "posix")),
-        tcp_addresses=(("192.0.2.2", 0xEC3D), ("127.0.0.1", 0xBF4B)),
-        address=ALL,
-        network_address=NETWORK,
-        features=0x7F,
-        software="trio_ucx 9.8",
-        ucx=(1, 22),
-    )
-    return attrs.evolve(facts, **changes)
+def some_worker(**changes: Any) -> WorkerAddress:
+    fields = {
+        "ucx": ALL,
+        "network": NETWORK,
+        "host": HOST,
+        "uid": int.from_bytes(ALL[UID], "little"),
+        "release": (1, 22),
+        "shared_memory": True,
+        "shared_memory_kinds": frozenset(("sysv", "posix")),
+        "features": Feature.ALL,
+        "sizes": DEFAULT_SIZES,
+        "tcp_addresses": (("192.0.2.2", 0xEC3D), ("127.0.0.1", 0xBF4B)),
+    }
+    return WorkerAddress._create(**{**fields, **changes})
 
 
-def facts_about(address: bytes, network_address: bytes, **changes: Any) -> Facts:
-    """The facts of a side whose worker has these addresses."""
-    parsed = parse_worker_address(address)
+def some_description(**changes: Any) -> PeerDescription:
+    """A peer description. A change is one of its own, or of its worker's address."""
+    fields = {
+        "connection_id": 2**31 + 5,
+        "window": 2**20,
+        "threshold": 65536,
+        "wish": SharedMemory.AUTO,
+        "sees_local": True,
+        "software": "trio_ucx 9.8",
+    }
+    own = {name: changes.pop(name) for name in fields if name in changes}
+    return PeerDescription(**{**fields, **own}, worker=some_worker(**changes))
+
+
+def description_with(ucx: bytes, network: bytes, **changes: Any) -> PeerDescription:
+    """The peer description of a side whose worker has these addresses."""
+    parsed = parse_worker_address(ucx)
     stated = {"shared_memory_kinds": parsed.shared_memory, "tcp_addresses": parsed.tcp_addresses}
-    return some_facts(address=address, network_address=network_address, **stated, **changes)
+    return some_description(ucx=ucx, network=network, **{**stated, **changes})
+
+
+def with_checksum(data: bytes) -> bytes:
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+def with_field(data: bytes, layout: Layout, number: int, value: object) -> bytes:
+    """A peer description or a worker address with one field changed, and its checksum corrected."""
+    values = list(layout.unpack(data))
+    values[number] = value
+    return with_checksum(layout.pack(*values) + data[layout.size : -4])
+
+
+def with_field_of_worker(data: bytes, number: int, value: object) -> bytes:
+    """A peer description with one field of its worker's address changed, and both checksums corrected."""
+    start = peer_description.LAYOUT.size + peer_description.LAYOUT.unpack(data)[-1]
+    return with_checksum(data[:start] + with_field(data[start:-4], worker_address.LAYOUT, number, value))

@@ -7,7 +7,7 @@ import mmap
 import os
 
 from trio_ucx import ucp
-from trio_ucx.ucp._address_format import parse_worker_address
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 
 #: UCX marks with it that the reader sleeps (UCT_MM_IFACE_FIFO_HEAD_EVENT_ARMED). A writer clears it.
 _ARMED = 1 << 63

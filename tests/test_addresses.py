@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
+from samples import ALL, with_checksum
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._address import in_another_network_namespace
-from trio_ucx.ucp._option_limits import DEFAULT_SIZES
-from trio_ucx.ucp._process import NOBODY, Process
-
-#: How many bytes of a worker address say the sizes.
-SIZES = 4 * len(DEFAULT_SIZES)
+from trio_ucx._native import ucx
+from trio_ucx.ucp._process import NOBODY, this_host
+from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
+from trio_ucx.ucp._worker_address import LAYOUT, VERSION
 
 PAIRS = {
     "10.0.0.5:13337": ("10.0.0.5", 13337),
@@ -89,14 +87,9 @@ async def test_what_listeners_give_and_connect_takes(worker: ucp.Worker, tmp_pat
 # ---- worker addresses ----
 
 
-def with_checksum(data: bytes) -> bytes:
-    return data + struct.pack("<I", zlib.crc32(data))
-
-
-def moved(address: ucp.WorkerAddress, network_namespace: int, process: Process | None = None) -> ucp.WorkerAddress:
+def moved(address: ucp.WorkerAddress, network_namespace: int) -> ucp.WorkerAddress:
     """The address as one of a worker in this network namespace."""
-    process = process or address.process
-    return ucp.WorkerAddress._create(address.ucx, process, network_namespace, address.shared_memory, address.features)
+    return address._changed(host=attrs.evolve(address.host, network_namespace=network_namespace))
 
 
 async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
@@ -116,59 +109,49 @@ async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
         ucp.WorkerAddress.from_ucx(address.ucx, features=1)  # type: ignore[arg-type]
 
 
-async def test_worker_address_of_version_5(worker: ucp.Worker) -> None:
-    """It did not say the features of the worker's context."""
+async def test_what_a_worker_address_says(worker: ucp.Worker, transports: str) -> None:
+    """Everything that a peer has to know; UCX's own parts are what UCX answers."""
     address = worker.address
-    data = bytes(address)
-    assert address.features != ucp.Feature.ALL and data[-5] == 7
-    older = ucp.WorkerAddress(with_checksum(data[: -9 - 4 - SIZES] + data[-9:-5] + bytes([5])))
-    assert older.features == ucp.Feature.ALL
-    assert (older.ucx, older.process, older.shared_memory) == (address.ucx, address.process, address.shared_memory)
-    assert older.network_namespace == address.network_namespace
-
-
-async def test_worker_address_of_version_6(worker: ucp.Worker) -> None:
-    """It did not say the sizes of segments and queues."""
-    address = worker.address
-    data = bytes(address)
-    older = ucp.WorkerAddress(with_checksum(data[: -9 - SIZES] + data[-9:-5] + bytes([6])))
-    assert (older.features, older.sizes) == (address.features, ()) and address.sizes == DEFAULT_SIZES
-    assert ucp.WorkerAddress(bytes(older)) == older
+    assert (address.host, address.release, address.sizes) == (this_host(), ucx.version[:2], DEFAULT_SIZES)
+    assert address.uid == ucp.WorkerAddress.from_ucx(address.ucx).uid != 0
+    assert bool(address.shared_memory_kinds) == ("sm" in transports) and bool(address.tcp_addresses)
+    assert address._is_described and not ucp.WorkerAddress.from_ucx(address.ucx)._is_described
+    network = address._without_shared_memory()
+    assert network.ucx == network.network == address.network and not network.shared_memory_kinds
+    assert (network.uid, network.features) == (address.uid, address.features)
 
 
 async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
     """The magic, the version and the checksum end an address, whatever the version."""
     data = bytes(worker.address)
     version = data[-5]
-    for other in (version + 1, 4, 0, 255):
+    assert version == VERSION
+    for other in (version + 1, 5, 6, 7, 0, 255):
         changed = with_checksum(b"fields of another version" + data[-9:-5] + bytes([other]))
-        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks versions 5 to {version}"):
+        with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks version {version}; use"):
             ucp.WorkerAddress(changed)
         with pytest.raises(ValueError, match="no worker address, or damaged"):
             ucp.WorkerAddress(data[:-5] + bytes([other]) + data[-4:])
 
 
-@pytest.mark.parametrize(("version", "size"), [(5, 45), (6, 49), (7, 49 + SIZES)])
-async def test_worker_address_that_is_too_short(worker: ucp.Worker, version: int, size: int) -> None:
-    """...for its fields, or has nothing of UCX's before them."""
-    end = bytes(worker.address)[-9:-5] + bytes([version])
-    for length in (0, 1, size - 1, size):
-        with pytest.raises(ValueError, match="too short"):
-            ucp.WorkerAddress(with_checksum(bytes(length) + end))
-    assert ucp.WorkerAddress(with_checksum(bytes(size + 1) + end)).ucx == bytes(1)
+async def test_worker_address_of_another_length(worker: ucp.Worker) -> None:
+    """...than its fields say."""
+    body, end = bytes(worker.address)[:-9], bytes(worker.address)[-9:-4]
+    for length in range(LAYOUT.size):
+        with pytest.raises(ValueError, match="too short for its fields"):
+            ucp.WorkerAddress(with_checksum(body[:length] + end))
+    for wrong in (body[:-1], body + b"x", body[: LAYOUT.size]):
+        with pytest.raises(ValueError, match="another length than it says"):
+            ucp.WorkerAddress(with_checksum(wrong + end))
 
 
-async def test_another_network(worker: ucp.Worker) -> None:
-    """...of this machine: numbers of namespaces mean nothing between machines."""
-    address = worker.address
-    own = address.network_namespace
-    assert not in_another_network_namespace(address)
-    assert in_another_network_namespace(moved(address, own + 1))
-    assert in_another_network_namespace(moved(address, own + 1, Process(address.process.host, 5, 6, 7)))
-    assert not in_another_network_namespace(moved(address, 0))
-    assert not in_another_network_namespace(moved(address, own + 1, NOBODY))
-    assert not in_another_network_namespace(moved(address, own + 1, Process(bytes(range(16)))))
-    assert not in_another_network_namespace(ucp.WorkerAddress.from_ucx(address.ucx, process=address.process))
+def test_address_that_ucx_does_not_make() -> None:
+    """(UCX would end the process.)"""
+    for length in (0, 9, 48_001):
+        with pytest.raises(ValueError, match=f"10 to 48000 bytes, not {length}"):
+            ucp.WorkerAddress.from_ucx(ALL[:1] * length)
+    with pytest.raises(ValueError, match="unknown layout: it has version 3"):
+        ucp.WorkerAddress.from_ucx(b"\x02" + ALL[1:])
 
 
 @pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
@@ -186,14 +169,10 @@ async def test_endpoint_to_another_network_has_no_shared_memory(mode: ucp.ErrorM
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "message"),
-    [
-        ("sm,self", "sm,self", "it has shared memory only, and its worker is in another network namespace"),
-        ("tcp,sm,self", "sm,self", "it has shared memory only, and its worker is in another network namespace"),
-        ("sm,self", "tcp,sm,self", "transports in use here: sm,self; it is in another network namespace"),
-    ],
+    ("ours", "theirs"), [("sm,self", "sm,self"), ("tcp,sm,self", "sm,self"), ("sm,self", "tcp,sm,self")]
 )
-async def test_endpoint_to_another_network_needs_tcp(ours: str, theirs: str, message: str) -> None:
+async def test_endpoint_to_another_network_needs_tcp(ours: str, theirs: str) -> None:
+    message = r"cannot be used \(the two sides have different network namespaces\).* no other transport: add tcp"
     async with ucp.open_worker(config={"TLS": ours}) as one, ucp.open_worker(config={"TLS": theirs}) as other:
         with pytest.raises(OSError, match=message) as caught:
             await one.open_endpoint(moved(other.address, 1))

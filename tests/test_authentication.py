@@ -68,7 +68,7 @@ async def expect_nothing_left(worker: ucp.Worker, listener: trio_ucx.Listener, r
     await until(lambda: worker.statistics().endpoints == 0)
 
 
-def telling_facts(worker: ucp.Worker) -> list[bytes]:
+def telling_bytes(worker: ucp.Worker) -> list[bytes]:
     """Parts of what a side says about itself."""
     address = internals(worker).identity.address.ucx
     return [address[1:9], address[-12:], this_host().process.host]
@@ -458,14 +458,14 @@ async def test_changed_byte_with_tls(
 
 
 async def test_man_in_the_middle_who_changes_nothing(worker: ucp.Worker, certificates: Certificates) -> None:
-    """Nobody notices; under TLS the facts that the sides send are not readable."""
+    """Nobody notices; under TLS the peer descriptions that the sides send are not readable."""
     async with listening(worker, ssl_context=certificates.server, authkey=KEY) as listener:
         said = await record_exchange(
             worker, listener, ssl_context=certificates.client, server_hostname="localhost", authkey=KEY
         )
         for data in said.values():
-            for fact in telling_facts(worker):
-                assert fact not in data
+            for part in telling_bytes(worker):
+                assert part not in data
 
 
 @pytest.mark.parametrize("with_tls", [False, True])
@@ -489,8 +489,8 @@ async def test_recorded_exchange_cannot_be_played_again(
                             got += chunk
                 if not with_tls:
                     assert b"authkeys" in got
-                for fact in telling_facts(worker):
-                    assert fact not in got
+                for part in telling_bytes(worker):
+                    assert part not in got
             await expect_nothing_left(worker, listener, refused + 3)
 
             async def play(stream: trio.SocketStream) -> None:
@@ -530,7 +530,7 @@ async def test_keys_that_differ(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both sides report it, and neither has sent the other any of its facts."""
+    """Both sides report it, and neither has sent the other its peer description."""
     caplog.set_level("INFO", "trio_ucx")
     async with listening(worker, authkey=server_key) as listener, counted_endpoints(monkeypatch) as made:
         async with in_the_middle(listener.address) as proxy:
@@ -539,9 +539,9 @@ async def test_keys_that_differ(
             await until(lambda: listener.statistics().refused == 1)
             await expect_nothing_left(worker, listener, 1)
             [record] = proxy.recorded
-            for fact in telling_facts(worker):
-                assert fact not in record["server"]
-                assert fact not in record["client"] or client_key is None
+            for part in telling_bytes(worker):
+                assert part not in record["server"]
+                assert part not in record["client"] or client_key is None
         assert made == []
     assert "turned away" in caplog.text and "authkey" in caplog.text
 
@@ -592,8 +592,8 @@ async def test_unauthenticated_client_learns_nothing(worker: ucp.Worker, what: s
                 await stream.send_all(MAGIC + struct.pack("<HH", VERSION, flags) + bytes(32) + WITHOUT_THE_KEY[what])
                 async for chunk in stream:
                     got += chunk
-        for fact in telling_facts(worker):
-            assert fact not in got
+        for part in telling_bytes(worker):
+            assert part not in got
         assert len(got) < 500
         await expect_nothing_left(worker, listener, 1)
 

@@ -21,10 +21,9 @@ from helpers import Rounds, resident, until
 
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Exchange
-from trio_ucx._handshake.facts import Facts, SharedMemory
+from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
 from trio_ucx._handshake.server import MAX_EXCHANGES
 from trio_ucx._wire import MAGIC, VERSION
-from trio_ucx.testing import internals
 from trio_ucx.ucp._process import this_host
 
 HEAD = struct.Struct("<IB")
@@ -83,26 +82,22 @@ class Attacker:
         host = this_host()
         if elsewhere:
             host = attrs.evolve(host, process=attrs.evolve(host.process, host=bytes(range(16))))
-        self.facts = Facts(
+        self.description = PeerDescription(
             connection_id=2**31 + 5,
             window=2**20,
             threshold=65536,
-            shared_memory=SharedMemory.AUTO,
-            error_handling=True,
+            wish=SharedMemory.AUTO,
             sees_local=True,
-            host=host,
-            uid=worker.address.uid,
-            shared_memory_kinds=frozenset(),
-            tcp_addresses=(("127.0.0.1", 9),),
-            address=internals(worker).identity.address.ucx,
-            network_address=internals(worker).identity.network_address.ucx,
-            features=0,
             software="attacker",
+            worker=worker.address._changed(
+                host=host, shared_memory_kinds=frozenset(), tcp_addresses=(("127.0.0.1", 9),), features=ucp.Feature(0)
+            ),
         )
 
-    def opening(self, **changes: Any) -> bytes:
+    def opening(self, **of_worker: Any) -> bytes:
         exchange = Exchange(is_client=True, software="", authkey=None)
-        exchange.open(attrs.evolve(self.facts, **changes))
+        worker = self.description.worker._changed(**of_worker)
+        exchange.open(attrs.evolve(self.description, worker=worker))
         return exchange.data_to_send()
 
 
@@ -251,15 +246,15 @@ async def test_health_checks(transports: str, tmp_path: Path) -> None:
 async def test_many_unfinished_handshakes(transports: str, tmp_path: Path, attackers: list[Attacker]) -> None:
     """Two thousand handshakes that do not go on, each with a different worker address."""
     chance = random.Random(3)
-    facts = attackers[1].facts
+    worker = attackers[1].description.worker
     async with open_attacked_server(tmp_path, transports) as server:
         memory = resident(server.pid)
 
         def opening() -> bytes:
             uid = chance.randbytes(8)
-            parts = [blob[:1] + uid + blob[9:] for blob in (facts.address, facts.network_address)]
+            parts = [blob[:1] + uid + blob[9:] for blob in (worker.ucx, worker.network)]
             number = int.from_bytes(uid, "little")
-            return attackers[1].opening(uid=number, address=parts[0], network_address=parts[1])
+            return attackers[1].opening(uid=number, ucx=parts[0], network=parts[1])
 
         with trio.fail_after(120):
             await all_at_once([partial(send_and_disconnect, server.address, opening(), 0.02) for _ in range(2000)])

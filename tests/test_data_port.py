@@ -25,13 +25,13 @@ from attacked_server import AttackedServer, open_attacked_server
 from helpers import free_port, open_pair, open_peer, until
 from injected_faults import have_an_unknown_address_layout, have_no_socket_filters, miss_where_ucx_listens
 from networks import Host, open_network
+from samples import some_worker
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ffi
 from trio_ucx.testing import internals
-from trio_ucx.ucp._address_format import parse_worker_address
-from trio_ucx.ucp._engine.data_ports import (
+from trio_ucx.ucp._quirks.data_ports import (
     MAX_EACH,
     MAX_NETWORKS,
     MAX_PEERS,
@@ -404,9 +404,7 @@ async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.Monkey
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         ports = internals(worker).data_ports._ports
         assert {port.address for port in ports} <= listening(os.getpid())
-        assert {port.address for port in ports} == {
-            *parse_worker_address(internals(worker).identity.address.ucx).tcp_addresses
-        }
+        assert {port.address for port in ports} == {*worker.address.tcp_addresses}
         for port in ports:
             assert attached_filter(port.fd) == struct.pack("=HBBI", 0x06, 0, 0, 0)
             with pytest.raises(TimeoutError):
@@ -415,7 +413,7 @@ async def test_ports_have_a_filter_before_they_listen(monkeypatch: pytest.Monkey
 
 def some_ports() -> tuple[DataPorts, list[list[str]]]:
     """Data ports without sockets, and a list of the peers that the filter admits after each change."""
-    ports = DataPorts(ffi.new("tu_data_ports_t *"), b"")
+    ports = DataPorts(ffi.new("tu_data_ports_t *"), some_worker(tcp_addresses=()), None)
     ports.obstacle = None
     ports._ports = [_Port(-1, 0, socket.AF_INET, ("", 0))]
     changes: list[list[str]] = []

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from trio_ucx import ucp
-from trio_ucx.ucp import _descriptors as descriptors
+from trio_ucx.ucp._quirks import descriptors
 
 #: Opens one kind of thing with 0 to 20 descriptors left, and once more when there are enough again. Says what happened.
 PROGRAM = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import struct
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,12 +15,11 @@ import trio.testing
 from helpers import pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, facts_about, some_facts
+from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
 
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._handshake import facts as module
 from trio_ucx._handshake.exchange import (
     EXPECTED,
     MAX_FRAME,
@@ -37,10 +35,13 @@ from trio_ucx._handshake.exchange import (
     Taken,
     Welcomed,
 )
-from trio_ucx._handshake.facts import Facts, SharedMemory, use_shared_memory
+from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, use_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.peer_workers import Standing
 from trio_ucx.ucp._process import Host, Process
+from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
+from trio_ucx.ucp._transports import obstacle_to_shared_memory
+from trio_ucx.ucp._worker_address import MAX_ADDRESS, WorkerAddress
 
 KEYS = [None, b"secret"]
 HEAD = struct.Struct("<IB")
@@ -62,7 +63,7 @@ class Side:
     """
 
     exchange: Exchange
-    facts: Facts
+    description: PeerDescription
     standing: Standing = STANDINGS[0]
     choice: tuple[int, bool] | None = (1, True)
     again: bool = False
@@ -86,7 +87,7 @@ class Side:
         exchange = self.exchange
         match event:
             case Opened():
-                exchange.welcome(self.facts, self.standing)
+                exchange.welcome(self.description, self.standing)
             case Welcomed():
                 if self.choice is None:
                     exchange.again()
@@ -111,9 +112,9 @@ def two_sides(
 ) -> tuple[Side, Side]:
     client = Exchange(is_client=True, software="client 1", authkey=client_key)
     server = Exchange(is_client=False, software="server 1", authkey=server_key)
-    ours = Side(client, some_facts(software="client 1"))
-    theirs = Side(server, some_facts(software="server 1"), again=again)
-    client.open(ours.facts)
+    ours = Side(client, some_description(software="client 1"))
+    theirs = Side(server, some_description(software="server 1"), again=again)
+    client.open(ours.description)
     return ours, theirs
 
 
@@ -165,8 +166,8 @@ def test_both_sides(key: bytes | None, standing: Standing, choice: tuple[int, bo
         server.standing, client.choice = standing, choice
         talk(client, server, cut)
         assert client.error is server.error is None
-        assert server.events == [Opened(client.facts), Taken(*choice)]
-        assert client.events == [Welcomed(server.facts, standing), *[Again()] * again]
+        assert server.events == [Opened(client.description), Taken(*choice)]
+        assert client.events == [Welcomed(server.description, standing), *[Again()] * again]
         assert client.exchange.state is server.exchange.state is (State.ENDED if again else State.GREETING)
 
 
@@ -178,8 +179,8 @@ def test_client_that_finds_no_endpoint(key: bytes | None) -> None:
         client.choice = None
         talk(client, server, cut)
         assert client.error is server.error is None
-        assert server.events == [Opened(client.facts), Again()]
-        assert client.events == [Welcomed(server.facts, server.standing)]
+        assert server.events == [Opened(client.description), Again()]
+        assert client.events == [Welcomed(server.description, server.standing)]
         assert client.exchange.state is server.exchange.state is State.ENDED
         for exchange in (client.exchange, server.exchange):
             exchange.abort()
@@ -278,8 +279,8 @@ def reach(state: State, is_client: bool, key: bytes | None) -> tuple[Side, Excha
 BODIES = {
     Kind.REFUSE: b"because",
     Kind.PROOF: b"",
-    Kind.OPEN: some_facts().encode(),
-    Kind.WELCOME: struct.pack("<HHB", 4, 3, 1) + some_facts().encode(),
+    Kind.OPEN: some_description().encode(),
+    Kind.WELCOME: struct.pack("<HHB", 4, 3, 1) + some_description().encode(),
     Kind.AGAIN: b"",
     Kind.TAKE: struct.pack("<HB", 3, 0),
     Kind.ABORT: struct.pack("<Q", 0),
@@ -372,11 +373,14 @@ def test_longest_frame() -> None:
 
 
 MALFORMED: list[tuple[Kind, bytes]] = [
-    *((Kind.OPEN, body) for body in (b"", b"x", bytes(500), some_facts().encode()[:-1], some_facts().encode() + b"x")),
-    *((Kind.WELCOME, body) for body in (b"", bytes(4), bytes(5), bytes(600), some_facts().encode())),
+    *(
+        (Kind.OPEN, body)
+        for body in (b"", b"x", bytes(500), some_description().encode()[:-1], some_description().encode() + b"x")
+    ),
+    *((Kind.WELCOME, body) for body in (b"", bytes(4), bytes(5), bytes(600), some_description().encode())),
     *((Kind.WELCOME, body) for body in (BODIES[Kind.WELCOME][:-1], BODIES[Kind.WELCOME] + b"x")),
     *(
-        (Kind.WELCOME, struct.pack("<HHB", *standing) + some_facts().encode())
+        (Kind.WELCOME, struct.pack("<HHB", *standing) + some_description().encode())
         for standing in ((0, 1, 0), (4, 5, 1), (65534, 65535, 0), (4, 4, 2), (4, 4, 255))
     ),
     *((Kind.TAKE, body) for body in (b"", bytes(2), bytes(4), bytes(4096))),
@@ -461,10 +465,10 @@ def test_keys_that_differ(client_key: bytes, server_key: bytes, to_client: str, 
             assert any(words in each for each in told), told
             assert Opened not in side.said and Welcomed not in side.said
             assert side.exchange.state is State.ENDED
-        for fact in (HOST.process.host, ALL[9:], NETWORK[9:]):
-            assert fact not in server.sent
+        for part in (HOST.process.host, ALL[9:], NETWORK[9:]):
+            assert part not in server.sent
             if client_key is not None:
-                assert fact not in client.sent
+                assert part not in client.sent
 
 
 @pytest.mark.parametrize("choice", [(1, True), None])
@@ -591,17 +595,12 @@ def test_endless_frames_are_not_kept() -> None:
     assert isinstance(side.error, ProtocolError)
 
 
-# ---- facts ----
+# ---- peer descriptions ----
 
-
-@fuzz
-@given(
-    connection_id=st.integers(2**31, 2**32 - 1),
-    window=st.integers(wire.MIN_WINDOW, wire.MAX_WINDOW),
-    threshold=st.one_of(st.just(0), st.integers(wire.MIN_THRESHOLD, wire.MAX_WINDOW)),
-    shared_memory=st.sampled_from(SharedMemory),
-    error_handling=st.booleans(),
-    sees_local=st.booleans(),
+WORKERS = st.builds(
+    WorkerAddress._create,
+    ucx=st.binary(min_size=10, max_size=500),
+    network=st.binary(max_size=500),
     host=st.builds(
         Host,
         st.builds(
@@ -616,7 +615,11 @@ def test_endless_frames_are_not_kept() -> None:
         st.integers(0, 2**64 - 1),
     ),
     uid=st.integers(0, 2**64 - 1),
+    release=st.tuples(st.integers(1, 255), st.integers(0, 255)),
+    shared_memory=st.booleans(),
     shared_memory_kinds=st.frozensets(st.sampled_from(["sysv", "posix", "xpmem"])),
+    features=st.integers(0, 2**32 - 1).map(ucp.Feature),
+    sizes=st.tuples(*[st.integers(0, 2**32 - 1)] * len(DEFAULT_SIZES)),
     tcp_addresses=st.lists(
         st.tuples(
             st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6).filter(lambda ip: ip.ipv4_mapped is None)).map(str),
@@ -624,79 +627,37 @@ def test_endless_frames_are_not_kept() -> None:
         ),
         max_size=128,
     ).map(tuple),
-    address=st.binary(min_size=10, max_size=500),
-    network_address=st.binary(max_size=500),
-    features=st.integers(0, 2**32 - 1),
-    ucx=st.tuples(st.integers(0, 255), st.integers(0, 255)),
-    software=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=100),
 )
-def test_facts_survive_the_wire(**fields: Any) -> None:
-    facts = Facts(**fields)
-    assert Facts.decode(facts.encode()) == facts
 
 
-#: Which field of the facts is where, and values that it must not have.
-OUT_OF_RANGE = {
-    "connection id": (0, [0, 5, 2**31 - 1]),
-    "window": (1, [0, wire.MIN_WINDOW - 1, wire.MAX_WINDOW + 1, 2**64 - 1]),
-    "threshold": (2, [1, wire.MIN_THRESHOLD - 1, wire.MAX_WINDOW + 1, 2**64 - 1]),
-    "shared memory": (3, [3, 4, 255]),
-    "error handling": (4, [2, 255]),
-    "sees local": (5, [2, 255]),
-    "pid": (10, [2**22 + 1, 2**31, 2**32 - 1]),
-    "kinds of shared memory": (17, [8, 255]),
-    "address length": (18, [0, 9, len(ALL) + 1, 2**31, 2**32 - 1]),
-    "network address length": (19, [0, len(NETWORK) - 1, 2**32 - 1]),
-    "TCP addresses": (20, [0, 1, 3, 129]),
-    "software length": (21, [0, 1000, 65535]),
-}
+@fuzz
+@given(
+    connection_id=st.integers(2**31, 2**32 - 1),
+    window=st.integers(wire.MIN_WINDOW, wire.MAX_WINDOW),
+    threshold=st.one_of(st.just(0), st.integers(wire.MIN_THRESHOLD, wire.MAX_WINDOW)),
+    wish=st.sampled_from(SharedMemory),
+    sees_local=st.booleans(),
+    software=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=100),
+    worker=WORKERS,
+)
+def test_descriptions_survive_the_wire(**fields: Any) -> None:
+    description = PeerDescription(**fields)
+    assert PeerDescription.decode(description.encode()) == description
 
 
-def damaged(data: bytes, field: int, value: int) -> bytes:
-    """With a field changed, and a checksum that is right again."""
-    size = module._FACTS.size
-    fields = list(module._FACTS.unpack(data[:size]))
-    assert fields[field] != value
-    fields[field] = value
-    body = module._FACTS.pack(*fields) + data[size:-4]
-    return body + struct.pack("<I", zlib.crc32(body))
-
-
-@pytest.mark.parametrize("field", OUT_OF_RANGE)
-def test_facts_out_of_range(field: str) -> None:
-    number, values = OUT_OF_RANGE[field]
-    for value in values:
-        with pytest.raises(ProtocolError):
-            Facts.decode(damaged(some_facts().encode(), number, value))
-
-
-def test_which_fields_are_checked() -> None:
-    """The table above means the fields that it names: other values are taken."""
-    for field, value in (
-        (0, 2**31 + 6),
-        (1, wire.MIN_WINDOW),
-        (2, 0),
-        (2, wire.MIN_THRESHOLD),
-        (3, 2),
-        (4, 0),
-        (5, 0),
-        (10, 2**22),
-        (12, 0),
-    ):
-        Facts.decode(damaged(some_facts().encode(), field, value))
-
-
-def test_damaged_facts() -> None:
-    good = some_facts().encode()
+def test_damaged_descriptions() -> None:
+    good = some_description().encode()
     for length in range(len(good)):
         with pytest.raises(ProtocolError):
-            Facts.decode(good[:length])
+            PeerDescription.decode(good[:length])
     for at in range(len(good)):
         with pytest.raises(ProtocolError, match="damaged"):
-            Facts.decode(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    with pytest.raises(ProtocolError, match="length of the address"):
-        Facts.decode(some_facts(address=bytes(module.MAX_ADDRESS + 1)).encode())
-    software = Facts.decode(some_facts(software="\x1b[2J\n" + "x" * 5000).encode()).software
+            PeerDescription.decode(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    with pytest.raises(ProtocolError, match="length of UCX's address"):
+        PeerDescription.decode(some_description(ucx=bytes(MAX_ADDRESS + 1)).encode())
+    with pytest.raises(ProtocolError, match="lacks the release"):
+        PeerDescription.decode(some_description(release=(0, 0)).encode())
+    software = PeerDescription.decode(some_description(software="\x1b[2J\n" + "x" * 5000).encode()).software
     assert software.isprintable() and len(software) == 200
 
 
@@ -706,14 +667,15 @@ def test_damaged_facts() -> None:
     network=st.booleans(),
 )
 def test_lies_with_the_right_checksum(edits: list[tuple[int, int]], network: bool) -> None:
-    """Facts that are changed anywhere, the addresses too, are understood or refused."""
-    good = bytearray(some_facts(network_address=NETWORK if network else b"").encode())
+    """Descriptions that are changed anywhere, the addresses too, are understood or refused."""
+    good = some_description(network=NETWORK if network else b"")
+    data = bytearray(good.encode()[:-8])  # without both checksums
+    worker = len(data) - len(bytes(good.worker)) + 4
     for at, value in edits:
-        good[at % (len(good) - 4)] = value
-    body = bytes(good[:-4])
+        data[at % len(data)] = value
     try:
-        theirs = Facts.decode(body + struct.pack("<I", zlib.crc32(body)))
-        use_shared_memory(some_facts(), theirs)
+        theirs = PeerDescription.decode(with_checksum(bytes(data[:worker]) + with_checksum(bytes(data[worker:]))))
+        use_shared_memory(some_description(), theirs)
     except ProtocolError:
         pass
 
@@ -728,7 +690,7 @@ def elsewhere(**changes: Any) -> Host:
     return attrs.evolve(HOST, process=attrs.evolve(HOST.process, **process), **changes)
 
 
-#: What the other side's facts are, and what they say against shared memory.
+#: What the other side's description has, and what that says against shared memory.
 OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
     "none": ({}, None),
     "another process": ({"host": elsewhere(pid=1)}, None),
@@ -743,8 +705,9 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
         "different IPC namespaces, PID namespaces and users$",
     ),
     "another machine between": ({"sees_local": False}, "goes through a proxy or another machine"),
-    "another release": ({"ucx": (1, 21)}, "one side has an older one"),
-    "no error handling": ({"error_handling": False}, "MM_ERROR_HANDLING=n"),
+    "another release": ({"release": (1, 21)}, "UCX 1.21 and UCX 1.22 describe shared memory differently"),
+    "an unknown release": ({"release": (1, 23)}, "UCX 1.22 and UCX 1.23 describe shared memory differently"),
+    "no error handling": ({"shared_memory": False}, "MM_ERROR_HANDLING=n"),
     "no shared memory": ({"shared_memory_kinds": frozenset()}, "no shared memory"),
 }
 
@@ -753,8 +716,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_use_of_shared_memory(obstacle: str) -> None:
     changes, reason = OBSTACLES[obstacle]
     for mine, other in itertools.product(SharedMemory, repeat=2):
-        one = some_facts(shared_memory=mine)
-        two = some_facts(shared_memory=other, **changes)
+        one = some_description(wish=mine)
+        two = some_description(wish=other, **changes)
         for ours, theirs in ((one, two), (two, one)):
             if ALWAYS in (mine, other) and NEVER in (mine, other):
                 with pytest.raises(ProtocolError, match="one side wants shared_memory=True"):
@@ -764,15 +727,16 @@ def test_use_of_shared_memory(obstacle: str) -> None:
                     use_shared_memory(ours, theirs)
             else:
                 assert use_shared_memory(ours, theirs) is (reason is None and NEVER not in (mine, other))
-            assert module.obstacle_to_shared_memory(ours, theirs) == module.obstacle_to_shared_memory(theirs, ours)
+            both = ours.worker, theirs.worker
+            assert obstacle_to_shared_memory(*both) == obstacle_to_shared_memory(*reversed(both))
 
 
 def test_nothing_but_shared_memory() -> None:
     for changes, reason in OBSTACLES.values():
         if "shared_memory_kinds" in changes:
             continue
-        lonely = facts_about(ONLY_SHARED, b"", **changes)
-        other = some_facts()
+        lonely = description_with(ONLY_SHARED, b"", **changes)
+        other = some_description()
         for ours, theirs in ((lonely, other), (other, lonely)):
             if reason is None:
                 assert use_shared_memory(ours, theirs)
@@ -780,15 +744,15 @@ def test_nothing_but_shared_memory() -> None:
                 with pytest.raises(ProtocolError, match=f"cannot be used .*{reason.rstrip('$')}.*no other transport"):
                     use_shared_memory(ours, theirs)
         with pytest.raises(ProtocolError, match="shared_memory=False.*no other transport"):
-            use_shared_memory(lonely, some_facts(shared_memory=NEVER))
+            use_shared_memory(lonely, some_description(wish=NEVER))
 
 
 def test_releases_that_do_not_know_each_other_s_loopback() -> None:
     """Then there must be another network device."""
     for name, works in (("1.21.0 tcp", True), ("1.22.0 in namespaces", False)):
         address = bytes.fromhex(SAMPLES[name])
-        one = facts_about(address, address, shared_memory=NEVER)
-        two = attrs.evolve(one, ucx=(1, 21))
+        one = description_with(address, address, wish=NEVER)
+        two = attrs.evolve(one, worker=one.worker._changed(release=(1, 21)))
         for ours, theirs in ((one, two), (two, one)):
             if works:
                 assert not use_shared_memory(ours, theirs)

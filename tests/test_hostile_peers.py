@@ -167,7 +167,7 @@ async def test_control_frame_by_rendezvous(
 ) -> None:
     """Its sender still has it: nothing of Python's is left for UCX to write it to."""
     monkeypatch.setattr(ucp.Context, "least_rendezvous_threshold", None)
-    # HELLO is shorter than this; the facts say more.
+    # HELLO is shorter than this; the peer description says more.
     async with unharmed(worker), ucp.open_worker(config={"TLS": transports, "RNDV_THRESH": "20"}) as liar:
         liar.context.rendezvous_threshold = wire.MIN_THRESHOLD
         async with open_pair(liar, worker) as (client, server), trio.open_nursery() as nursery:

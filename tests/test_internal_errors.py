@@ -228,7 +228,10 @@ async def _sent_and_received(
 MODULES = [
     *("_batch", "_byte_stream", "_close_handshake", "_credit", "_tag_queue", "_wire"),
     *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
-    *(f"_handshake.{name}" for name in ("control_sockets", "exchange", "facts", "handshake", "registry", "server")),
+    *(
+        f"_handshake.{name}"
+        for name in ("control_sockets", "exchange", "peer_description", "handshake", "registry", "server")
+    ),
     *(
         f"ucp.{name}"
         for name in (

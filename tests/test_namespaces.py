@@ -321,7 +321,7 @@ async def test_raw_endpoint_has_only_shared_memory(hosts: Hosts) -> None:
         ):
             _, theirs = await one.hear(), await two.hear()
             said = await told(one, "open", theirs["worker"], "PEER", theirs["descriptor"], False)
-            assert said.startswith(f"{errno.EHOSTUNREACH}: ") and "another network namespace" in said, said
+            assert said.startswith(f"{errno.EHOSTUNREACH}: ") and "different network namespaces" in said, said
             await end_without_missed_events(one, two)
 
 

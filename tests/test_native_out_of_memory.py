@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from refused_memory import few_allocations
+from samples import some_worker
 
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
 from trio_ucx.ucp import Access, Status
-from trio_ucx.ucp._engine.data_ports import DataPorts
+from trio_ucx.ucp._quirks.data_ports import DataPorts
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feature.RMA | ucp.Feature.WAKEUP
 FULL = 2**64 - 1
@@ -50,7 +51,7 @@ class Side:
         stack.callback(lib.tu_context_destroy, self.context)
         ports = ffi.new("tu_data_ports_t *")
         assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, worker) == Status.OK
-        DataPorts(ports, b"").open_for_raw_use("this test", "0.0.0.0")
+        DataPorts(ports, some_worker(), None).open_for_raw_use("this test", "0.0.0.0")
         self.worker = worker[0]
         stack.callback(lib.tu_worker_destroy, self.worker)
         self.records = ffi.new("tu_record_t[]", 64)

@@ -545,7 +545,7 @@ def simulated_ucx() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_connecting, "_make", _make)
         patch.setattr(_connecting, "lib", SimpleNamespace(tu_endpoint_to_worker=_endpoint_to_worker))
-        patch.setattr(_connecting, "_usable_part", lambda engine, address, options: address.ucx)
+        patch.setattr(_connecting, "_usable_part", lambda engine, address, options: address)
         yield
 
 

@@ -24,7 +24,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.exchange import Exchange, Kind
-from trio_ucx._handshake.facts import Facts
+from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._wire import MAGIC, VERSION
 
 KEY = "sixteen letters!"
@@ -186,7 +186,7 @@ async def test_a_stranger_gets_no_further_than_the_preamble(
     worker: ucp.Worker, more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listener reads nothing after the preamble, whatever it is."""
-    monkeypatch.delattr(Facts, "decode")
+    monkeypatch.delattr(PeerDescription, "decode")
     async with listening(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
         got = bytearray()
         with trio.fail_after(15), contextlib.suppress(trio.BrokenResourceError):

@@ -11,7 +11,7 @@ import pytest
 from injected_faults import have_no_system_v
 from networks import Side, meet, need
 
-from trio_ucx.ucp import _shared_memory as shared_memory
+from trio_ucx.ucp._quirks import shared_memory
 
 #: Two workers exchange messages of all sizes. Says over what, or the error.
 EXCHANGE = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trio_ucx._native import ffi
-from trio_ucx.ucp import _log
+from trio_ucx.ucp._quirks import log as ucx_log
 
 #: Prints the environment's state, has UCX say something, and provokes an error.
 PROGRAM = """
@@ -207,7 +207,7 @@ def test_harmless_lines_are_for_debugging(
     kept = [ffi.new("char[]", each) for each in (file, b"function", text)]
     line = ffi.new("tu_log_line_t *", {"level": 1, "number": 7, "file": kept[0], "function": kept[1], "text": kept[2]})
     caplog.set_level("DEBUG", logger="trio_ucx.ucx")
-    _log._log(line)
+    ucx_log._log(line)
     assert [record.levelname for record in caplog.records] == [level]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ssl
 from typing import Literal
 
-from ._handshake.facts import SharedMemory
 from ._handshake.handshake import ExchangeOptions
+from ._handshake.peer_description import SharedMemory
 from ._link import Options
 from ._wire import MAX_WINDOW, MIN_WINDOW
 from .ucp import Worker

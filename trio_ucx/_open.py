@@ -25,9 +25,9 @@ from ._link import Options
 from ._shared import shared_worker
 from ._unix import unix_path
 from .ucp import Worker
-from .ucp import _descriptors as descriptors
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._opening import check_is_ours, check_local_address
+from .ucp._quirks import descriptors
 from .ucp._util import check_timeout
 
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.

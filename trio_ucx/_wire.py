@@ -18,7 +18,7 @@ from typing import ClassVar
 import attrs
 
 MAGIC = b"trio_ucx"
-VERSION = 6
+VERSION = 7
 
 MAX_TAG = 2**31 - 1
 CONTROL = 2**31

@@ -34,7 +34,7 @@ class NotListening(Exception):
 def ucx_environment(transport: str) -> dict[str, str]:
     """Our UCX options as environment variables."""
     try:
-        from trio_ucx.ucp._context import DEFAULT_OPTIONS
+        from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
     except ImportError:  # the child of a contender with an environment of its own; it has the variables already
         return {}
     options = {**DEFAULT_OPTIONS, "TLS": TLS[transport], "WARN_UNUSED_ENV_VARS": "n"}

@@ -146,9 +146,11 @@ async def test_two_of_ours_with_different_options(sends: str, receives: str) -> 
 async def test_shared_memory_alone_is_refused_with_what_to_do() -> None:
     config = {"TLS": "sm,self", "MM_ERROR_HANDLING": "n"}
     async with ucp.open_worker(config=config) as theirs, ucp.open_worker() as worker:
-        with pytest.raises(OSError, match=r"MM_ERROR_HANDLING=y.*shared_memory=True.*ErrorMode.NONE.*tcp") as caught:
+        with pytest.raises(OSError, match=r"MM_ERROR_HANDLING=n.*add tcp to its option TLS") as caught:
             await worker.open_endpoint(theirs.address)
         assert caught.value.errno
+        with pytest.raises(OSError, match=r"MM_ERROR_HANDLING=y.*shared_memory=True.*ErrorMode.NONE.*tcp"):
+            await worker.open_endpoint(ucp.WorkerAddress.from_ucx(theirs.address.ucx))
         endpoint = await worker.open_endpoint(theirs.address, error_mode=ucp.ErrorMode.NONE)
         await endpoint.tag_send(b"x", 1)
         await until(lambda: theirs.tag_probe(1))

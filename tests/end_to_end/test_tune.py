@@ -23,7 +23,9 @@ from trio_ucx._cli.errors import CandidateError, PerfError
 from trio_ucx._cli.options import OPTIONS, Figure
 from trio_ucx._cli.verdict import Comparison, best, compare, confirm
 from trio_ucx._native import ucx
-from trio_ucx.ucp._context import DEFAULT_OPTIONS, WELL_CONFIGURABLE, _memory_units
+from trio_ucx.ucp._context import _memory_units
+from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
+from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE
 
 from .programs import QUICK, TIMEOUT, listening_address, run_cli, start_cli
 

@@ -8,6 +8,7 @@ internal error, a buffer that stays pinned, or a state that grows without a boun
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from test_exchange import BODIES, KEYS, feed, reach, reachable
 
 from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Aborted, Kind, State
-from trio_ucx._handshake.facts import Facts
+from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._tag_queue import Want
-from trio_ucx.ucp._address import WorkerAddress
-from trio_ucx.ucp._address_format import parse_worker_address
+from trio_ucx.ucp import WorkerAddress
 from trio_ucx.ucp._memory.buffers import Pinned
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
+from trio_ucx.ucp._worker_address import VERSION
 
 
 class Reader:
@@ -57,23 +59,29 @@ def frame(data: bytes) -> None:
     assert wire.encode_frame(decoded) == data
 
 
-def facts(data: bytes) -> None:
-    """What a peer says about itself."""
-    try:
-        decoded = Facts.decode(data)
-    except wire.ProtocolError:
-        return
-    assert Facts.decode(decoded.encode()) == decoded
+def with_checksum(data: bytes) -> bytes:
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+def ended(data: bytes) -> bytes:
+    """A worker address, with an end that is right."""
+    return with_checksum(data + b"TUWA" + bytes([VERSION]))
+
+
+def description(data: bytes) -> None:
+    """What a peer says about itself: as it is, and with checksums that are right."""
+    for each in (data, with_checksum(ended(data))):
+        try:
+            decoded = PeerDescription.decode(each)
+        except wire.ProtocolError:
+            continue
+        assert PeerDescription.decode(decoded.encode()) == decoded
 
 
 def address(data: bytes) -> None:
-    """A worker address of UCX's; and of trio_ucx's, in both versions, with a checksum that is right."""
-    for version in (5, 6):
-        ended = data + b"TUWA" + bytes([version])
-        try:
-            found = WorkerAddress(ended + struct.pack("<I", zlib.crc32(ended)))
-        except ValueError:
-            continue
+    """A worker address of UCX's; and of trio_ucx's, with a checksum that is right."""
+    with contextlib.suppress(ValueError):
+        found = WorkerAddress(ended(data))
         assert WorkerAddress(bytes(found)) == found
     try:
         parse_worker_address(data)
@@ -226,5 +234,5 @@ def _check_released(side: Side) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (frame, facts, address, exchange, connection)
+    target.__name__: target for target in (frame, description, address, exchange, connection)
 }

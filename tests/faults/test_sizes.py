@@ -20,8 +20,8 @@ import attrs
 import pytest
 
 from trio_ucx._native import ucx
-from trio_ucx.ucp._context import WELL_CONFIGURABLE
-from trio_ucx.ucp._option_limits import LIMITS, number
+from trio_ucx.ucp._quirks.option_limits import LIMITS, number
+from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE
 
 pytestmark = pytest.mark.skipif(ucx.version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
 

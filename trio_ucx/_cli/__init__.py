@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from ..ucp import _option_limits as option_limits
+from ..ucp._quirks import option_limits
 from . import info, perf
 from .errors import describe, is_expected, leaves
 

@@ -15,7 +15,7 @@ import trio
 from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, UCXError, open_context
-from ..ucp._context import DEFAULT_OPTIONS
+from ..ucp._quirks.default_options import DEFAULT_OPTIONS
 
 #: Options that make UCX list every device, whatever the environment excludes.
 EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")

@@ -15,7 +15,7 @@ from typing import Literal
 import attrs
 
 from ..ucp import Transport
-from ..ucp._address_format import SHARED_MEMORY
+from ..ucp._quirks.address_layout import SHARED_MEMORY
 from .sizes import format_size
 
 #: An option's name, and the name of one of its values.

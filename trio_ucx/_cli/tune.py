@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from .. import connect
 from .._native import ucx
 from ..ucp._address import format_address
-from ..ucp._context import WELL_CONFIGURABLE
+from ..ucp._quirks.releases import WELL_CONFIGURABLE
 from .errors import CandidateError, PerfError
 from .exchange import TUNING, Client, Kind
 from .measuring import chosen_worker, progress_bar

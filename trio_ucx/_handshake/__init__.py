@@ -2,7 +2,7 @@
 
 In this order, each module imports only those above it, and ``client`` and ``server`` do not know each other:
 
-    facts             what each side says about itself, and which transports follow from that; without I/O
+    peer_description  what each side says about itself, and whether both use shared memory; without I/O
     exchange          what is said on the control socket: frames, states and authentication; without I/O
     control_stream    the control socket during the exchange, with or without TLS
     control_sockets   watches a worker's control sockets after the exchange

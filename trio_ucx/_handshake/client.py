@@ -160,12 +160,12 @@ class Connector:
         else:
             handshake.registry = self._registry.suitable(self._tried)
             self._tried.append(handshake.registry)
-        exchange.open(handshake.make_facts(options.shared_memory))
+        exchange.open(handshake.describe(options.shared_memory))
         event = await handshake.next_event(stream, exchange)
         if isinstance(event, Refused):
             raise handshake.refusal(event.reason)
         assert isinstance(event, Welcomed), event
-        handshake.peer_facts_arrived(event.facts)
+        handshake.description_arrived(event.peer)
         generation, greet = handshake.choose(event.standing)
         exchange.take(generation, greet=greet)
         handshake.hand_over(stream, exchange, generation, greet=greet)

@@ -32,7 +32,7 @@ import attrs
 from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError
 from ..ucp._engine.peer_workers import Standing
 from ..ucp._util import printable
-from .facts import Facts
+from .peer_description import PeerDescription
 
 #: Magic, version, flags, nonce. It is the same in every version, like REFUSE, so that a peer of another version can be
 #: refused.
@@ -95,14 +95,14 @@ EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
 class Opened:
     """OPEN arrived. Answer by :meth:`Exchange.welcome` or :meth:`Exchange.refuse`."""
 
-    facts: Facts
+    peer: PeerDescription
 
 
 @attrs.frozen
 class Welcomed:
     """WELCOME arrived. Answer by :meth:`Exchange.take` or :meth:`Exchange.refuse`."""
 
-    facts: Facts
+    peer: PeerDescription
     standing: Standing
 
 
@@ -197,7 +197,7 @@ class Exchange:
         self._buffer = bytearray()
         self._out = bytearray()
         self._transcript = hashlib.sha256()
-        self._offered: Facts | None = None
+        self._offered: PeerDescription | None = None
         if is_client:
             self._send_preamble()
 
@@ -230,17 +230,20 @@ class Exchange:
         role = b"trio_ucx client " if from_client else b"trio_ucx server "
         return hmac.digest(self._authkey, role + self._transcript.digest(), "sha256")
 
-    def open(self, facts: Facts) -> None:
-        """For the client: sends our facts, with an authkey only after the server has proved that it knows the key."""
-        assert self.is_client
-        self._offered = facts
-        if self._authkey is None:
-            self._send(Kind.OPEN, facts.encode())
+    def open(self, description: PeerDescription) -> None:
+        """For the client: sends our peer description.
 
-    def welcome(self, facts: Facts, standing: Standing) -> None:
+        With an authkey, it is sent only after the server has proved that it knows the key.
+        """
+        assert self.is_client
+        self._offered = description
+        if self._authkey is None:
+            self._send(Kind.OPEN, description.encode())
+
+    def welcome(self, description: PeerDescription, standing: Standing) -> None:
         """For the server: answers OPEN."""
         numbers = _STANDING.pack(standing.made, standing.shared, standing.greeted)
-        self._send(Kind.WELCOME, numbers + facts.encode())
+        self._send(Kind.WELCOME, numbers + description.encode())
         self.state = State.TAKE
 
     def take(self, generation: int, *, greet: bool) -> None:
@@ -406,11 +409,11 @@ class Exchange:
                 return None
             case Kind.OPEN:
                 self.state = State.TAKE
-                return Opened(self._facts(body))
+                return Opened(self._description(body))
             case Kind.WELCOME:
                 self.state = State.TAKE
                 standing = _standing(body[: _STANDING.size])
-                return Welcomed(self._facts(body[_STANDING.size :]), standing)
+                return Welcomed(self._description(body[_STANDING.size :]), standing)
             case Kind.TAKE:
                 self.state = State.GREETING
                 generation, greet = _fields(body, _TAKE)
@@ -420,9 +423,9 @@ class Exchange:
                 self.state = State.ENDED
                 return Again()
 
-    def _facts(self, body: bytes) -> Facts:
+    def _description(self, body: bytes) -> PeerDescription:
         try:
-            return Facts.decode(body)
+            return PeerDescription.decode(body)
         except ProtocolError as error:  # perhaps because of an unusual option: the peer should get the reason
             raise Refusal(str(error)) from error
 

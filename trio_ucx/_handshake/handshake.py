@@ -21,9 +21,8 @@ from outcome import Error, Value
 
 from .. import _wire as wire
 from .._link import Link, Options, Transport
-from ..ucp import Feature, UCXError, WorkerAddress
+from ..ucp import UCXError, WorkerAddress
 from ..ucp._address import format_address
-from ..ucp._address_format import is_loopback
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.endpoint_core import EndpointCore
@@ -31,6 +30,7 @@ from ..ucp._engine.operations import Operation
 from ..ucp._engine.peer_workers import PeerWorker, Standing
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
+from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -44,7 +44,7 @@ from .control_stream import (
     remote_address,
 )
 from .exchange import Again, Event, Exchange, Refused
-from .facts import Facts, SharedMemory, use_shared_memory
+from .peer_description import PeerDescription, SharedMemory, use_shared_memory
 from .registry import Registry
 
 
@@ -101,7 +101,7 @@ class Handshake:
         self.label = label
         #: Of the worker that the connection gets.
         self.registry = registry
-        #: The id of the connection, from our facts on: a stranger needs none.
+        #: The id of the connection, from our peer description on: a stranger needs none.
         self.id = 0
         #: Finishes with the Link when the connection is open, or with the error that made it impossible.
         self.opened = Signal()
@@ -109,10 +109,12 @@ class Handshake:
         #: Closes the connection's own worker (``isolate=True``).
         self._close_own_worker: Callable[[], None] | None = None
         self._share: Share | None = None
-        self._own_facts: Facts | None = None
-        self._peer: Facts | None = None
-        #: The worker address of the peer that our endpoint is made from.
+        self._own: PeerDescription | None = None
+        self._peer: PeerDescription | None = None
+        #: The peer's worker, with the transports that the connection uses.
         self._peer_address: WorkerAddress
+        #: Whether the worker connects with itself. UCX connects each such endpoint with itself.
+        self._with_itself = False
         #: Whether the peer was told our standing, and we have not got an endpoint since.
         self._expects = False
         #: Whether something has to arrive over UCX before the connection is open.
@@ -173,7 +175,7 @@ class Handshake:
         self._other_host = None if leads_to_this_machine(stream.socket) else ip_of(self.remote)
 
     def isolate(self) -> None:
-        """Moves to a worker of its own, before this side sends its facts."""
+        """Moves to a worker of its own, before this side sends its peer description."""
         self.registry.engine.check()
         owner = self.registry.worker
         worker = owner._open_isolated()
@@ -181,55 +183,46 @@ class Handshake:
         self.registry = Registry.of(worker)
 
     def move_to_suitable_worker(self) -> None:
-        """Moves to a worker that can have another connection. For the server, before it sends its facts."""
+        """Moves to a worker that can have another connection. For the server, before it describes itself."""
         self.registry = self.registry.suitable()
 
-    def make_facts(self, shared_memory: SharedMemory) -> Facts:
-        """Returns the facts that this side sends. From now on, messages for the connection come here."""
+    def describe(self, shared_memory: SharedMemory) -> PeerDescription:
+        """Returns the peer description that this side sends. From now on, messages for the connection come here."""
         sinks = self.registry.engine.tag_dispatch.sinks
         self.id = wire.new_connection_id()
         while self.id in sinks:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
         self.registry.engine.teardown.children[self.id] = self.close
-        self._own_facts = self.registry.facts(self.id, self.options, shared_memory, self._other_host is None)
-        return self._own_facts
+        self._own = self.registry.description(self.id, self.options, shared_memory, self._other_host is None)
+        return self._own
 
-    def peer_facts_arrived(self, facts: Facts) -> None:
-        """Checks the peer's facts, chooses the transports, and lets the peer connect to our data ports.
+    def description_arrived(self, peer: PeerDescription) -> None:
+        """Chooses the transports, and lets the peer connect to our data ports.
 
         Raises:
-            ProtocolError: the facts are invalid, or make a connection impossible.
+            ProtocolError: the two descriptions make a connection impossible.
             OSError: there is no memory in which the peer's HELLO could be received.
         """
-        self.registry.engine.check()
-        self.registry.engine.tag_dispatch.reserve_memory()
-        assert self._own_facts is not None
-        self._peer = facts
-        self.registry.engine.tag_dispatch.expect_rendezvous(facts.threshold)
-        self._shared_memory = use_shared_memory(self._own_facts, facts)
-        self._peer_address = WorkerAddress.from_ucx(
-            facts.address if self._shared_memory else facts.network_address,
-            process=facts.host.process,
-            shared_memory=facts.error_handling,
-            features=Feature(facts.features),
-        )
-        hosts = [host for host, _ in facts.tcp_addresses]
-        self.registry.engine.data_ports.admit_peer(hosts, self._other_host)
+        engine = self.registry.engine
+        engine.check()
+        engine.tag_dispatch.reserve_memory()
+        assert self._own is not None
+        self._peer = peer
+        engine.tag_dispatch.expect_rendezvous(peer.threshold)
+        self._shared_memory = use_shared_memory(self._own, peer)
+        self._peer_address = peer.worker if self._shared_memory else peer.worker._without_shared_memory()
+        self._with_itself = peer.worker.uid == engine.identity.address.uid
+        engine.data_ports.admit_peer(peer.worker._tcp_hosts, self._other_host)
 
     @property
-    def peer(self) -> Facts:
+    def peer(self) -> PeerDescription:
         assert self._peer is not None
         return self._peer
 
     @property
     def _peer_worker(self) -> PeerWorker[EndpointCore]:
-        return self.registry.engine.peer_workers.of(self.peer.uid)
-
-    @property
-    def _with_itself(self) -> bool:
-        """Whether the worker connects with itself. UCX connects each such endpoint with itself."""
-        return self.registry.engine.identity.address.uid == self.peer.uid
+        return self.registry.engine.peer_workers.of(self.peer.worker.uid)
 
     def standing(self) -> Standing:
         """For the server: our standing, for WELCOME.
@@ -275,7 +268,7 @@ class Handshake:
         engine = self.registry.engine
         self._expect_no_more()
         try:
-            core = connect_shared(engine, self._peer_address, generation, self.label)
+            core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
@@ -303,9 +296,10 @@ class Handshake:
         Raises:
             OSError: with the addresses.
         """
-        hosts = [host for host, _ in self.peer.tcp_addresses if not is_loopback(host)]
-        over_tcp = self.registry.has_only_tcp and not self._shared_memory and self._other_host is not None
-        if over_tcp and hosts and not any(map(has_route, hosts)):
+        if self._shared_memory or self._other_host is None or not self.registry.engine.identity.has_only_tcp:
+            return
+        hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
+        if hosts and not any(map(has_route, hosts)):
             raise self._unreachable(errno.EHOSTUNREACH)
 
     def _unreachable(self, number: int) -> OSError:
@@ -350,14 +344,14 @@ class Handshake:
             return
         share.endpoint.greet()
         control.exchange.greeted()
-        facts = self.peer
+        peer = self.peer
         link = Link(
             self.registry.worker,
-            Transport(share, facts.connection_id),
+            Transport(share, peer.connection_id),
             self.id,
-            facts.connection_id,
-            facts.window,
-            facts.threshold,
+            peer.connection_id,
+            peer.window,
+            peer.threshold,
             self.options,
         )
         closing = link.closing
@@ -406,8 +400,8 @@ class Handshake:
         contained(self.fail, failure)
 
     def queue_stopped(self, error: UCXError) -> None:
-        """The worker's shared-memory queue has stopped: see :mod:`ucp._receive_queue`."""
-        if self._own_facts is not None and self._share is None and (self._peer is None or self._shared_memory):
+        """The worker's shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`."""
+        if self._own is not None and self._share is None and (self._peer is None or self._shared_memory):
             self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
 
     def _endpoint_ended(self) -> None:
@@ -430,7 +424,7 @@ class Handshake:
 
     @property
     def _tcp(self) -> str:
-        addresses = ", ".join(format_address(address) for address in self.peer.tcp_addresses)
+        addresses = ", ".join(format_address(address) for address in self.peer.worker.tcp_addresses)
         return f"its UCX listens at {addresses or 'no TCP address'}"
 
     def check(self) -> None:
@@ -475,8 +469,8 @@ class Handshake:
         if self._peer is not None:
             contained(self._expect_no_more)
             contained(engine.tag_dispatch.forget_rendezvous, self._peer.threshold)
-            contained(engine.peer_workers.forget_unused, self._peer.uid)
+            contained(engine.peer_workers.forget_unused, self._peer.worker.uid)
             if self._shared_memory:
-                contained(engine.receive_queue.may_be_writing, self._peer.host.process)
+                contained(engine.receive_queue.may_be_writing, self._peer.worker.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)

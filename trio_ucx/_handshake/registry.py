@@ -13,18 +13,16 @@ from .._link import Options
 from .._native import ucx
 from .._version import __version__
 from ..ucp import Feature, Worker
-from ..ucp._address_format import parse_worker_address
 from ..ucp._engine.engine import Engine
-from ..ucp._process import this_host
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
-from .facts import Facts, SharedMemory
+from .peer_description import PeerDescription, SharedMemory
 
 SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"
 
 
 class Registry:
-    """A worker's addresses, its control sockets, and its successors."""
+    """A worker's control sockets, and its successors."""
 
     def __init__(self, worker: Worker) -> None:
         if not worker.context.features & Feature.TAG:
@@ -47,16 +45,10 @@ class Registry:
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine
-        try:
-            self._parsed = parse_worker_address(self.engine.identity.address.ucx)
-            network = self.engine.identity.network_address.ucx
-            transports = parse_worker_address(network).transports
-            #: The worker's address without shared memory; empty if it has no other transport.
-            self._network_address = network if transports else b""
-            #: Whether it reaches peers on other machines by TCP only.
-            self.has_only_tcp = transports == {"tcp"}
-        except ValueError as error:
-            raise ValueError(f"Connections need a worker whose address trio_ucx can read: {error}") from None
+        if self.engine.identity.unknown_layout is not None:
+            raise ValueError(
+                f"Connections need a worker whose address trio_ucx can read: {self.engine.identity.unknown_layout}"
+            )
         self.control = ControlSockets(self.engine)
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
@@ -64,7 +56,7 @@ class Registry:
     def suitable(self, tried: Collection[Registry] = ()) -> Registry:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
-        A successor without connections is closed when a new one is opened: the caller makes its facts at once.
+        A successor without connections is closed when a new one is opened: the caller describes this side at once.
 
         Args:
             tried: registries whose worker has no endpoint for that.
@@ -88,24 +80,16 @@ class Registry:
         registry: Registry = worker._connections
         return registry
 
-    def facts(self, connection_id: int, options: Options, shared_memory: SharedMemory, sees_local: bool) -> Facts:
-        """The facts that this side sends."""
-        engine = self.engine
-        return Facts(
+    def description(
+        self, connection_id: int, options: Options, wish: SharedMemory, sees_local: bool
+    ) -> PeerDescription:
+        """The peer description that this side sends."""
+        return PeerDescription(
             connection_id=connection_id,
             window=options.window,
-            threshold=engine.context.rendezvous_threshold or 0,
-            shared_memory=shared_memory,
-            error_handling=engine.context.shared_memory_handles_errors,
+            threshold=self.engine.context.rendezvous_threshold or 0,
+            wish=wish,
             sees_local=sees_local,
-            host=this_host(),
-            uid=engine.identity.address.uid,
-            shared_memory_kinds=self._parsed.shared_memory,
-            tcp_addresses=self._parsed.tcp_addresses,
-            address=engine.identity.address.ucx,
-            network_address=self._network_address,
-            features=engine.context.features,
             software=SOFTWARE,
-            ucx=(ucx.version[0], ucx.version[1]),
-            sizes=engine.context.agreed_sizes,
+            worker=self.engine.identity.address,
         )

@@ -24,10 +24,10 @@ import trio
 from .._link import Link, Options
 from .._wire import ProtocolError
 from ..ucp import UCXError, Worker
-from ..ucp import _descriptors as descriptors
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
 from ..ucp._engine.waits import Waiters
+from ..ucp._quirks import descriptors
 from ..ucp._util import warn_resource
 from .control_stream import (
     ControlStream,
@@ -333,9 +333,9 @@ class Acceptor:
         self._opening += 1
         self._check_room()
         handshake.isolate() if options.isolate else handshake.move_to_suitable_worker()
-        own_facts = handshake.make_facts(options.shared_memory)
-        handshake.peer_facts_arrived(opened.facts)
-        exchange.welcome(own_facts, handshake.standing())
+        description = handshake.describe(options.shared_memory)
+        handshake.description_arrived(opened.peer)
+        exchange.welcome(description, handshake.standing())
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)

@@ -4,18 +4,17 @@ Almost any call can raise some exceptions that its docstring does not repeat: ``
 :exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
 or in a forked child.
 
-Layers, lowest first; imports point down only (``tests/test_layers.py``):
+Layers, lowest first; imports point down only, but those of some quirks (``tests/test_layers.py``):
 
     _util, _contained, _live_handles, _process,
-      _forks, _descriptors, _log, _features           the process: its threads, forks, descriptors, UCX's log; features
-    _status, _shared_memory, _address_format,
-      _network_part, _address                         statuses and errors, addresses
+      _features, _status, _fields                     utilities, this process, features, statuses and errors
+    _quirks                                           what is done only because of UCX's faults
+    _address, _worker_address, _transports            addresses, and which transports two workers use
     _memory                                           buffers, and memory that peers can get and put
-    _attributes, _opening, _reach, _context           configuration, options, hints for error messages
+    _attributes, _opening, _hints, _context           configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress
     _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
-    _receive_queue                                    noticing queues that dead processes have stopped
     _rma                                              puts, gets and atomics
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold
@@ -26,7 +25,6 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 from ._active_messages import ActiveMessages as ActiveMessages
 from ._active_messages import ActiveMessagesStatistics as ActiveMessagesStatistics
 from ._active_messages import WhenFull as WhenFull
-from ._address import WorkerAddress as WorkerAddress
 from ._am_send import SendProtocol as SendProtocol
 from ._arrivals import ActiveMessage as ActiveMessage
 from ._attributes import ContextAttributes as ContextAttributes
@@ -57,7 +55,7 @@ from ._endpoint import CloseMode as CloseMode
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import EndpointStatistics as EndpointStatistics
 from ._endpoint import Transport as Transport
-from ._engine.worker_info import WorkerStatistics as WorkerStatistics
+from ._engine.statistics import WorkerStatistics as WorkerStatistics
 from ._features import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._features import Feature as Feature
 from ._listener import ConnectionRequest as ConnectionRequest
@@ -69,6 +67,7 @@ from ._memory.registered import Memory as Memory
 from ._memory.registered import MemoryDescriptor as MemoryDescriptor
 from ._memory.strided import Strided as Strided
 from ._opening import ErrorMode as ErrorMode
+from ._quirks.releases import warn_if_unknown as _warn_if_unknown
 from ._requests import Request as Request
 from ._requests import RequestCancelled as RequestCancelled
 from ._requests import RequestGroup as RequestGroup
@@ -81,6 +80,7 @@ from ._util import FULL as FULL
 from ._util import publish as _publish
 from ._worker import Worker as Worker
 from ._worker import open_worker as open_worker
+from ._worker_address import WorkerAddress as WorkerAddress
 
 __all__ = [
     "DEFAULT_FEATURES",
@@ -143,3 +143,4 @@ __all__ = [
 ]
 
 _publish(globals(), __name__)
+_warn_if_unknown()

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .._native import ffi, lib
-from . import _descriptors as descriptors
 from . import _opening as opening
-from ._address import Resolved, WorkerAddress, format_address, in_another_network_namespace
-from ._address_format import PADDING, parse_worker_address, with_uid, without_shared_memory
+from ._address import Resolved, format_address
 from ._engine.endpoint_core import EndpointCore
 from ._engine.engine import Engine
+from ._hints import accept_hint, hint
 from ._opening import EndpointOptions, ErrorMode, wrong_family
-from ._option_limits import differences
-from ._reach import accept_hint, hint
+from ._quirks import descriptors
+from ._quirks.address_layout import PADDING, read_uid, with_uid, without_shared_memory
 from ._status import Status, os_error_from_status
+from ._transports import check_without_shared_memory, obstacle_to_shared_memory
+from ._worker_address import WorkerAddress
 
 
 def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
@@ -32,7 +33,7 @@ def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions =
         str(address),
         options,
         lambda id, out: lib.tu_endpoint_connect(engine.handle, id, remote, local, how, out),
-        lambda status: hint(engine.context, status, None),
+        lambda status: hint(engine.context.transports, status, None),
     )
 
 
@@ -46,13 +47,13 @@ def accept_request(
         format_address(client),
         options,
         lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, answered, out),
-        lambda status: accept_hint(engine.context) if status in (Status.UNREACHABLE, Status.INVALID_PARAM) else "",
+        lambda status: accept_hint(engine.context.transports, status),
     )
 
 
 def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    core = _make_to_worker(engine, address, options, repr(address))
+    core = _make_to_worker(engine, _usable_part(engine, address, options), options, repr(address))
     core.watch_process()
     return core
 
@@ -72,8 +73,8 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
             endpoint = _make_to_worker(engine, address, opening.DEFAULT, label)
         else:
             uid = secrets.randbits(64)
-            blob = with_uid(_usable_part(engine, address, opening.DEFAULT), uid)
-            if WorkerAddress.from_ucx(blob).uid != uid:
+            blob = with_uid(address.ucx, uid)
+            if read_uid(blob) != uid:
                 raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
             endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
         endpoint.ending.origin, endpoint.beside = core.ending.origin, core
@@ -83,10 +84,13 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
     return core.memory_endpoint
 
 
-def connect_shared(engine: Engine, address: WorkerAddress, generation: int, label: str) -> EndpointCore | None:
+def connect_shared(engine: Engine, address: WorkerAddress, generation: int | None, label: str) -> EndpointCore | None:
     """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.peer_workers`.
 
-    An endpoint to this worker itself is not shared: UCX connects it with itself.
+    Args:
+        address: with the transports that the Connections use.
+        generation: None if the worker connects with itself. UCX connects such an endpoint with itself, so it cannot be
+            shared.
 
     Returns:
         None if the endpoint of this generation cannot be had.
@@ -95,18 +99,17 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int, labe
     def make() -> EndpointCore:
         return _make_to_worker(engine, address, opening.DEFAULT, label)
 
-    with_itself = address.uid == engine.identity.address.uid
-    return make() if with_itself else engine.peer_workers.of(address.uid).get(generation, address, make)
+    return make() if generation is None else engine.peer_workers.of(address.uid).get(generation, address, make)
 
 
 def _make_to_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
-    blob, peer_worker = _usable_part(engine, address, options), engine.peer_workers.of(address.uid)
+    peer_worker = engine.peer_workers.of(address.uid)
 
     def count(status: int) -> None:
         if status != Status.NO_MEMORY:  # UCX uses a number up even if it cannot make the endpoint
             peer_worker.count_made()
 
-    return _make_from(engine, address, blob, options, label, count)
+    return _make_from(engine, address, address.ucx, options, label, count)
 
 
 def _make_from(
@@ -125,63 +128,53 @@ def _make_from(
         tried(status)
         return status
 
-    core = _make(engine, label, options, create, lambda status: hint(engine.context, status, address))
+    core = _make(engine, label, options, create, lambda status: hint(engine.context.transports, status, address))
     core.set_peer(address)
     return core
 
 
-def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> bytes:
-    """The part of an address that an endpoint can use: without shared memory, if the two sides cannot use that.
+def _usable_part(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> WorkerAddress:
+    """The part of an address that a raw endpoint can use: without shared memory, if the two sides cannot use that.
 
     The peer answers over the transports of this part, because UCX tells it which ones the endpoint has.
 
     Raises:
         OSError: no part of it can be used.
     """
+    ours, error_handling = engine.identity.address, options.error_mode is not ErrorMode.NONE
     try:
-        obstacle = _obstacle_to_shared_memory(engine, address, options) or _difference(engine, address)
+        if not address._is_described:
+            needs_error_handling = error_handling and ours.shared_memory and not address.shared_memory
+            return _network_part(address) if needs_error_handling else address
+        if address.uid == ours.uid:
+            return address
+        obstacle = obstacle_to_shared_memory(ours, address, error_handling=error_handling)
         if obstacle is None:
-            return address.ucx
-        rest = without_shared_memory(address.ucx)
-    except ValueError:
-        return address.ucx  # of a layout that we do not know: UCX decides
-    if rest is None:
-        raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: it has shared memory only, and {obstacle}")
-    if "tcp" in parse_worker_address(rest).transports and (difference := _differs(engine, address, "tcp")):
-        raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: {difference}: give both the same value")
-    return rest
+            return address
+        check_without_shared_memory(ours, address, obstacle)
+    except ValueError as error:
+        raise OSError(errno.EHOSTUNREACH, f"connecting to {address!r}: {error}") from None
+    return address._without_shared_memory() if address.shared_memory_kinds else address
 
 
-def _difference(engine: Engine, address: WorkerAddress) -> str | None:
-    """Why the two sides cannot use shared memory: the sizes of a kind differ, or they have no kind in common."""
-    if address.sizes in ((), engine.identity.address.sizes):
-        return None
-    ours, theirs = (parse_worker_address(each.ucx).shared_memory for each in (engine.identity.address, address))
-    found = [_differs(engine, address, kind) for kind in sorted(ours & theirs)]
-    return next(filter(None, found), None) if found else "the two sides have no kind of shared memory in common"
+def _network_part(address: WorkerAddress) -> WorkerAddress:
+    """The address of a program without trio_ucx, without shared memory: it may not handle errors there.
 
-
-def _differs(engine: Engine, address: WorkerAddress, kind: str) -> str | None:
-    return differences(engine.identity.address.sizes, address.sizes, kind)
-
-
-def _obstacle_to_shared_memory(engine: Engine, address: WorkerAddress, options: EndpointOptions) -> str | None:
-    """Why an endpoint cannot use shared memory although UCX would choose it, and what to do; None if it can."""
-    if in_another_network_namespace(address):
-        return (
-            "its worker is in another network namespace of this machine, where messages over shared memory would not "
-            "wake it: let both sides use tcp, too, as in TLS=tcp,sm,self, or run both in one network namespace"
-        )
-    if options.error_mode is ErrorMode.NONE or not engine.context.shared_memory_handles_errors:
-        return None
-    # UCX's addresses do not say how the peer is configured.
-    if not address.shared_memory:
-        return (
-            "its program is not known to run with MM_ERROR_HANDLING=y, without which it could not answer an endpoint "
-            "with error handling. If it does, say so: WorkerAddress.from_ucx(..., shared_memory=True); else use "
-            "error_mode=ErrorMode.NONE on both sides, or let it use tcp, too"
-        )
-    return None
+    Raises:
+        ValueError: it has no other transport, or an unknown layout.
+    """
+    advice = (
+        "its program is not known to run with MM_ERROR_HANDLING=y, without which it could not answer an endpoint with "
+        "error handling over shared memory. If it does, say so: WorkerAddress.from_ucx(..., shared_memory=True); else "
+        "use error_mode=ErrorMode.NONE on both sides, or let it use tcp, too"
+    )
+    try:
+        network = without_shared_memory(address.ucx)
+    except ValueError as error:
+        raise ValueError(f"shared memory cannot be left out, because the address has an {error}. {advice}") from None
+    if network is None:
+        raise ValueError(f"it has shared memory only, and {advice}")
+    return address._changed(ucx=network)
 
 
 def _make(

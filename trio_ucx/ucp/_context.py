@@ -14,19 +14,17 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
-from . import _descriptors as descriptors
-from . import _forks as forks
-from . import _log as ucx_log
-from . import _option_limits as option_limits
-from . import _shared_memory as shared_memory
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._features import DEFAULT_FEATURES, Feature
-from ._forks import Birth
 from ._memory.buffers import Buffer
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
-from ._option_limits import WELL_CONFIGURABLE as WELL_CONFIGURABLE
-from ._option_limits import in_force
+from ._quirks import descriptors, forks, option_limits, shared_memory
+from ._quirks import log as ucx_log
+from ._quirks.default_options import DEFAULT_OPTIONS
+from ._quirks.forks import Birth
+from ._quirks.option_limits import in_force
+from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
@@ -36,46 +34,6 @@ Config = Mapping[str, str | int | bool]
 
 #: Any of these lets a context register memory.
 _MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
-
-#: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
-RENDEZVOUS_THRESHOLD = 64 * 1024
-
-#: The first UCX that has no keys for memory reached over TCP.
-TCP_WITHOUT_KEYS = (1, 19)
-
-#: Better choices than UCX's own, each only where neither the user nor the environment chose.
-DEFAULT_OPTIONS: Mapping[str, str] = {
-    # A number instead of "auto", because both sides of a Connection must know which messages are held by whom.
-    "RNDV_THRESH": str(RENDEZVOUS_THRESHOLD),
-    # Endpoints by worker address resolve the peer's endpoint at once, and are up then. Otherwise the first large
-    # message resolves it, and a peer of UCX 1.13 or 1.17 crashes when a newer one has chosen other network devices.
-    "RESOLVE_REMOTE_EP_ID": "y",
-}
-if ucx.version >= WELL_CONFIGURABLE:
-    DEFAULT_OPTIONS = {
-        # Without it, shared memory is silently left out of every endpoint with error handling.
-        "MM_ERROR_HANDLING": "y",
-        # UCX's 8k make large messages over TCP several times slower. No more than 64k: that is how much UCX receives by
-        # default, and a larger segment would overrun the memory of a peer that is not ours.
-        "TCP_TX_SEG_SIZE": "64k",
-        # A server connects back to its clients. With UCX's default it waits for that in connect(), and when a client
-        # has died meanwhile, UCX frees the TCP endpoint twice (uct_tcp_ep_create_socket_and_connect).
-        "TCP_CONN_NB": "y",
-        # Else UCX looks at transports that no endpoint uses only when their descriptor says so, and loses such events
-        # after a peer without error handling has gone: an idle worker would hear of no new client by worker address.
-        "ADAPTIVE_PROGRESS": "n",
-        # As Trio does for TCP: a server that starts again gets its port back, connections in TIME_WAIT or not.
-        "TCP_CM_REUSEADDR": "y",
-        **DEFAULT_OPTIONS,
-    }
-
-if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
-    DEFAULT_OPTIONS = {
-        # UCX 1.16 to 1.18 give out keys for memory that is to be written over TCP, and from 1.19 on UCX refuses them: a
-        # large message between the two would fail, or never end.
-        "TCP_PUT_ENABLE": "n",
-        **DEFAULT_OPTIONS,
-    }
 
 
 @attrs.define(eq=False, repr=False)
@@ -89,7 +47,7 @@ class Context(metaclass=OpenedNotConstructed):
             per context.
         rendezvous_threshold: bytes from which on messages go by rendezvous, or None when UCX decides by itself.
         agreed_sizes: sizes of segments and queues that must be equal on both sides (the options in
-            :data:`._option_limits.AGREED`).
+            :data:`._quirks.option_limits.AGREED`).
     """
 
     config: Mapping[str, str]
@@ -215,17 +173,6 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was closed.
         """
         return _take_text(lib.tu_context_info_text(self._native()))
-
-    @property
-    def longest_am_header(self) -> int:
-        """What UCX has room for when it sends an active message from where it is.
-
-        Such a message's header goes through a buffer of SEG_SIZE, and what UCX adds to it, too. But UCX says that
-        headers may be as long as the transports' segments, which ours are over TCP, and checks nothing: it would
-        overrun the buffer.
-        """
-        size = _memory_units(in_force("SEG_SIZE", self.config) or "8k")
-        return max(0, (size or 8192) - 128)
 
     def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""

@@ -88,15 +88,13 @@ def read_sockaddr(call: Any) -> tuple[str, int] | None:
 
 
 def query_transports(core: EndpointCore) -> tuple[Transport, ...]:
-    text = ffi.new("char[4096]")
-    status = lib.tu_endpoint_transports(core.handle, text, 4096)
-    if status == Status.NOT_IMPLEMENTED:
+    lanes = core.lanes()
+    if lanes is None:
         raise UCXError(
-            status, f"asking for an endpoint's transports needs UCX 1.14 or later; this is UCX {ucx.release}"
+            Status.NOT_IMPLEMENTED,
+            f"asking for an endpoint's transports needs UCX 1.14 or later; this is UCX {ucx.release}",
         )
-    if status != Status.OK:
-        raise error_from_status(status, "asking for an endpoint's transports", core.ending.origin)
-    return as_transports(ffi.string(text).splitlines())
+    return as_transports(lanes)
 
 
 def as_transports(lanes: list[bytes]) -> tuple[Transport, ...]:

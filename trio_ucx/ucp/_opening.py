@@ -52,7 +52,6 @@ class EndpointOptions:
 
 
 DEFAULT = EndpointOptions()
-WITHOUT_ERROR_HANDLING = EndpointOptions(ErrorMode.NONE)
 
 
 def native_address(address: Resolved | None) -> Any:

@@ -118,9 +118,9 @@ class Host:
     """
 
     process: Process
-    user: int
-    ipc_namespace: int
-    network_namespace: int
+    user: int = 0
+    ipc_namespace: int = 0
+    network_namespace: int = 0
 
 
 def this_host() -> Host:

@@ -15,27 +15,28 @@ from trio.lowlevel import enable_ki_protection
 from .._native import lib
 from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import SocketAddress, WorkerAddress, resolve, split_address
+from ._address import SocketAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
-from ._engine.data_ports import tcp_hosts
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.posting import completed, pending_operation, pin, post_flush
+from ._engine.statistics import WorkerStatistics
 from ._engine.waits import check_spin, check_yield_interval
-from ._engine.worker_info import WorkerStatistics
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer
 from ._opening import EndpointOptions, ErrorMode
-from ._receive_queue import WatchedQueue, stopped_error, uses_queue
+from ._quirks.data_ports import tcp_hosts
+from ._quirks.stopped_queue import WatchedQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
+from ._worker_address import WorkerAddress
 
 
 @attrs.define(eq=False, repr=False)
@@ -223,10 +224,10 @@ class Worker(metaclass=OpenedNotConstructed):
         Args:
             address: ``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` of a listener, or a worker's address. By a
                 worker's address an endpoint with error handling uses shared memory only if the peer's worker can, too:
-                see :meth:`WorkerAddress.from_ucx`. It never does if the address names another network
-                namespace of this machine, where UCX could not wake the peer, or if the sizes of the peer's queues
-                differ (UCX's options SEG_SIZE, FIFO_SIZE and FIFO_ELEM_SIZE of the kind of shared memory). A socket
-                address does not contain these sizes: both sides must have the same, and the same TCP_RX_SEG_SIZE.
+                see :meth:`WorkerAddress.from_ucx`. It never does if the address names another user, or another IPC, PID
+                or network namespace, or if the sizes of the peer's queues differ (UCX's options SEG_SIZE, FIFO_SIZE and
+                FIFO_ELEM_SIZE of the kind of shared memory). A socket address does not contain these sizes: both sides
+                must have the same, and the same TCP_RX_SEG_SIZE.
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
@@ -235,10 +236,9 @@ class Worker(metaclass=OpenedNotConstructed):
 
         Raises:
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
-                memory would, and it is in another network namespace or has queues of other sizes (EHOSTUNREACH); the
-                peer has another TCP_RX_SEG_SIZE; its process has ended (noticed at once over shared memory only);
-                ``local_address`` is not ours, or of another family than ``address``; too few file descriptors are left
-                (EMFILE).
+                memory would, and the two sides cannot use that (EHOSTUNREACH); the peer has another TCP_RX_SEG_SIZE;
+                its process has ended (noticed at once over shared memory only); ``local_address`` is not ours, or of
+                another family than ``address``; too few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.ClosedResourceError: the worker was closed.
@@ -255,7 +255,7 @@ class Worker(metaclass=OpenedNotConstructed):
             self._engine.check()
             await trio.lowlevel.checkpoint()
             self._engine.check()
-            for host in tcp_hosts(address.ucx):
+            for host in tcp_hosts(address):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
             if self._engine.receive_queue.stopped and uses_queue(core):

@@ -14,13 +14,13 @@ import trio
 from outcome import Error, Outcome, Value
 
 from ..._native import ffi, lib
-from .._descriptors import opened
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
 from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
+from .._quirks.descriptors import opened
 from .._requests import RequestCancelled
 from .._rma.remote_memory import RemoteMemory
 from .._rma.ways import Key, Way

@@ -2,19 +2,22 @@
 
     arming                     what progresses a worker next: its state, and a table of transitions; without I/O
     waits                      what a task may wait for, and how it waits
-    batches, pairs,
-      data_ports               parts of an engine that know nothing of it
+    batches, peer_workers,
+      ending                   parts of an engine that know nothing of it
     borrowed, stream_buffer,
       operations               what belongs to an engine
-    worker_info                what one can ask about a worker
+    endpoint_core, share       endpoints, and the shares that Connections have in them
+    identity, statistics       what one can ask about a worker
     tag_dispatch, dispatch     from records to operations, to Connections, and to whatever else receives
     trio_run, receive_queue,
-      teardown                 where a worker belongs; its queue in shared memory; its end
+      peer_processes,
+      teardown                 where a worker belongs; its queue in shared memory; peers' processes; its end
     progress                   the progress task, hooks into Trio's loop, a timer for missed events
     engine                     the engine, which makes its parts
-    peers, posting             noticing that a process died; from arguments to an operation in flight
+    posting                    from arguments to an operation in flight
     lifetime                   opens an engine, and closes it
 
 It may import the C half, and of ``ucp`` what is below: status, attributes, addresses, contexts, memory. Inside it,
-a module imports only modules above it in this list, or beside it. Only for annotations, any may import the engine.
+a module imports only modules above it in this list, or beside it. Only for annotations, any may import ``engine``,
+``endpoint_core`` and ``share``.
 """

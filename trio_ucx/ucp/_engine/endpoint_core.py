@@ -9,12 +9,12 @@ import trio
 from outcome import Value
 
 from ..._native import ffi, lib
-from .._address import WorkerAddress
 from .._contained import contained, report
 from .._live_handles import live_handles
 from .._process import NOBODY, Process
 from .._status import Status, UCXError
 from .._util import ConflictDetector
+from .._worker_address import WorkerAddress
 from .ending import CloseState, worker_failure
 from .operations import Operation, OperationSet, Scope
 from .peer_workers import PeerWorker

@@ -41,22 +41,23 @@ from outcome import Error
 from ..._native import ffi, lib
 from .._contained import contained, report
 from .._context import Context
+from .._quirks.data_ports import DataPorts
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .batches import Batches
-from .data_ports import DataPorts
 from .dispatch import Receivers, deliver, deliver_failures
 from .endpoint_core import EndpointCore
+from .identity import Identity
 from .operations import Operation
 from .peer_processes import PeerProcesses
 from .peer_workers import PeerWorkers
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
+from .statistics import WorkerStatistics, worker_statistics
 from .tag_dispatch import TagDispatch
 from .teardown import Teardown
 from .trio_run import TrioRun
 from .waits import Waiting
-from .worker_info import Identity, WorkerStatistics, worker_statistics
 
 _BATCH = 256
 _FIELDS = lib.TU_RECORD_FIELDS
@@ -108,7 +109,7 @@ class Engine:
         self.handle: Any = handle  # None once closed
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
-        self.data_ports = DataPorts(listening, self.identity.address.ucx)
+        self.data_ports = DataPorts(listening, self.identity.address, self.identity.unknown_layout)
         #: Its endpoints by worker address, for each peer worker.
         self.peer_workers: PeerWorkers[EndpointCore] = PeerWorkers(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}

@@ -16,12 +16,11 @@ import trio
 from outcome import Error
 
 from ..._native import ffi, lib
-from .. import _descriptors as descriptors
-from .. import _shared_memory as shared_memory
 from .._attributes import native_name
 from .._contained import contained
 from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
+from .._quirks import descriptors, shared_memory
 from .._status import Status
 from .engine import Engine, engines
 from .operations import Operation, under_way

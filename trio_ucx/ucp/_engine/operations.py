@@ -14,12 +14,12 @@ import trio
 from outcome import Error, Value
 
 from ..._native import ffi, lib
-from .. import _reach
-from .._address import WorkerAddress
+from .. import _hints
 from .._contained import contained, report
 from .._features import Feature
 from .._memory.buffers import Pinned
 from .._status import Status, UCXError, broken, error_from_status
+from .._worker_address import WorkerAddress
 from .ending import Ending, internal_failure
 from .waits import Pending, Signal
 
@@ -319,7 +319,7 @@ class Scope:
 
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
-        return _reach.hint(self.engine.context, status, self.peer_address)
+        return _hints.hint(self.engine.context.transports, status, self.peer_address)
 
     def check(self) -> None:
         problem = self.problem()

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 
-from .._address import WorkerAddress
+from .._worker_address import WorkerAddress
 
 #: Generations that can be used between two workers. UCX's numbers have 16 bits.
 LIMIT = 65_000

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..._native import lib
-from .._descriptors import opened
+from .._quirks.descriptors import opened
 from .._util import ignoring_late_run
 from .arming import MOMENT, TIMER, Event, State
 

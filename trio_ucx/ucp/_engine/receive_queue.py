@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ReceiveQueue:
-    """A queue that nobody watches. Users' workers have a :class:`~.._receive_queue.WatchedQueue` instead.
+    """A queue that nobody watches. Users' workers have a :class:`~.._quirks.stopped_queue.WatchedQueue` instead.
 
     Attributes:
         stopped: whether nothing arrives there any more, because a process died that wrote to it.

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..._native import lib, ucx
+from ..._native import lib
 from .._contained import contained
 from .._memory.registered import unmap_unused
+from .._quirks.releases import STUCK_OPERATIONS_ARE_HARMLESS
 from .._util import warn_resource
 from .operations import Operation
-from .worker_info import WorkerStatistics
+from .statistics import WorkerStatistics
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
 STUCK_TIMEOUT = 0.1
-#: From this version on, a worker can be destroyed while operations on closed endpoints are pending; 1.13 aborts.
-STUCK_OPERATIONS_ARE_HARMLESS = (1, 17)
 
 #: Workers that were left alone, and everything that UCX may still look at.
 left_alone: list[Any] = []
@@ -131,7 +130,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
     """
     if engine.teardown.unanswered or engine.teardown.unreleased:
         _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
-    elif engine.uses_memory and (engine.endpoints or ucx.version < STUCK_OPERATIONS_ARE_HARMLESS):
+    elif engine.uses_memory and (engine.endpoints or not STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
     elif engine.uses_memory and (others := _operations_of_others(engine)):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from .._contained import contained, report
-from .._forks import Birth
+from .._quirks.forks import Birth
 from .waits import Signal
 
 if TYPE_CHECKING:

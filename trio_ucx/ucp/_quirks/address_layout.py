@@ -1,8 +1,7 @@
 """The layout of UCX's worker addresses, as far as trio_ucx must read what UCX does not answer.
 
-That is: where this worker listens (:mod:`._engine.data_ports`), its kinds of shared memory, and, of the addresses to
-which raw endpoints are made, the transports and the part without shared memory. Peers of Connections state in the
-exchange what is needed of their addresses.
+That is: where this worker listens, and its kinds of shared memory, which it states to its peers in its
+``WorkerAddress``; and the same, with the part without shared memory, of programs without trio_ucx, which state nothing.
 
 The layout is private to UCX: that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both version 1 (the default) and
 version 2 (``UCX_ADDRESS_VERSION=v2``). An address with another layout is refused by an error that says where. All
@@ -27,7 +26,11 @@ Version 2 writes a length that does not fit its bits as the largest such value a
 The address of a worker in unified mode (``UCX_UNIFIED_MODE=y``) has another layout, and nothing in it says so. It is
 refused because its fields make no sense in this layout.
 
-The structure is checked, and the contents only where trio_ucx reads them. A damaged address crashes UCX.
+The structure is checked, and the contents only where trio_ucx reads them. A damaged address crashes UCX
+("A damaged worker address", docs/ucx-reports.md).
+
+Releases: all, 1.13 to 1.22. Not needed any more when UCX tells the transports and devices of an address
+(``ucp_worker_address_query`` tells its uid only). Test: ``tests/test_address_layout.py``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from __future__ import annotations
 import ipaddress
 
 import attrs
+
+from ..._native import ffi, lib
+from .releases import is_known
 
 #: To be appended to an address before UCX gets it. UCX ignores what follows the last device. But UCX until 1.21 reads 8
 #: bytes of a namespace where 1.22 writes 4, and every UCX copies as many bytes after a posix segment as its own
@@ -60,7 +66,10 @@ _HAS_ENDPOINT_ADDRESS = 0x40
 _EXTENDED_MEMORY_DOMAIN = 0x7F  # UCX has at most 64
 _DEVICE_LENGTH_MASK = 0x1F
 _INTERFACE_LENGTH_MASK = 0x3F
-_RELEASE_MASK = 0x0F
+
+#: From this release of UCX on, a namespace in an address of shared memory or of TCP's loopback device has four bytes
+#: rather than eight. So an older and a newer release believe that they are in different namespaces.
+_NEW_NAMESPACES = (1, 22)
 
 #: Bytes of performance and capabilities, by version.
 _ATTRIBUTES = {1: 16, 2: 8}
@@ -120,13 +129,11 @@ class ParsedAddress:
 
     Args:
         devices: none, if the worker has no device of the kind that was asked for.
-        release: the minor version of the worker's UCX modulo 16, or None.
         tcp_addresses: IP addresses and ports to which transport tcp connects. A loopback device says only that it is
             one.
     """
 
     devices: tuple[Device, ...]
-    release: int | None
     tcp_addresses: tuple[tuple[str, int], ...]
 
     @property
@@ -153,14 +160,14 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
         ValueError: it has another layout than trio_ucx knows.
     """
     reader = _Reader(blob)
-    release = _parse_header(reader)
+    _parse_header(reader)
     devices: list[Device] = []
     last = not reader.at_end and reader.peek() == _NO_DEVICES
     if last:
         reader.integer(1, "the mark that there are no devices")
     while not last:
         if reader.version == 1 and devices and not reader.at_end and reader.peek() & _NO_TRANSPORTS:
-            release = _parse_release(reader)
+            _parse_release(reader)
             break
         device, last = _parse_device(reader)
         devices.append(device)
@@ -174,7 +181,7 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
         for name, interface in device.transports
         if name == "tcp"
     ]
-    return ParsedAddress(tuple(devices), release, tuple(tcp))
+    return ParsedAddress(tuple(devices), tuple(tcp))
 
 
 def without_shared_memory(blob: bytes) -> bytes | None:
@@ -193,6 +200,29 @@ def without_shared_memory(blob: bytes) -> bytes | None:
     last = bytearray(blob[kept[-1].place])
     last[1] = last[1] & ~_LAST | (_LAST if end == len(blob) else 0)  # behind the memory domain
     return b"".join([blob[:start], *(blob[device.place] for device in kept[:-1]), last, blob[end:]])
+
+
+def check_version(blob: bytes) -> None:
+    """Refuses an address of another version than trio_ucx knows. (UCX would end the process.)
+
+    Raises:
+        ValueError: it is one.
+    """
+    _version(_Reader(blob))
+
+
+def read_uid(blob: bytes) -> int:
+    """The number by which UCX knows the worker (``ucp_worker_address_query``); 0 if the address does not say."""
+    uid = ffi.new("uint64_t *")
+    lib.tu_address_uid(ffi.from_buffer("char[]", blob + PADDING), uid)
+    return int(uid[0])
+
+
+def agree_on_namespaces(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two releases read the namespaces in each other's addresses. Unknown releases only read their own."""
+    if is_known(one) and is_known(other):
+        return (one < _NEW_NAMESPACES) == (other < _NEW_NAMESPACES)
+    return one == other
 
 
 def with_uid(blob: bytes, uid: int) -> bytes:
@@ -239,15 +269,19 @@ class _Reader:
         return value if self.version == 1 or value < mask else self.integer(1, what)
 
 
-def _parse_header(reader: _Reader) -> int | None:
-    """Reads what precedes the devices. Returns the release, which version 2 has there."""
+def _version(reader: _Reader) -> int:
+    """Reads the version. Returns the first byte."""
     first = reader.integer(1, "the header")
     reader.version = (first & 0x0F) + 1
     if reader.version not in _ATTRIBUTES:
         raise reader.error(f"it has version {reader.version}, and only versions 1 and 2 are known")
-    release, flags = None, first >> 4
-    if reader.version == 2:
-        release, flags = first >> 4, reader.integer(1, "the header's second byte")
+    return first
+
+
+def _parse_header(reader: _Reader) -> None:
+    """Reads what precedes the devices."""
+    first = _version(reader)
+    flags = first >> 4 if reader.version == 1 else reader.integer(1, "the header's second byte")
     if unknown := flags & ~(_HAS_NAME | _HAS_UID | _HAS_CLIENT_ID | _ACTIVE_MESSAGES_ONLY):
         raise reader.error(f"its header has unknown flags {unknown:#x}")
     if not flags & _HAS_UID:
@@ -260,15 +294,13 @@ def _parse_header(reader: _Reader) -> int | None:
         if length > _MAX_NAME:
             raise reader.error(f"the worker's name has {length} bytes, more than {_MAX_NAME}")
         reader.take(length, "the worker's name")
-    return release
 
 
-def _parse_release(reader: _Reader) -> int:
-    """The release at the end of version 1."""
+def _parse_release(reader: _Reader) -> None:
+    """Reads the release at the end of version 1."""
     domain, length = reader.take(2, "the release")
-    if domain & ~(_NO_TRANSPORTS | _RELEASE_MASK) or length != _LAST:
+    if domain & ~(_NO_TRANSPORTS | 0x0F) or length != _LAST:
         raise reader.error("a device without transports is not the one with the release at the end")
-    return domain & _RELEASE_MASK
 
 
 def _parse_device(reader: _Reader) -> tuple[Device, bool]:

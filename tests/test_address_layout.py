@@ -12,8 +12,14 @@ from samples import SAMPLES, sample
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import internals
-from trio_ucx.ucp._address_format import parse_worker_address, transport_checksum, with_uid, without_shared_memory
+from trio_ucx.ucp._quirks.address_layout import (
+    agree_on_namespaces,
+    parse_worker_address,
+    read_uid,
+    transport_checksum,
+    with_uid,
+    without_shared_memory,
+)
 
 #: The same with UCX_UNIFIED_MODE=y.
 UNIFIED = {
@@ -84,9 +90,6 @@ TCP = Device("tcp", ETHERNET, PORT)
 def test_addresses_of_all_releases(name: str) -> None:
     """Real addresses are accepted, and what is read of them is what is in them."""
     parsed = parse_worker_address(sample(name))
-    minor = int(name.split(".")[1])
-    if minor >= 16:
-        assert parsed.release == minor % 16
     expected = {"sysv", "posix", "cma", "self"} if "sm,self" in name else set()
     assert parsed.transports >= expected | ({"tcp"} if "tcp" in name else set())
     assert None not in parsed.transports
@@ -105,7 +108,7 @@ def test_without_shared_memory(name: str) -> None:
         return
     assert rest is not None
     left = parse_worker_address(rest)
-    assert (left.transports, left.tcp_addresses, left.release) == ({"tcp"}, parsed.tcp_addresses, parsed.release)
+    assert (left.transports, left.tcp_addresses) == ({"tcp"}, parsed.tcp_addresses)
     assert rest[:9] == blob[:9]
     assert (rest == blob) == (left == parsed)
     assert without_shared_memory(rest) == rest
@@ -133,9 +136,9 @@ def test_without_shared_memory_refuses_what_the_parser_refuses() -> None:
 def test_with_uid(name: str) -> None:
     """UCX reads the new one, and the rest is the same."""
     blob = sample(name)
-    old = ucp.WorkerAddress.from_ucx(blob).uid
+    old = read_uid(blob)
     changed = with_uid(blob, old ^ 2**63 ^ 1)
-    assert ucp.WorkerAddress.from_ucx(changed).uid == old ^ 2**63 ^ 1
+    assert read_uid(changed) == old ^ 2**63 ^ 1 == ucp.WorkerAddress.from_ucx(changed).uid
     assert with_uid(changed, old) == blob and parse_worker_address(changed) == parse_worker_address(blob)
 
 
@@ -263,21 +266,52 @@ def test_any_bytes() -> None:
 @pytest.mark.parametrize("transports", ["tcp", "sm,self", "tcp,sm,self", "all"])
 async def test_our_own(transports: str, version: str) -> None:
     async with ucp.open_worker(config={"TLS": transports, "ADDRESS_VERSION": version}) as worker:
-        address, network = (
-            parse_worker_address(each.ucx) for each in (worker.address, internals(worker).identity.network_address)
-        )
+        address = parse_worker_address(worker.address.ucx)
         assert worker.address.ucx[0] & 0x0F == int(version[1]) - 1
-        assert bool(address.tcp_addresses) == (transports != "sm,self")
-        assert address.tcp_addresses == network.tcp_addresses and not network.shared_memory
+        assert bool(address.tcp_addresses) == (transports != "sm,self") == bool(worker.address.network)
+        if worker.address.network:
+            network = parse_worker_address(worker.address.network)
+            assert address.tcp_addresses == network.tcp_addresses and not network.shared_memory
         for host, port in address.tcp_addresses:
             with trio.fail_after(15):
                 stream = await trio.open_tcp_stream(host, port)
             await stream.aclose()
 
 
-async def test_unknown_layout_of_our_own() -> None:
-    """Connections need a layout that is known, also if the user has admitted every host."""
-    async with ucp.open_worker(config={"TLS": "tcp,sm,self", "UNIFIED_MODE": "y"}) as worker:
+async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Connections need a layout that is known, also if the user has admitted every host. Raw endpoints do without
+    shared memory."""
+    config = {"TLS": "tcp,sm,self", "UNIFIED_MODE": "y"}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        assert "a worker does without shared memory: its address has an unknown layout" in caplog.text
+        assert worker.address.ucx == worker.address.network and not worker.address.shared_memory_kinds
+        endpoint = await worker.open_endpoint(other.address)
+        with trio.fail_after(15):
+            await endpoint.tag_send(b"x", 1)
+            await other.tag_receive(bytearray(1), 1)
+            assert {each.name for each in endpoint.transports} == {"tcp"}
+        endpoint.abort()
         worker.admit("0.0.0.0/0", "::/0")
         with pytest.raises(ValueError, match="whose address trio_ucx can read: unknown layout"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+
+
+async def test_unknown_layout_of_another_program() -> None:
+    """Its shared memory cannot be left out, so the error says what to do; where it may be used, UCX decides."""
+    blob = bytes.fromhex(UNIFIED["1.22.0 tcp,self"])
+    async with ucp.open_worker() as worker:
+        with pytest.raises(OSError, match="cannot be left out, because the address has an unknown layout.*say so"):
+            await worker.open_endpoint(ucp.WorkerAddress.from_ucx(blob))
+
+
+def test_releases_that_agree_on_namespaces() -> None:
+    """From 1.22 on they have another length. Of newer releases nothing is known."""
+    for one, other, expected in (
+        ((1, 13), (1, 21), True),
+        ((1, 21), (1, 22), False),
+        ((1, 22), (1, 22), True),
+        ((1, 22), (1, 23), False),
+        ((1, 23), (1, 23), True),
+        ((1, 23), (1, 24), False),
+    ):
+        assert agree_on_namespaces(one, other) is agree_on_namespaces(other, one) is expected

@@ -2,6 +2,10 @@
 
 UCX's thread does not exist in the child, while its sockets, timers and shared memory are the parent's. A child can use
 UCX only if the parent had nothing open: then UCX starts afresh there.
+
+Reason: UCX does not support forks; a child that destroys an inherited worker crashes the parent. Releases: all, 1.13 to
+1.22. Not needed any more when UCX has a ``pthread_atfork`` handler that makes its workers unusable in the child.
+Test: ``tests/test_forks.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Without descriptors UCX ends the process when it cannot start its thread, leaves out transports that it cannot open, and
 its TCP transport stops listening when an ``accept`` fails.
+
+Reports: "Few descriptors left" (two), in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+``few_descriptors.c`` and ``am_handlers.c`` there end with an error. Test: ``tests/test_descriptors.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import os
 import re
 import resource
 
-from .._native import ffi, lib
+from ..._native import ffi, lib
 
 #: For the first context: two pipes and an epoll of UCX's, and those that it opens for a moment to find devices.
 CONTEXT = 5 + 3

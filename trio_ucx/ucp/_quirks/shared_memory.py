@@ -3,6 +3,10 @@
 UCX has two kinds. It opens a worker with both or not at all, so one that is not available must be left out beforehand.
 Of System V's (sysv) nothing remains when a process is killed. POSIX shared memory (posix) is files in /dev/shm, which a
 process leaves there when it is killed while it opens a worker. If both are available, UCX uses System V's only.
+
+Reason: ``ucp_worker_create`` fails if one of its transports cannot be opened. Releases: all, 1.13 to 1.22. Not needed
+any more when a worker opens without ``/dev/shm`` and with ``kernel.shmmni`` used up. Sizes are upper bounds of what
+UCX 1.22 allocates (``uct_mm_iface_t``). Test: ``tests/test_shared_memory.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .._native import lib, ucx
-from . import _option_limits as option_limits
-from ._status import Status, UCXError
+from ..._native import lib, ucx
+from .._status import Status, UCXError
+from . import option_limits
 
 logger = logging.getLogger("trio_ucx")
 

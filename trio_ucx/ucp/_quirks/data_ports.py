@@ -10,6 +10,11 @@ keeps the filter that was attached at that moment.
 A worker without Connections loses the filter with its first raw endpoint to another host, or its first raw listener
 that other hosts can reach, unless the user has named networks. A worker with Connections keeps the filter. A worker
 whose ports cannot be filtered gets no Connections.
+
+Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+UCX authenticates its TCP connections (``data_port.c`` there has no effect). Where UCX listens is seen by a replacement
+of ``listen`` (``_native/data_ports.c``), and compared with its worker address: if they differ, or the address has an
+unknown layout, the worker gets no Connections. Tests: ``tests/test_data_port.py``, ``tests/test_protected_mode.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ import attrs
 
 from ..._native import ffi
 from .._address import family_of
-from .._address_format import is_loopback, parse_worker_address
+from .._worker_address import WorkerAddress
+from .address_layout import is_loopback, parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 
@@ -77,10 +83,12 @@ def filter_program(family: socket.AddressFamily, networks: Iterable[Network]) ->
     return program + _instruction(_RETURN, _NOTHING)
 
 
-def tcp_hosts(address: bytes) -> list[str]:
-    """The IP addresses in a UCX worker address; any (0.0.0.0) if its layout is unknown."""
+def tcp_hosts(address: WorkerAddress) -> list[str]:
+    """The IP addresses of a peer's TCP transport; any (0.0.0.0) if they are not known."""
+    if address._is_described:
+        return address._tcp_hosts
     try:
-        return [host for host, _ in parse_worker_address(address).tcp_addresses]
+        return [host for host, _ in parse_worker_address(address.ucx).tcp_addresses]
     except ValueError:
         return ["0.0.0.0"]
 
@@ -132,14 +140,15 @@ class DataPorts:
 
     Args:
         found: what C code saw while UCX created the worker (``tu_data_ports_t``).
-        address: the worker's UCX address, which says where UCX listens.
+        address: the worker's, which says where UCX listens.
+        unknown_layout: why that could not be read from UCX's address; None if it could.
 
     Attributes:
         obstacle: why strangers cannot be kept away from the ports; None if they can, or there are no ports.
         opened: why the filter was removed and every host may connect; None while the filter is attached.
     """
 
-    def __init__(self, found: Any, address: bytes) -> None:
+    def __init__(self, found: Any, address: WorkerAddress, unknown_layout: str | None) -> None:
         self.obstacle: str | None = None
         self.opened: str | None = None
         self.networks: list[Network] = []
@@ -147,14 +156,12 @@ class DataPorts:
         self._has_connections = False
         self._ports = [_Port.of(fd) for fd in found.fds[0 : found.count]]
         self._local = [ip_network(host) for host in dict.fromkeys(port.address[0] for port in self._ports)]
-        try:
-            listening = {*parse_worker_address(address).tcp_addresses}
-        except ValueError as error:
-            self.obstacle = f"trio_ucx cannot read this UCX's worker address ({error})"
-        else:
-            # An address says of a loopback device only that it is one; and no other machine reaches that.
-            if not all(is_loopback(host) for host, _ in listening - {port.address for port in self._ports}):
-                self.obstacle = "trio_ucx could not find where this UCX begins to listen"
+        unseen = {*address.tcp_addresses} - {port.address for port in self._ports}
+        if unknown_layout is not None:
+            self.obstacle = f"trio_ucx cannot read this UCX's worker address ({unknown_layout})"
+        # An address says of a loopback device only that it is one; and no other machine reaches that.
+        elif not all(is_loopback(host) for host, _ in unseen):
+            self.obstacle = "trio_ucx could not find where this UCX begins to listen"
         try:
             if found.error:
                 raise OSError(found.error, os.strerror(found.error))

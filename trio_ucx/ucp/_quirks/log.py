@@ -1,4 +1,10 @@
-"""Passes UCX's log to the logger ``trio_ucx.ucx``, by a thread that runs while contexts are open."""
+"""Passes UCX's log to the logger ``trio_ucx.ucx``, by a thread that runs while contexts are open.
+
+Reports: "UCX logs to stdout" and "libucm writes to stdout", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+needed any more when ``log_stdout.c`` there writes nothing to stdout; the Python logger would still be of use. Private
+to UCX are the names of the source files in :data:`HARMLESS`: a line that does not match is logged as UCX says. Test:
+``tests/test_ucx_log.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from .._native import ffi, lib
-from ._util import printable
+from ..._native import ffi, lib
+from .._util import printable
 
 logger = logging.getLogger("trio_ucx.ucx")
 

@@ -2,6 +2,10 @@
 
 UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
 the user chose with ``config=`` and with the environment.
+
+Report: the last section of docs/ucx-reports.md; each entry says what UCX does. Releases: all, 1.13 to 1.22, unless the
+entry names others. An entry is not needed any more when UCX refuses the value, or works with it:
+``tests/faults/test_sizes.py`` tries some. Tests: ``tests/test_option_limits.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +17,9 @@ from collections.abc import Mapping
 
 import attrs
 
-from .._native import ucx
-from ._address_format import SHARED_MEMORY
-
-#: UCX of an earlier release (1.13 was tried) takes the options of the TCP transport from the environment only, accepts
-#: options that it does not know, and fails with large messages over shared memory ("Invalid am_short_iov length").
-WELL_CONFIGURABLE = (1, 17)
+from ..._native import ucx
+from .address_layout import SHARED_MEMORY
+from .releases import WELL_CONFIGURABLE
 
 
 @attrs.frozen
@@ -221,6 +222,17 @@ def in_force(name: str, config: Mapping[str, str]) -> str | None:
             if each in names:
                 return config[each]
     return next((value for each in names if (value := os.environ.get(f"UCX_{each}")) is not None), None)
+
+
+def longest_am_header(config: Mapping[str, str]) -> int:
+    """What UCX has room for when it sends an active message from where it is.
+
+    Such a message's header goes through a buffer of SEG_SIZE, and what UCX adds to it, too. But UCX says that headers
+    may be as long as the transports' segments, which are longer over TCP, and checks nothing: it would overrun the
+    buffer.
+    """
+    size = number(in_force("SEG_SIZE", config) or "8k")
+    return max(0, int(8192 if size is None or size == math.inf else size) - 128)
 
 
 # ---- UCX's notation ----

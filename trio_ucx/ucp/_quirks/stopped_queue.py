@@ -21,7 +21,10 @@ A peer may be suspended in the middle of writing, and be killed after its endpoi
 watched until UCX can be armed once: that shows that the peer had finished writing.
 
 When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
-(``Registry.current``). Endpoints over other transports go on.
+(``Registry.suitable``). Endpoints over other transports go on.
+
+Report: "Shared memory: a killed writer stops the queue", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+needed any more when ``killed_writer.c`` there shows that messages still arrive. Test: ``tests/test_receive_queue.py``.
 """
 
 from __future__ import annotations
@@ -36,22 +39,21 @@ from functools import partial
 
 import trio
 
-from .._native import lib
-from ._address import WorkerAddress
-from ._address_format import SHARED_MEMORY, parse_worker_address
-from ._connecting import connect_worker
-from ._contained import report
-from ._context import Context
-from ._engine.endpoint_core import EndpointCore
-from ._engine.engine import Engine
-from ._engine.lifetime import close_now, open_engine
-from ._engine.posting import post_flush
-from ._engine.receive_queue import ReceiveQueue
-from ._engine.tag_dispatch import CONNECTION_BIT
-from ._features import Feature
-from ._process import Process
-from ._status import Status, UCXError
-from ._tag import post_bytes_send
+from ..._native import lib
+from .._connecting import connect_worker
+from .._contained import report
+from .._context import Context
+from .._engine.endpoint_core import EndpointCore
+from .._engine.engine import Engine
+from .._engine.lifetime import close_now, open_engine
+from .._engine.posting import post_flush
+from .._engine.receive_queue import ReceiveQueue
+from .._engine.tag_dispatch import CONNECTION_BIT
+from .._features import Feature
+from .._process import Process
+from .._status import Status, UCXError
+from .._tag import post_bytes_send
+from .address_layout import SHARED_MEMORY
 
 logger = logging.getLogger("trio_ucx")
 
@@ -66,15 +68,6 @@ _PROBE = 1.0, 30
 #: Seconds between two rounds of probes, which block the program for some 10 ms. (There may be many suspicions while a
 #: worker is never idle.)
 _SPACING = 2.0
-
-
-def queues(address: WorkerAddress) -> list[str]:
-    """The transports of a worker that receive from a queue in shared memory."""
-    try:
-        found = parse_worker_address(address.ucx).shared_memory
-    except ValueError:  # an address of UCX's unified mode, which does not name its transports
-        return []
-    return [name for name in SHARED_MEMORY if name in found]
 
 
 def uses_queue(core: EndpointCore) -> bool:
@@ -169,7 +162,8 @@ class WatchedQueue(ReceiveQueue):
         super().__init__(engine)
         self._engine = engine
         # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
-        self._queues = queues(engine.identity.address) if engine.context.shared_memory_handles_errors else []
+        kinds = [kind for kind in SHARED_MEMORY if kind in engine.identity.address.shared_memory_kinds]
+        self._queues = kinds if engine.context.shared_memory_handles_errors else []
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False

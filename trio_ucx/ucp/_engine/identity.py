@@ -1,0 +1,80 @@
+"""Which worker it is, to its peers and to UCX."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import attrs
+
+from ..._native import lib, ucx
+from .._attributes import WorkerAttributes, query_worker
+from .._context import Context
+from .._process import this_host
+from .._quirks.address_layout import ParsedAddress, parse_worker_address, read_uid
+from .._quirks.option_limits import longest_am_header
+from .._status import read_sized
+from .._worker_address import WorkerAddress
+
+logger = logging.getLogger("trio_ucx")
+
+
+@attrs.frozen
+class Identity:
+    """What one worker is to UCX, and what it says about itself to its peers.
+
+    Attributes:
+        has_only_tcp: whether it reaches peers on other machines by TCP only.
+        unknown_layout: why trio_ucx cannot read its UCX address; None if it can. The worker then tells its peers the
+            part without shared memory only, because nobody could tell whether shared memory can be used.
+    """
+
+    attributes: WorkerAttributes
+    address: WorkerAddress
+    has_only_tcp: bool
+    unknown_layout: str | None
+
+    @classmethod
+    def of(cls, handle: Any, context: Context, client_id: int | None) -> Identity:
+        """Asks UCX.
+
+        Raises:
+            OSError, UCXError: UCX does not tell.
+        """
+        found = query_worker(handle, client_id)
+        blob, network = (_ask(handle, network_only) for network_only in (False, True))
+        unknown_layout = None
+        parsed = parsed_network = ParsedAddress((), ())
+        try:
+            parsed, parsed_network = parse_worker_address(blob), parse_worker_address(network)
+        except ValueError as error:
+            unknown_layout, blob = str(error), network
+            logger.warning("a worker does without shared memory: its address has an %s", error)
+        else:
+            network = network if parsed_network.transports else b""
+        return cls(
+            attrs.evolve(found, max_am_header=min(found.max_am_header, longest_am_header(context.config))),
+            WorkerAddress._create(
+                ucx=blob,
+                network=network,
+                host=this_host(),
+                uid=read_uid(blob),
+                release=(ucx.version[0], ucx.version[1]),
+                shared_memory=context.shared_memory_handles_errors,
+                shared_memory_kinds=parsed.shared_memory,
+                features=context.features,
+                sizes=context.agreed_sizes,
+                tcp_addresses=parsed.tcp_addresses,
+            ),
+            parsed_network.transports == {"tcp"},
+            unknown_layout,
+        )
+
+
+def _ask(handle: Any, network_only: bool) -> bytes:
+    """UCX's address of a worker.
+
+    Args:
+        network_only: leave out shared memory (``UCP_WORKER_ADDRESS_FLAG_NET_ONLY``).
+    """
+    return read_sized(lambda *out: lib.tu_worker_address(handle, network_only, *out), "asking for the worker's address")

@@ -1,0 +1,23 @@
+"""What trio_ucx does only because UCX has a fault, or hides something: one module for each.
+
+Each module's docstring says why it is needed, with the report (docs/ucx-reports.md); which releases of UCX need it; how
+one notices that it is not needed any more; and its test. Options, layouts and constants that are private to UCX stand
+here.
+
+    releases          differences between releases, and the warning about unknown ones
+    address_layout    what UCX does not tell about worker addresses
+    default_options   options that trio_ucx sets
+    option_limits     values of options with which UCX crashes, hangs or loses messages
+    shared_memory     a kind of shared memory that is not available keeps UCX from opening a worker
+    descriptors       few file descriptors left end the process
+    forks             a forked child must not use UCX
+    log               UCX logs to stdout
+    data_ports        strangers at the ports of UCX's TCP transport
+    stopped_queue     a killed writer stops a queue in shared memory
+
+What must happen inside UCX's calls is in C: ``_native/data_ports.c`` and ``log.c`` belong to the modules of these
+names; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without
+lanes. What an endpoint does after a forced close is in ``_engine/operations.py``.
+
+The modules import what they need of ``ucp``; ``tests/test_layers.py`` has their places.
+"""

@@ -1,0 +1,80 @@
+"""Which transports two workers use. Without I/O; both sides of a Connection compute the same."""
+
+from __future__ import annotations
+
+from ._quirks.address_layout import agree_on_namespaces, is_loopback
+from ._quirks.option_limits import differences
+from ._worker_address import WorkerAddress
+
+
+def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, error_handling: bool = True) -> str | None:
+    """Why the two sides cannot use shared memory, in words for the user; None if they can.
+
+    UCX itself checks less. Shared segments need the same IPC namespace, copies by process id need the same PID
+    namespace, and waking a sleeping peer, by an abstract Unix socket, needs the same network namespace. The kernel
+    gives access only to the same user.
+
+    Args:
+        ours, theirs: addresses of workers of trio_ucx, which describe themselves.
+        error_handling: whether the endpoints have error handling.
+    """
+    here, there = ours.host, theirs.host
+    differing = [
+        what
+        for what, mine, other in (
+            ("hosts", here.process.host, there.process.host),
+            ("IPC namespaces", here.ipc_namespace, there.ipc_namespace),
+            ("PID namespaces", here.process.namespace, there.process.namespace),
+            ("network namespaces", here.network_namespace, there.network_namespace),
+            ("users", here.user, there.user),
+        )
+        if mine != other
+    ]
+    if differing:
+        return f"the two sides have different {differing[0] if differing[0] == 'hosts' else _listed(differing)}"
+    if not agree_on_namespaces(ours.release, theirs.release):
+        return f"{_releases(ours, theirs)} describe shared memory differently"
+    if error_handling and not (ours.shared_memory and theirs.shared_memory):
+        return "one side has the UCX option MM_ERROR_HANDLING=n"
+    if not (ours.shared_memory_kinds and theirs.shared_memory_kinds):
+        return "one side's UCX has no shared memory (its option TLS, or UCX_TLS, or a limit that its log names)"
+    common = sorted(ours.shared_memory_kinds & theirs.shared_memory_kinds)
+    if not common:
+        kinds = " and ".join(sorted(ours.shared_memory_kinds | theirs.shared_memory_kinds))
+        return f"the two sides have different kinds of shared memory ({kinds}: see the option TLS, or UCX_TLS)"
+    return next(filter(None, (differences(ours.sizes, theirs.sizes, kind) for kind in common)), None)
+
+
+def check_without_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, obstacle: str) -> None:
+    """Refuses two sides that cannot use other transports, either.
+
+    Args:
+        obstacle: why they do not use shared memory.
+
+    Raises:
+        ValueError: with the reason, in words for the user.
+    """
+    if not agree_on_namespaces(ours.release, theirs.release) and all(map(_only_loopback, (ours, theirs))):
+        raise ValueError(
+            f"{_releases(ours, theirs)} do not recognise each other's loopback device, and there is no other network "
+            "device: use one release on both sides"
+        )
+    if not (ours.network and theirs.network):
+        raise ValueError(
+            f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "
+            "option TLS (UCX_TLS), as in 'tcp,sm,self'"
+        )
+    if ours.tcp_addresses and theirs.tcp_addresses and (difference := differences(ours.sizes, theirs.sizes, "tcp")):
+        raise ValueError(f"{difference}: one side would overrun the memory of the other. Give both the same value")
+
+
+def _releases(ours: WorkerAddress, theirs: WorkerAddress) -> str:
+    return " and ".join(f"UCX {major}.{minor}" for major, minor in sorted((ours.release, theirs.release)))
+
+
+def _only_loopback(side: WorkerAddress) -> bool:
+    return bool(side.tcp_addresses) and all(map(is_loopback, side._tcp_hosts))
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
