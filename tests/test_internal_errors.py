@@ -237,7 +237,7 @@ MODULES = [
             "_engine.loop_hooks",
             "_engine.progress",
             "_memory.buffers",
-            "_chains.run",
+            "chains._run",
             "_connecting",
             "_engine.dispatch",
             "_engine.engine",

@@ -23,7 +23,7 @@ class Share(Scope):
     __slots__ = ("endpoint", "on_close", "on_internal_error")
 
     def __init__(self, endpoint: EndpointCore, label: str) -> None:
-        super().__init__(endpoint.engine, endpoint.id, endpoint.handle, label)
+        super().__init__(endpoint.engine, endpoint.engine.next_id(), endpoint.handle, label)
         self.endpoint = endpoint
         self.peer_address = endpoint.peer_address
         self.features, self.tags = endpoint.features, endpoint.tags

@@ -207,7 +207,7 @@ static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const
 static void end(service_t *service)
 {
     if (service->served != NULL) {
-        release(service->worker->rma, service->served);
+        release(tu_rma_of(service->worker), service->served);
     }
     tu_list_remove(&service->link);
     free(service);
@@ -366,7 +366,7 @@ static ucs_status_t do_atomic(service_t *service, const tu_remote_request_t *req
     } else {
         status = UCS_ERR_INVALID_ADDR;
     }
-    release(service->worker->rma, service->served);
+    release(tu_rma_of(service->worker), service->served);
     service->served = NULL; /* the answer does not use it */
     return status;
 }
@@ -430,9 +430,9 @@ void tu_worker_stop_serving(tu_worker_t *worker)
 {
     service_t *service;
 
-    TU_LIST_FOR_EACH(service, &worker->rma->services, link) {
+    TU_LIST_FOR_EACH(service, &tu_rma_of(worker)->services, link) {
         if (service->served != NULL) {
-            release(worker->rma, service->served);
+            release(tu_rma_of(worker), service->served);
             service->served = NULL;
         }
     }

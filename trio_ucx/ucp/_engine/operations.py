@@ -143,7 +143,7 @@ class Operation(Pending):
         engine = self.engine
         if not engine.usable or self.id not in engine.in_flight:
             return ""  # over
-        if self.endpoint is not None and self.endpoint.id not in engine.endpoints:
+        if self.endpoint is not None and self.endpoint.native.id not in engine.endpoints:
             return ""  # UCX has freed the endpoint, at which it would look
         out = ffi.new("char[]", _DESCRIPTION_SIZE)
         if lib.tu_operation_describe(engine.handle, self.id, out, _DESCRIPTION_SIZE) != Status.OK:
@@ -183,7 +183,7 @@ class Scope:
     """What operations belong to: an endpoint, or a Connection's share in one.
 
     Args:
-        id: of the endpoint.
+        id: its own.
         handle: UCX's endpoint.
         label: what to call the peer in messages.
     """
@@ -218,7 +218,7 @@ class Scope:
         self.closing = False
         #: The UCXError it failed with, if it did.
         self.error: UCXError | None = None
-        #: Marks the errors about this endpoint, and about the endpoints beside it: see :func:`_status.origin_of`.
+        #: Marks the errors about it: see :func:`_status.origin_of`.
         self.origin = object()
         #: To which worker it leads, where that is known.
         self.peer_address: WorkerAddress | None = None
@@ -262,10 +262,15 @@ class Scope:
         """Whether nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
         return self.handle is None or self.error is not None
 
-    def problem(self) -> Exception | None:
-        """The exception for using it now, if it cannot be used."""
+    def problem(self, origin: object = None) -> Exception | None:
+        """The exception for using it now, if it cannot be used.
+
+        Args:
+            origin: instead of its own.
+        """
         if self.error is not None:
-            return broken(f"the connection to {self.label} broke: {self.error}", self.error, self.origin)
+            text = f"the connection to {self.label} broke: {self.error}"
+            return broken(text, self.error, self.origin if origin is None else origin)
         if self.handle is None:
             return trio.ClosedResourceError("this endpoint was closed")
         return None
@@ -278,8 +283,15 @@ class Scope:
         """What is known about a peer that cannot be reached, in parentheses."""
         return _reach.hint(self.engine.context, status, self.peer_address)
 
-    def check(self) -> None:
+    def check(self, over: EndpointCore | None = None) -> None:
+        """Refuses to use it if it has ended.
+
+        Args:
+            over: the endpoint that is to be used, if that may be the one beside its own.
+        """
         problem = self.problem()
+        if problem is None and over is not None:
+            problem = over.problem(self.origin)
         if problem is not None:
             self.told = True
             raise problem
@@ -374,7 +386,7 @@ class EndpointCore(Scope):
         "forcible",
         "greeted",
         "lanes_when_greeted",
-        "memory_endpoint",
+        "main",
         "pair",
         "peer",
         "shares",
@@ -389,10 +401,10 @@ class EndpointCore(Scope):
         #: What came of its UCP stream, once something came.
         self.stream_buffer: StreamBuffer | None = None
         self.stream_guard = ConflictDetector("another task is receiving from this stream")
-        #: The endpoint beside a Connection's that reaches the peer's memory.
-        self.memory_endpoint: EndpointCore | None = None
-        #: The other way round: the one that Connections share, and that the operations here belong to.
+        #: Another endpoint for its operations (:func:`._connecting.connect_beside`), which ends with it.
         self.beside: EndpointCore | None = None
+        #: The other way round: the endpoint beside which this one is.
+        self.main: EndpointCore | None = None
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; and whether
         #: something has arrived over it for a Connection.
         self.pair: Pair[EndpointCore] | None = None
@@ -537,7 +549,7 @@ class EndpointCore(Scope):
             share.handle = None  # none of them may use it while others are told
         for share in shares:
             contained(share.endpoint_ended)
-        beside, self.memory_endpoint = self.memory_endpoint, None
+        beside, self.beside = self.beside, None
         if beside is not None:
             contained(beside.follow, self)
         return handle
@@ -545,7 +557,6 @@ class EndpointCore(Scope):
     def _force_close(self) -> None:
         engine = self.engine
         sending = self._sending()
-        chains = self.forcible and lib.tu_chains_in_flight(self.handle)
         handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
@@ -555,7 +566,7 @@ class EndpointCore(Scope):
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
-        elif chains or engine.teardown.begun:
+        elif engine.teardown.begun:
             self._close_native(handle, lib.TU_CLOSE_STOP)
         elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
             self._finish_writing(handle)
@@ -568,7 +579,7 @@ class EndpointCore(Scope):
 
     def _sending(self) -> bool:
         """Whether UCX may still send from a buffer, whoever gave it."""
-        owners = self, self.beside
+        owners = self, self.main
         return any(
             one.pins and one.endpoint and one.endpoint.native in owners for one in self.engine.in_flight.values()
         )
@@ -645,7 +656,7 @@ def worker_error(error: BaseException) -> UCXError:
 
 def with_endpoints_beside(scope: Scope) -> list[Scope]:
     """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
-    beside = scope.native.memory_endpoint
+    beside = scope.native.beside
     return [scope] if beside is None else [scope, beside]
 
 

@@ -110,10 +110,11 @@ def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
     Args:
         owner: what it belongs to, if that is not ``core``: a share, or the endpoint beside which ``core`` is.
     """
+    owner = owner or core
     core.engine.batches.send_all()
-    core.check()
+    owner.check(over=core.native)
     verdict = lib.tu_endpoint_flush(core.handle)
-    return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner or core)
+    return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner)
 
 
 async def flush(scope: Scope) -> None:

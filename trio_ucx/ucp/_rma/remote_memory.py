@@ -10,7 +10,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .._connecting import connect_for_memory
+from .._connecting import connect_beside
 from .._engine.borrowed import Borrowed
 from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation, Scope
@@ -19,7 +19,7 @@ from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
-from .._status import Status, UCXError, broken
+from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .ways import Key, Way, connect, find_way, try_connect
 
@@ -163,8 +163,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: puts and atomics go on.
 
         Raises:
-            UCXError: the owner has refused a put, or an atomic that fetches nothing, over this endpoint, to any of its
-                memory. NO_ELEM: it has closed that memory.
+            UCXError: the owner has refused a put, or an atomic that fetches nothing, over this endpoint (of a
+                Connection: of this Connection), to any of its memory. NO_ELEM: it has closed that memory.
             ValueError: closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -173,7 +173,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await flush(self._scope)
         if self._scope.handle is None:  # another task has closed it meanwhile
             self._scope.check()
-        error = refusal(lib.tu_transfers_status(self._core.handle), "a put or an atomic before this flush")
+        error = refusal(
+            lib.tu_transfers_status(self._core.handle, self._scope.id), "a put or an atomic before this flush"
+        )
         if error is not None:
             raise error
 
@@ -339,12 +341,13 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_open()
         way = await self._reach_for_atomics()
         core, key = way.core, way.key
-        self._check_way(core)
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.unflushed = True
         if key is not None:
             key.hold()
-        verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
+        verdict = lib.tu_transfer_atomic(
+            core.handle, self._scope.id, way.native, kind, size, operand, reply, old, offset
+        )
         if verdict <= 0 and key is not None:
             key.let_go()
         operation = pending_operation(
@@ -361,12 +364,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     @property
     def _core(self) -> EndpointCore:
         return self._scope.native
-
-    def _check_way(self, core: EndpointCore) -> None:
-        """Refuses to use an endpoint that has ended, ours or the one beside it."""
-        if core.error is not None and core is not self._core:
-            raise broken(f"the connection to {core.label} broke: {core.error}", core.error, self._scope.origin)
-        core.check()
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
@@ -437,9 +434,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
-        if self._ucx_way is None or self._ucx_way.core.handle is None:
+        if self._ucx_way is None or self._ucx_way.core.gone:
             self._require_ucx_answers()
-            core = connect_for_memory(self._core) if self._core.is_shared else self._core
+            core = connect_beside(self._core) if self._core.is_shared else self._core
             await connect(core, self._scope)
             self._check_open()
             if self._ucx_way is not None and self._ucx_way.core is core:
@@ -474,14 +471,13 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             way = await self._reach(pins.memory)
             self._check_open()
             core, key = way.core, way.key
-            self._check_way(core)
         except BaseException:
             pins.release()
             raise
         if key is not None:
             key.hold()
         if way.native != ffi.NULL:
-            verdict = lib.tu_transfer(core.handle, way.native, put, pins.native_list(), offset)
+            verdict = lib.tu_transfer(core.handle, self._scope.id, way.native, put, pins.native_list(), offset)
         else:
             assert key is not None
             call = lib.tu_put if put else lib.tu_get

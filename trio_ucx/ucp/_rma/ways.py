@@ -120,6 +120,10 @@ async def connect(core: EndpointCore, owner: Scope) -> None:
     Args:
         owner: what the wait belongs to.
 
+    Raises:
+        trio.ClosedResourceError, trio.BrokenResourceError: the endpoint, or the owner, has ended; marked as the
+            owner's loss.
+
     On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
         to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
@@ -128,7 +132,7 @@ async def connect(core: EndpointCore, owner: Scope) -> None:
         if operation is not None:
             await completed(operation, core.engine)
         core.connected = True
-    core.check()
+    owner.check(over=core)
 
 
 def try_connect(core: EndpointCore, owner: Scope) -> bool:
@@ -141,7 +145,7 @@ def try_connect(core: EndpointCore, owner: Scope) -> bool:
         if operation is not None:
             operation.result()
         core.connected = True
-    core.check()
+    owner.check(over=core)
     return True
 
 
