@@ -25,7 +25,6 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 #define TU_ATOMIC_AND 3
 #define TU_ATOMIC_OR 4
 #define TU_ATOMIC_XOR 5
-#define TU_EAGER_GET 98304     /* the data of longer gets stays with the owner until it is fetched */
 
 /* How to reach remote memory. */
 typedef struct tu_way {

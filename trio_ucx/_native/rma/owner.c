@@ -12,6 +12,7 @@
 #include "newer.h"
 #include "rma/transfer.h"
 
+#define EAGER_GET (96 * 1024)  /* longer gets stay with the owner until they are fetched */
 #define BUCKETS 1024           /* hash buckets of memory, by token */
 
 struct tu_served {
@@ -296,7 +297,7 @@ static void get(service_t *service, const tu_remote_request_t *request)
 {
     uint64_t length     = tu_le64_to(request->length);
     ucs_status_t status = hold(request, TU_ACCESS_READ, length, &service->served);
-    unsigned flags      = length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
+    unsigned flags      = length > EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
                                   UCP_AM_SEND_FLAG_RNDV :
                                   UCP_AM_SEND_FLAG_EAGER;
 

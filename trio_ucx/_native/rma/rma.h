@@ -72,7 +72,5 @@ typedef struct tu_transfer_params {
 void tu_rma_unfenced(tu_worker_t *worker);
 /* Returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an error otherwise. */
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out);
-/* Cancels a transfer, unless the peer has the request: then its answer ends it. */
-void tu_transfer_cancel(tu_transfer_t *transfer);
 
 #endif

@@ -13,6 +13,7 @@
 #include "rma/transfer.h"
 
 static void advance(tu_endpoint_t *endpoint);
+static void cancel(tu_transfer_t *transfer);
 
 /* ---- the list ---- */
 
@@ -281,7 +282,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
     }
     if (status != UCS_OK) {
         whole->parts++; /* so that it does not end in this call */
-        tu_transfer_cancel(whole);
+        cancel(whole);
         dispose(whole);
         return status;
     }
@@ -340,7 +341,7 @@ static void operation_done(void *owner, ucs_status_t status)
 
 static void cancel_operation(void *owner)
 {
-    tu_transfer_cancel(owner);
+    cancel(owner);
 }
 
 static int64_t pending(tu_post_t *post, tu_transfer_t *transfer)
@@ -533,7 +534,7 @@ static void cancel_parts(tu_transfer_t *whole)
             endpoint                             = transfer->endpoint;
             tu_transfers_of(endpoint)->advancing = true; /* otherwise this could end `after` */
         }
-        tu_transfer_cancel(transfer);
+        cancel(transfer);
     }
     if (endpoint != NULL) {
         tu_transfers_of(endpoint)->advancing = false;
@@ -543,7 +544,7 @@ static void cancel_parts(tu_transfer_t *whole)
 }
 
 /* Cancels a transfer, unless the peer has the request: then its answer ends it. */
-void tu_transfer_cancel(tu_transfer_t *transfer)
+static void cancel(tu_transfer_t *transfer)
 {
     if (transfer->kind == TU_TRANSFER_WHOLE) {
         cancel_parts(transfer);

@@ -517,10 +517,6 @@ class EndpointCore(Scope):
             return None
         return list(ffi.string(text).splitlines())
 
-    def over_tcp(self) -> bool:
-        """Whether it has TCP lanes only, as far as UCX tells."""
-        return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
-
     def close(self) -> None:
         """Closes by force, at once. Waiters get ClosedResourceError."""
         self.on_failure = None

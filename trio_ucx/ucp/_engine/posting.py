@@ -10,7 +10,7 @@ import trio
 from ..._native import lib
 from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
-from .._status import Status, UCXError, error_from_status
+from .._status import error_from_status
 from .engine import Engine
 from .operations import Operation, Scope, with_endpoints_beside
 from .pending import Pending
@@ -92,15 +92,6 @@ def pending_operation(
             raise error_from_status(verdict, doing)
         core.told = True
         raise core.error_of(verdict, doing)
-    return None
-
-
-def refusal(status: int, doing: str) -> Exception | None:
-    """The exception for a request that the owner of remote memory refused; None if the status says something else."""
-    if status == Status.NO_ELEM:
-        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
-    if status == Status.INVALID_ADDR:
-        return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -14,14 +15,14 @@ from .._connecting import connect_beside
 from .._engine.borrowed import Borrowed
 from .._engine.engine import Engine
 from .._engine.operations import EndpointCore, Operation, Scope
-from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
+from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
 from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from .ways import Key, Way, connect, find_way, try_connect
+from .ways import Key, Way, connect, find_way, refusal, try_connect
 
 
 class _Transfer(Operation):
@@ -340,25 +341,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
         way = await self._reach_for_atomics()
-        core, key = way.core, way.key
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.unflushed = True
-        if key is not None:
-            key.hold()
-        verdict = lib.tu_transfer_atomic(
-            core.handle, self._scope.id, way.native, kind, size, operand, reply, old, offset
-        )
-        if verdict <= 0 and key is not None:
-            key.let_go()
-        operation = pending_operation(
-            engine,
-            verdict,
-            None,
-            "an atomic operation",
-            self._scope,
-            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, old),
-        )
-        await completed(operation, engine)
+        post = partial(lib.tu_transfer_atomic, way.core.handle, self._scope.id, way.native)
+        await self._run(partial(post, kind, size, operand, reply, old, offset), way, None, "an atomic operation", old)
         return int(old[0]) if fetch else 0
 
     @property
@@ -470,29 +456,28 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             self._core.engine.context.require(Feature.RMA, doing)
             way = await self._reach(pins.memory)
             self._check_open()
-            core, key = way.core, way.key
         except BaseException:
             pins.release()
             raise
+        handle, buffers = way.core.handle, pins.native_list()
+        if way.native != ffi.NULL:
+            post = partial(lib.tu_transfer, handle, self._scope.id, way.native, put, buffers, offset)
+        else:
+            assert way.key is not None
+            call = lib.tu_put if put else lib.tu_get
+            post = partial(call, handle, buffers, self._descriptor.address + offset, way.key.handle)
+        await self._run(post, way, pins, doing)
+
+    async def _run(self, post: Callable[[], int], way: Way, pins: Pinned | None, doing: str, keep: Any = None) -> None:
+        """Posts a transfer, which holds the key and what to ``keep`` until it is over, and waits for it."""
+        key, engine = way.key, way.core.engine
         if key is not None:
             key.hold()
-        if way.native != ffi.NULL:
-            verdict = lib.tu_transfer(core.handle, self._scope.id, way.native, put, pins.native_list(), offset)
-        else:
-            assert key is not None
-            call = lib.tu_put if put else lib.tu_get
-            verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+        verdict = post()
         if verdict <= 0 and key is not None:
             key.let_go()
-        operation = pending_operation(
-            core.engine,
-            verdict,
-            pins,
-            doing,
-            self._scope,
-            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key),
-        )
-        await completed(operation, core.engine)
+        kind = partial(_Transfer, key=key, keep=keep)
+        await completed(pending_operation(engine, verdict, pins, doing, self._scope, kind), engine)
 
     @enable_ki_protection
     def close(self) -> None:

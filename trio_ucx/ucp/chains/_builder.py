@@ -307,7 +307,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             number = lib.tu_chain_target(self._native.handle, *memory)
             if number < 0:
                 raise MemoryError("no memory for a request chain")
-            found = self._targets[id(thing), atomic] = Target(self._engine, number, thing, atomic)
+            found = self._targets[id(thing), atomic] = Target(number, thing, atomic)
         return found.index
 
     def _add(

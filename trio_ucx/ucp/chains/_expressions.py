@@ -7,7 +7,7 @@ postfix order. Nothing is evaluated here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
@@ -15,9 +15,6 @@ from .._memory.buffers import Buffer, Pinned
 from .._util import OpenedNotConstructed, check_integer
 from ._errors import DependencyReferenceError, NoDependencyResource
 from ._library import ffi, lib
-
-if TYPE_CHECKING:
-    pass
 
 Term = tuple[int, int, int, int, int]
 

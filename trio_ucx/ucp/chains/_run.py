@@ -18,11 +18,10 @@ from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
 from .._engine.pending import RequestCancelled
-from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key, Way
+from .._rma.ways import Key, Way, refusal
 from .._status import Status
 from .._util import ignoring_late_run
 from ._errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
@@ -204,7 +203,6 @@ class NativeChain:
 class Target:
     """Where requests of a chain go: an endpoint, or memory that it reaches."""
 
-    engine: Engine
     index: int
     thing: Endpoint | RemoteMemory
     #: Whether they are atomics, which may reach the memory in another way than gets and puts.
