@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
@@ -343,8 +342,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         way = await self._reach_for_atomics()
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.unflushed = True
-        post = partial(lib.tu_transfer_atomic, way.core.handle, self._scope.id, way.native)
-        await self._run(partial(post, kind, size, operand, reply, old, offset), way, None, "an atomic operation", old)
+        if way.key is not None:
+            way.key.hold()
+        verdict = lib.tu_transfer_atomic(
+            way.core.handle, self._scope.id, way.native, kind, size, operand, reply, old, offset
+        )
+        await completed(self._posted(verdict, way, None, "an atomic operation", old), engine)
         return int(old[0]) if fetch else 0
 
     @property
@@ -459,25 +462,30 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         except BaseException:
             pins.release()
             raise
+        if way.key is not None:
+            way.key.hold()
         handle, buffers = way.core.handle, pins.native_list()
         if way.native != ffi.NULL:
-            post = partial(lib.tu_transfer, handle, self._scope.id, way.native, put, buffers, offset)
+            verdict = lib.tu_transfer(handle, self._scope.id, way.native, put, buffers, offset)
         else:
             assert way.key is not None
             call = lib.tu_put if put else lib.tu_get
-            post = partial(call, handle, buffers, self._descriptor.address + offset, way.key.handle)
-        await self._run(post, way, pins, doing)
+            verdict = call(handle, buffers, self._descriptor.address + offset, way.key.handle)
+        await completed(self._posted(verdict, way, pins, doing), way.core.engine)
 
-    async def _run(self, post: Callable[[], int], way: Way, pins: Pinned | None, doing: str, keep: Any = None) -> None:
-        """Posts a transfer, which holds the key and what to ``keep`` until it is over, and waits for it."""
-        key, engine = way.key, way.core.engine
-        if key is not None:
-            key.hold()
-        verdict = post()
+    def _posted(self, verdict: int, way: Way, pins: Pinned | None, doing: str, keep: Any = None) -> Operation | None:
+        """Takes the verdict on a transfer, for which the key is held. It holds what to ``keep`` until it is over."""
+        key = way.key
         if verdict <= 0 and key is not None:
             key.let_go()
-        kind = partial(_Transfer, key=key, keep=keep)
-        await completed(pending_operation(engine, verdict, pins, doing, self._scope, kind), engine)
+        return pending_operation(
+            way.core.engine,
+            verdict,
+            pins,
+            doing,
+            self._scope,
+            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, keep),
+        )
 
     @enable_ki_protection
     def close(self) -> None:
