@@ -17,7 +17,7 @@ from cffi import FFI
 
 NATIVE = Path("trio_ucx", "_native")
 ROOT = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
-#: The compiled files by folder: what is used by all, remote memory, and request chains.
+#: The core's compiled files.
 SOURCES = [
     "library.c",
     "log.c",
@@ -39,22 +39,16 @@ SOURCES = [
     "strided.c",
     "active_messages.c",
     "stream.c",
-    "rma/memory.c",
-    "rma/transfer.c",
-    "rma/mapped.c",
-    "rma/requester.c",
-    "rma/owner.c",
-    "chain/build.c",
-    "chain/run.c",
-    "chain/post.c",
-    "chain/expressions.c",
-    "chain/report.c",
-    "chain/crc32c.c",
 ]
+#: The extensions: by folder in ``NATIVE``, their compiled files. Those that come later use those before. A build has
+#: those whose folders exist, and tells the core (``native.h``) their names.
+EXTENSIONS = {
+    "rma": ["memory.c", "transfer.c", "mapped.c", "requester.c", "owner.c"],
+    "chain": ["build.c", "run.c", "post.c", "expressions.c", "report.c", "crc32c.c"],
+}
 
 # cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.
 PREAMBLE = """
-#include "native.h"
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #pragma GCC diagnostic ignored "-Wcast-function-type"
@@ -102,11 +96,16 @@ def ucx_location() -> tuple[list[str], list[str], list[str]]:
 def make_builder() -> FFI:
     compiler_arguments, link_arguments, search_path = ucx_location()
     ffi = FFI()
-    ffi.cdef((ROOT / NATIVE / "cdef.h").read_text())
+    extensions = [folder for folder in EXTENSIONS if (ROOT / NATIVE / folder).exists()]
+    sources = [*SOURCES, *(f"{folder}/{source}" for folder in extensions for source in EXTENSIONS[folder])]
+    for folder in ("", *extensions):
+        ffi.cdef((ROOT / NATIVE / folder / "cdef.h").read_text())
+    includes = "".join(f'#include "{header}"\n' for header in ("native.h", *(f"{name}/cdef.h" for name in extensions)))
     ffi.set_source(
         "trio_ucx._native._ucx",
-        PREAMBLE,
-        sources=[str(NATIVE / source) for source in SOURCES],
+        includes + PREAMBLE,
+        sources=[str(NATIVE / source) for source in sources],
+        define_macros=[("TU_EXTENSIONS", " ".join(f"TU_EXTENSION({folder})" for folder in extensions))],
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).rglob("*.h"))],
         include_dirs=[str(NATIVE)],
         libraries=["ucp", "ucs"],

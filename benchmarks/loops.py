@@ -30,7 +30,8 @@ def build(folder: Path) -> Path:
     compiling, linking, _ = ucx_location()
     made = folder / "loops.so"
     # -l: what trio_ucx has loaded is used, by its soname.
-    command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", f"-I{ROOT / NATIVE}", *compiling, str(SOURCE)]
+    options = ["-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-DTU_EXTENSIONS=", f"-I{ROOT / NATIVE}"]
+    command = ["cc", *options, *compiling, str(SOURCE)]
     done = subprocess.run([*command, "-o", str(made), *linking, "-lucp"], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"the loops in C were not compiled: {done.stderr.strip()[-300:]}")

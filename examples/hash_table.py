@@ -59,6 +59,7 @@ from outcome import Error
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp import chains
 
 MAGIC = b"trioucx1"
 HEADER = struct.Struct("<8sQQ8x")
@@ -113,16 +114,16 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
 # ---- a client ----
 
 
-async def run_chain(chain: ucp.RequestChain) -> ucp.Outcomes:
+async def run_chain(chain: chains.RequestChain) -> chains.Outcomes:
     """Runs it, and raises errors of the network. The outcomes of its conditions are left to the caller."""
     outcomes = await chain.run()
     for outcome in outcomes:
-        if isinstance(outcome, Error) and not isinstance(outcome.error, ucp.DependencyError):
+        if isinstance(outcome, Error) and not isinstance(outcome.error, chains.DependencyError):
             raise outcome.error
     return outcomes
 
 
-def value_of(outcomes: ucp.Outcomes, request: ucp.ChainRequest) -> Any:
+def value_of(outcomes: chains.Outcomes, request: chains.ChainRequest) -> Any:
     outcome = outcomes[request]
     assert outcome is not None
     return outcome.unwrap()
@@ -147,7 +148,7 @@ class Table:
             where, length = node.u64(VALUE) & MAX_SIZE, node.u64(VALUE) >> LENGTH_SHIFT
             got = chain.get(self.memory, where, length, at_most=MAX_VALUE, when=found, on_false="skip")
             value = value_of(await run_chain(chain), got)
-        return None if value is ucp.SKIPPED else bytes(value)
+        return None if value is chains.SKIPPED else bytes(value)
 
     async def put(self, key: bytes, value: bytes) -> bool:
         """Inserts the key, or replaces its value. Returns whether it is new.
@@ -173,22 +174,22 @@ class Table:
             tied = chain.compare_swap(
                 self.memory, 0, entry, node.offset + NEXT, when=~found, on_false="skip", after=written
             )
-            again = ucp.Retry(self._limit, again=(node, replaced, tied))  # each time there is one node more
+            again = chains.Retry(self._limit, again=(node, replaced, tied))  # each time there is one node more
             won = chain.check(tied.u64() == 0, on_false=again)
             outcomes = await run_chain(chain)
             value_of(outcomes, node)
             if isinstance(outcomes[written], Error):
                 raise TableFull(f"this table has no room for {size} more bytes")
-            if value_of(outcomes, replaced) is not ucp.SKIPPED:
+            if value_of(outcomes, replaced) is not chains.SKIPPED:
                 return False
             value_of(outcomes, won)
             return True
 
-    def _find(self, chain: ucp.RequestChain, key: bytes) -> tuple[ucp.ChainRequest, ucp.Condition]:
+    def _find(self, chain: chains.RequestChain, key: bytes) -> tuple[chains.ChainRequest, chains.Condition]:
         """Walks to the key's node, or to the last one of its bucket. The second result: whether it is the key's."""
         digest = int.from_bytes(self._digest(key), "little")
 
-        def is_it(node: ucp.ChainRequest) -> ucp.Condition:
+        def is_it(node: chains.ChainRequest) -> chains.Condition:
             return node.u128(KEY) == digest
 
         node = chain.follow(
@@ -338,7 +339,7 @@ def main() -> int:
         MemoryError,
         trio.BrokenResourceError,
         trio.EndOfChannel,
-        ucp.DependencyError,
+        chains.DependencyError,
         ucp.UCXError,
     ) as group:
         print(f"hash_table: {explain(group)}", file=sys.stderr)

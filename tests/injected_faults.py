@@ -128,7 +128,7 @@ def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
 def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library does not notice that a worker's transports cannot reach memory of some kind."""
     monkeypatch.setattr("trio_ucx.ucp._engine.posting.check_reaches", lambda *_: None)
-    monkeypatch.setattr("trio_ucx.ucp._chains.builder.check_reaches", lambda *_: None)
+    monkeypatch.setattr("trio_ucx.ucp.chains._builder.check_reaches", lambda *_: None)
 
 
 def have_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx.testing import internals
+from trio_ucx.ucp import chains
 
 #: What remote memory and atomics need.
 REMOTE = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO32 | ucp.Feature.AMO64
@@ -468,11 +469,11 @@ async def chain_locking(worker_address: str, descriptor: str, me: int, sections:
         async with await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(worker_address))) as endpoint:
             with endpoint.attach(bytes.fromhex(descriptor)) as memory:
                 chain = worker.new_chain(capacity=6 * sections)
-                released: list[ucp.ChainRequest] = []
+                released: list[chains.ChainRequest] = []
                 counters = []
                 for _ in range(sections):
                     lock = chain.compare_swap(memory, 0, me, after=released)
-                    held = chain.check(lock.u64() == 0, on_false=ucp.Retry(10**9, again=lock))
+                    held = chain.check(lock.u64() == 0, on_false=chains.Retry(10**9, again=lock))
                     counters.append(chain.get(memory, 8, 8, after=held))
                     mine = chain.put(memory, (counters[-1].u64() + 1, me.to_bytes(8, "little")), 8)
                     seen = chain.get(memory, 8, 16, after=mine)

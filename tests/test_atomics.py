@@ -33,7 +33,7 @@ from timing import Stopwatch, cancelled_promptly
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting as connecting
-from trio_ucx.ucp._connecting import connect_for_memory
+from trio_ucx.ucp._connecting import connect_beside
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._rma import ways
 
@@ -269,7 +269,7 @@ async def test_endpoint_that_fails_while_one_beside_it_is_made(
             return made
 
         monkeypatch.setattr(connecting, "_make", make_while_it_fails)
-        beside = connect_for_memory(core)
+        beside = connect_beside(core)
         with pytest.raises(trio.BrokenResourceError):
             beside.check()
         with trio.fail_after(15):
@@ -283,7 +283,7 @@ async def test_addresses_whose_uid_is_elsewhere(transports: str, monkeypatch: py
         endpoint = await worker.open_endpoint(owner.address)
         monkeypatch.setattr(connecting, "with_uid", lambda blob, uid: blob)
         with pytest.raises(OSError, match="UCX's worker address has an unknown layout"):
-            connect_for_memory(internals(endpoint))
+            connect_beside(internals(endpoint))
         endpoint.abort()
 
 

@@ -20,12 +20,13 @@ from timing import Stopwatch
 
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp import chains
 
 
-def spinning(ground: Ground, chain: ucp.RequestChain, **options: Any) -> ucp.ChainRequest:
+def spinning(ground: Ground, chain: chains.RequestChain, **options: Any) -> chains.ChainRequest:
     """A request that is tried until the word at offset 0 is 1."""
     word = chain.get(ground.remote, 0, 8)
-    return chain.check(word.u64() == 1, on_false=ucp.Retry(10**9, again=word, **options))
+    return chain.check(word.u64() == 1, on_false=chains.Retry(10**9, again=word, **options))
 
 
 # ---- the worked cases ----
@@ -44,7 +45,7 @@ async def test_conditional_write(ground: Ground, magic: int) -> None:
         assert value_of(outcomes[written]) is None
         assert ground.read(64, 11) == b"new content"
     else:
-        assert isinstance(error_of(outcomes[written]), ucp.DependencyFalse)
+        assert isinstance(error_of(outcomes[written]), chains.DependencyFalse)
         assert ground.read(0, 1020) == before[:1020]
 
 
@@ -173,7 +174,7 @@ async def test_busy(ground: Ground) -> None:
 LARGE = 2**20
 
 
-def unanswered(ground: Ground, chain: ucp.RequestChain) -> None:
+def unanswered(ground: Ground, chain: chains.RequestChain) -> None:
     """A message that stays under way until :func:`answer` is called."""
     chain.tag_send(ground.endpoint, bytes(LARGE), 9)
 
@@ -182,7 +183,7 @@ async def answer(ground: Ground) -> None:
     await ground.owner.tag_receive(bytearray(LARGE), 9)
 
 
-async def cancelled_with_something_under_way(ground: Ground) -> ucp.RequestChain:
+async def cancelled_with_something_under_way(ground: Ground) -> chains.RequestChain:
     chain = ground.worker.new_chain()
     unanswered(ground, chain)
     chain.put(ground.remote, b"never", 200, after=-1)
@@ -190,7 +191,7 @@ async def cancelled_with_something_under_way(ground: Ground) -> ucp.RequestChain
     return chain
 
 
-async def cancelled(ground: Ground, chain: ucp.RequestChain) -> None:
+async def cancelled(ground: Ground, chain: chains.RequestChain) -> None:
     """Runs the chain, and cancels it when its first request is under way."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(chain.run)
@@ -402,7 +403,7 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
                 if what == "worker" and isinstance(ended[0], trio.ClosedResourceError):
                     return  # nothing was under way
                 assert value_of(ended[0][atomic]) == 0
-                assert isinstance(error_of(ended[0][gate]), (ucp.DependencyNotEvaluated, trio.ClosedResourceError))
+                assert isinstance(error_of(ended[0][gate]), (chains.DependencyNotEvaluated, trio.ClosedResourceError))
                 if what == "endpoint":
                     assert all(isinstance(outcome, Error) for outcome in await chain.run())
 
@@ -419,8 +420,8 @@ async def test_chains_end_with_their_connection(size: int, side: str) -> None:
             with memory, connection.endpoint.attach(memory.descriptor) as remote:
                 written = chain.put(remote, buffer)
                 read = chain.get(remote, 0, 8, after=written)
-                gate = chain.check(read.u64() == 1, on_false=ucp.Retry(10**9, again=[written, read]))
-                outcomes: list[ucp.Outcomes] = []
+                gate = chain.check(read.u64() == 1, on_false=chains.Retry(10**9, again=[written, read]))
+                outcomes: list[chains.Outcomes] = []
 
                 async def run() -> None:
                     outcomes.append(await chain.run())
@@ -452,11 +453,11 @@ async def test_killed_peer(transports: str, doing: str) -> None:
         if doing != "atomic":
             word = chain.get(memory, 0, 8)
             delay = 1e6 if doing == "nothing" else 0
-            last.append(chain.check(word.u64() == 1, on_false=ucp.Retry(10**9, again=word, delay=delay)))
+            last.append(chain.check(word.u64() == 1, on_false=chains.Retry(10**9, again=word, delay=delay)))
         if doing in ("atomic", "both"):
             word = chain.fetch_add(memory, 1, 8)
-            last.append(chain.check(word.u64() > 2**62, on_false=ucp.Retry(10**9, again=word)))
-        outcomes: list[ucp.Outcomes] = []
+            last.append(chain.check(word.u64() > 2**62, on_false=chains.Retry(10**9, again=word)))
+        outcomes: list[chains.Outcomes] = []
 
         async def run() -> None:
             outcomes.append(await chain.run())
@@ -469,7 +470,7 @@ async def test_killed_peer(transports: str, doing: str) -> None:
                 peer.signal(signal.SIGKILL)
         for request in last:
             error = error_of(outcomes[0][request])
-            assert isinstance(error, (ucp.DependencyNotEvaluated, trio.BrokenResourceError))
+            assert isinstance(error, (chains.DependencyNotEvaluated, trio.BrokenResourceError))
         assert any(isinstance(o, Error) and isinstance(o.error, trio.BrokenResourceError) for o in outcomes[0])
         errors = [outcome for outcome in outcomes[0] if isinstance(outcome, Error)]
         assert outcomes[0].error_count == len(errors) > 0
@@ -496,10 +497,10 @@ async def test_the_others_go_on_when_one_peer_dies(transports: str) -> None:
             peers.append(peer)
         chain = worker.new_chain()
         dying = chain.fetch_add(memories[0], 1)
-        gate = chain.check(dying.u64() > 2**62, on_false=ucp.Retry(10**9, again=dying))
+        gate = chain.check(dying.u64() > 2**62, on_false=chains.Retry(10**9, again=dying))
         fine = chain.fetch_add(memories[1], 1)
-        enough = chain.check(fine.u64() >= 20, on_false=ucp.Retry(10**9, again=fine, delay=0.005))
-        outcomes: list[ucp.Outcomes] = []
+        enough = chain.check(fine.u64() >= 20, on_false=chains.Retry(10**9, again=fine, delay=0.005))
+        outcomes: list[chains.Outcomes] = []
 
         async def run() -> None:
             outcomes.append(await chain.run())

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from outcome import Error, Value
 from remote import Ground, open_ground
 
-from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
+from trio_ucx.ucp import chains
 
 NBYTES = 512
 #: Each request of an unordered program writes only here, at 16 times its number; before it, nobody writes.
@@ -330,10 +330,10 @@ class Model:
             try:
                 self.outcomes[number] = self.outcome(number, step, program)
             except Stopped:
-                self.outcomes[number:] = [(ucp.DependencyNotEvaluated,)] * (len(program) - number)
+                self.outcomes[number:] = [(chains.DependencyNotEvaluated,)] * (len(program) - number)
                 break
             if self.outcomes[number][0] != "value" and step.then == "stop":
-                self.outcomes[number + 1 :] = [(ucp.DependencyNotEvaluated,)] * (len(program) - number - 1)
+                self.outcomes[number + 1 :] = [(chains.DependencyNotEvaluated,)] * (len(program) - number - 1)
                 break
 
     def outcome(self, number: int, step: Step, program: list[Step]) -> Any:
@@ -342,25 +342,25 @@ class Model:
         while True:
             self.results.pop(number, None)
             if any(isinstance(self.outcomes[one][0], type) for one in step.depends_on):
-                return (ucp.DependencyNotEvaluated,)
+                return (chains.DependencyNotEvaluated,)
             try:
                 done = self.attempt(number, step)
             except NotEvaluated:
-                return (ucp.DependencyNotEvaluated,)
+                return (chains.DependencyNotEvaluated,)
             except TooShort:
-                return (ucp.DependencyReferenceError,)
+                return (chains.DependencyReferenceError,)
             except IndexError:
-                return (ucp.DependencyBoundsError,)
+                return (chains.DependencyBoundsError,)
             if done is not None:
                 return done
             if tries == step.retries:
-                return ("skipped",) if step.then in ("skip", "stop") else (ucp.DependencyFalse,)
+                return ("skipped",) if step.then in ("skip", "stop") else (chains.DependencyFalse,)
             tries += 1
             for one in step.again:
                 self.outcomes[one] = self.outcome(one, program[one], program)
                 if self.outcomes[one][0] != "value" and program[one].then == "stop":
                     for other in step.again[step.again.index(one) + 1 :]:
-                        self.outcomes[other] = (ucp.DependencyNotEvaluated,)
+                        self.outcomes[other] = (chains.DependencyNotEvaluated,)
                     raise Stopped
 
     def attempt(self, number: int, step: Step) -> Any:
@@ -431,7 +431,7 @@ class Model:
             return None
         for count in range(1, step.limit + 1):
             self.results[number], self.places[number] = bytes(self.memory[place : place + 8]), place
-            value = ("value", ucp.Followed(self.results[number], place, count))
+            value = ("value", chains.Followed(self.results[number], place, count))
             if step.until is not None and self.condition(step.until):
                 return value
             place = self.integer(step.next)
@@ -455,7 +455,7 @@ class Builder:
         for step in program:
             self.add(step)
 
-    def request(self, number: int, node: Any) -> ucp.ChainRequest:
+    def request(self, number: int, node: Any) -> chains.ChainRequest:
         return node if number == len(self.chain) else self.chain[number]
 
     def integer(self, expression: Expression, node: Any = None) -> Any:
@@ -472,10 +472,10 @@ class Builder:
             return load(offset, big=big) if width > 1 else load(offset)
         return OPERATORS[kind](self.expression(expression[1], node), self.integer(expression[2], node))
 
-    def expression(self, expression: Expression, node: Any = None) -> ucp.Integer:
+    def expression(self, expression: Expression, node: Any = None) -> chains.Integer:
         """The same, but a constant is one of the chain's, too."""
         value = self.integer(expression, node)
-        return value if isinstance(value, ucp.Integer) else _constant(value)
+        return value if isinstance(value, chains.Integer) else _constant(value)
 
     def condition(self, expression: Expression, node: Any = None) -> Any:
         kind = expression[0]
@@ -503,7 +503,7 @@ class Builder:
         chain, remote = self.chain, self.ground.remote
         options: dict[str, Any] = {"after": step.after, "on_false": step.then}
         if step.again:
-            options["on_false"] = ucp.Retry(step.retries, again=step.again, then=step.then)
+            options["on_false"] = chains.Retry(step.retries, again=step.again, then=step.then)
         if step.when is not None:
             options["when"] = self.condition(step.when)
         offset = self.expression(step.offset)
@@ -527,8 +527,8 @@ class Builder:
             chain.follow(remote, offset, limit=step.limit, length=8, **options)
 
 
-def _constant(value: int) -> ucp.Integer:
-    from trio_ucx.ucp._chains.expressions import as_integer
+def _constant(value: int) -> chains.Integer:
+    from trio_ucx.ucp.chains._expressions import as_integer
 
     return as_integer(value)
 
@@ -537,7 +537,7 @@ def simplified(outcome: Any) -> Any:
     if isinstance(outcome, Error):
         return (type(outcome.error),)
     assert isinstance(outcome, Value), outcome
-    return ("skipped",) if outcome.value is ucp.SKIPPED else ("value", outcome.value)
+    return ("skipped",) if outcome.value is chains.SKIPPED else ("value", outcome.value)
 
 
 async def compare(transports: str, programs: list[tuple[list[Step], bytes]], *, ordered: bool) -> None:

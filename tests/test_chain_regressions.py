@@ -20,13 +20,14 @@ from peers import REMOTE
 from remote import Ground, error_of, for_ucx, has_begun, open_ground, open_owner, released, value_of
 
 from trio_ucx import ucp
+from trio_ucx.ucp import chains
 
 
-def delayed(ground: Ground, delay: float, then: str = "skip") -> ucp.RequestChain:
+def delayed(ground: Ground, delay: float, then: str = "skip") -> chains.RequestChain:
     """A chain that ends after a delay."""
     chain = ground.worker.new_chain()
     word = chain.get(ground.remote, 0, 8)
-    chain.check(word.u64() == 1, on_false=ucp.Retry(1, again=word, delay=delay, then=then))
+    chain.check(word.u64() == 1, on_false=chains.Retry(1, again=word, delay=delay, then=then))
     return chain
 
 
@@ -90,7 +91,7 @@ def list_of(ground: Ground, nodes: int) -> None:
         ground.write(struct.pack("<QQ", following, number), 64 + 16 * number)
 
 
-def headed_list(ground: Ground, nodes: int) -> tuple[ucp.RequestChain, ucp.ChainRequest]:
+def headed_list(ground: Ground, nodes: int) -> tuple[chains.RequestChain, chains.ChainRequest]:
     """A chain that reads where such a list begins."""
     list_of(ground, nodes)
     ground.write(struct.pack("<QQ", 0, 64))
@@ -99,8 +100,8 @@ def headed_list(ground: Ground, nodes: int) -> tuple[ucp.RequestChain, ucp.Chain
 
 
 def walk_to(
-    ground: Ground, chain: ucp.RequestChain, head: ucp.ChainRequest, number: ucp.Integer | int, **options: Any
-) -> ucp.ChainRequest:
+    ground: Ground, chain: chains.RequestChain, head: chains.ChainRequest, number: chains.Integer | int, **options: Any
+) -> chains.ChainRequest:
     return chain.follow(
         ground.remote,
         head.u64(8),
@@ -115,23 +116,23 @@ def walk_to(
 async def test_again_while_a_walk_goes_on(ground: Ground) -> None:
     chain, head = headed_list(ground, 200)
     walk = walk_to(ground, chain, head, head.u64(8) * 0 + 199)
-    gate = chain.check(head.u64() == 1, on_false=ucp.Retry(50, again=head, then="skip"))
+    gate = chain.check(head.u64() == 1, on_false=chains.Retry(50, again=head, then="skip"))
     last = chain.check(head.u64() == 0, after=[walk, gate])
     with trio.fail_after(60):
         outcomes = await chain.run()
     assert value_of(outcomes[walk]).steps == 200
-    assert value_of(outcomes[gate]) is ucp.SKIPPED
+    assert value_of(outcomes[gate]) is chains.SKIPPED
     assert value_of(outcomes[last]) is None
 
 
 async def test_a_walk_and_a_check_try_the_same_again(ground: Ground) -> None:
     chain, head = headed_list(ground, 20)
-    walk = walk_to(ground, chain, head, 1000, on_false=ucp.Retry(20, again=head, then="skip"))
-    gate = chain.check(head.u64() == 1, on_false=ucp.Retry(500, again=head, then="skip"))
+    walk = walk_to(ground, chain, head, 1000, on_false=chains.Retry(20, again=head, then="skip"))
+    gate = chain.check(head.u64() == 1, on_false=chains.Retry(500, again=head, then="skip"))
     with trio.fail_after(60):
         outcomes = await chain.run()
-    assert value_of(outcomes[walk]) is ucp.SKIPPED
-    assert value_of(outcomes[gate]) is ucp.SKIPPED
+    assert value_of(outcomes[walk]) is chains.SKIPPED
+    assert value_of(outcomes[gate]) is chains.SKIPPED
     assert value_of(outcomes[head]) == struct.pack("<QQ", 0, 64)
 
 
@@ -140,12 +141,12 @@ async def test_again_waits_for_what_others_try_again(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     head = chain.get(ground.remote, 0, 16)
     row = chain.get(ground.remote, head.u64(8), at_most=8, length=8)
-    one = chain.check(head.u64() == 1, on_false=ucp.Retry(50, again=head, then="skip"))
-    two = chain.check(row.u64() == 1, on_false=ucp.Retry(50, again=row, then="skip"))
+    one = chain.check(head.u64() == 1, on_false=chains.Retry(50, again=head, then="skip"))
+    two = chain.check(row.u64() == 1, on_false=chains.Retry(50, again=row, then="skip"))
     with trio.fail_after(60):
         outcomes = await chain.run()
-    assert value_of(outcomes[one]) is ucp.SKIPPED
-    assert value_of(outcomes[two]) is ucp.SKIPPED
+    assert value_of(outcomes[one]) is chains.SKIPPED
+    assert value_of(outcomes[two]) is chains.SKIPPED
     assert value_of(outcomes[row]) == bytes(8)
 
 
@@ -158,8 +159,8 @@ async def test_no_result_of_a_walk_that_was_skipped(ground: Ground) -> None:
     walk = chain.follow(ground.remote, 64, next_offset=0, until=lambda node: node.u64(8) == 9, limit=9, on_false="skip")
     reader = chain.put(ground.remote, walk.u64(8), 2048)
     outcomes = await chain.run()
-    assert value_of(outcomes[walk]) is ucp.SKIPPED
-    assert isinstance(error_of(outcomes[reader]), ucp.DependencyNotEvaluated)
+    assert value_of(outcomes[walk]) is chains.SKIPPED
+    assert isinstance(error_of(outcomes[reader]), chains.DependencyNotEvaluated)
 
 
 async def test_a_walk_beyond_64_bits(ground: Ground) -> None:
@@ -167,13 +168,13 @@ async def test_a_walk_beyond_64_bits(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     walk = chain.follow(ground.remote, 64, next_offset=lambda node: node.u64() * 2 + 128, limit=5)
     outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[walk]), ucp.DependencyBoundsError)
+    assert isinstance(error_of(outcomes[walk]), chains.DependencyBoundsError)
 
 
 async def test_no_request_is_added_while_another_is_described(ground: Ground) -> None:
     chain = ground.worker.new_chain()
 
-    def until(node: ucp.ChainRequest) -> Any:
+    def until(node: chains.ChainRequest) -> Any:
         chain.get(ground.remote, 0, 8)
         return node.u64(8) == 1
 
@@ -212,7 +213,7 @@ async def test_memory_of_a_closed_endpoint_is_kept(end: str) -> None:
     size = 64 * 2**20
     config = {"TLS": "tcp"}
 
-    async def run(chain: ucp.RequestChain) -> None:
+    async def run(chain: chains.RequestChain) -> None:
         try:
             await chain.run()
         except trio.ClosedResourceError:
@@ -254,7 +255,7 @@ async def test_device_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         into = ucp.DeviceBuffer(0x10000, 8, ucp.MemoryType.ROCM)
         word = chain.get(ground.remote, 0, 8, into=into)
         for use in (word.u64, word.bytes, word.crc32c, lambda: word.equals(b"1")):
-            with pytest.raises(ucp.DependencyReferenceError, match="host memory"):
+            with pytest.raises(chains.DependencyReferenceError, match="host memory"):
                 use()
 
 
@@ -344,7 +345,7 @@ async def test_results_of_no_bytes(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     for nothing in (chain.get(ground.remote, 8, 0), chain.get(ground.remote, ground.remote.nbytes)):
         chain.check(nothing.crc32c() == 0, on_false="stop")
-        chain.check(nothing.equals(b""), on_false=ucp.Retry(3, again=nothing))
+        chain.check(nothing.equals(b""), on_false=chains.Retry(3, again=nothing))
         chain.put(ground.remote, (nothing.bytes(), b"x"), 16)
         chain.check(nothing.offset >= 8)
     with trio.fail_after(60):
@@ -372,7 +373,7 @@ async def test_what_was_to_run_again_has_happened(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     added = chain.fetch_add(ground.remote, 1, 8)
     written = chain.put(ground.remote, b"\5", 16)
-    gate = chain.check(added.u64() == 100, on_false=ucp.Retry(5, again=[added, written], delay=100))
+    gate = chain.check(added.u64() == 100, on_false=chains.Retry(5, again=[added, written], delay=100))
     with trio.fail_after(15):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(chain.run)
@@ -416,9 +417,9 @@ async def test_a_guard_that_fails_stops_as_well(ground: Ground) -> None:
     guard = chain.check(row.u64() == 1, on_false="stop")
     guarded = chain.put(ground.remote, b"guarded", 100)
     outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[row]), ucp.DependencyBoundsError)
+    assert isinstance(error_of(outcomes[row]), chains.DependencyBoundsError)
     for one, why in ((guard, "request 1 failed"), (guarded, "request 2 was not run either")):
-        assert isinstance(error_of(outcomes[one]), ucp.DependencyNotEvaluated)
+        assert isinstance(error_of(outcomes[one]), chains.DependencyNotEvaluated)
         assert why in str(error_of(outcomes[one]))
     assert ground.read(100, 7) == bytes(7)
 
@@ -442,8 +443,8 @@ async def test_what_was_refused_leaves_nothing_behind(ground: Ground) -> None:
     first = chain.get(ground.remote, 0, 8)
     with ground.endpoint.attach(ground.memory.descriptor) as other:
         with pytest.raises(ValueError, match="times"):
-            chain.get(other, 0, 8, when=first.u64() == 1, on_false=ucp.Retry(-1))
-        with pytest.raises(ucp.NoDependencyResource):
+            chain.get(other, 0, 8, when=first.u64() == 1, on_false=chains.Retry(-1))
+        with pytest.raises(chains.NoDependencyResource):
             chain.get(other, 0, 8, when=sum([first.u64()] * 30) == 1)
         with pytest.raises(ValueError, match="multiple of 8"):
             chain.fetch_add(other, 1, 3)
@@ -463,7 +464,7 @@ async def test_the_smaller_of_at_most_and_into(ground: Ground) -> None:
 async def test_retries_can_be_used_again(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     added = chain.fetch_add(ground.remote, 1)
-    twice = ucp.Retry(1, again=(one for one in [added]), then="skip")
+    twice = chains.Retry(1, again=(one for one in [added]), then="skip")
     for _ in range(2):
         chain.check(added.u64() == 2**63, on_false=twice, after=chain[-1])
     await chain.run()
@@ -474,11 +475,11 @@ async def test_cleared_while_a_request_is_described(ground: Ground) -> None:
     chain = ground.worker.new_chain()
     chain.get(ground.remote, 0, 8)
 
-    def until(node: ucp.ChainRequest) -> ucp.Condition:
+    def until(node: chains.ChainRequest) -> chains.Condition:
         chain.clear()
         return node.u64(8) == 1
 
-    with pytest.raises((RuntimeError, ucp.DependencyReferenceError), match="changed|cleared"):
+    with pytest.raises((RuntimeError, chains.DependencyReferenceError), match="changed|cleared"):
         chain.follow(ground.remote, 64, next_offset=0, until=until, limit=5)
     assert list(chain) == []
 
@@ -493,7 +494,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
             with owner.context.allocate(8) as memory, endpoint.attach(memory.descriptor) as remote:
                 chain = worker.new_chain()
                 word = chain.get(remote, into=buffer)
-                chain.check(chain.local(number).u64() == 1, on_false=ucp.Retry(2**40, again=word, delay=0.01))
+                chain.check(chain.local(number).u64() == 1, on_false=chains.Retry(2**40, again=word, delay=0.01))
                 await remote.get()  # connects
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_until_closed, chain)
@@ -503,7 +504,7 @@ async def test_memory_at_the_end_of_a_worker() -> None:
             memory_of_ours.append(1)
 
 
-async def run_until_closed(chain: ucp.RequestChain) -> None:
+async def run_until_closed(chain: chains.RequestChain) -> None:
     with contextlib.suppress(trio.ClosedResourceError):  # the error may also be the outcome of a request in flight
         await chain.run()
 
@@ -527,6 +528,6 @@ async def test_outcomes_of_the_run_before(ground: Ground) -> None:
         assert value_of(outcomes[read]) == b"run %d" % number
         assert value_of(outcomes[added]) == number
         assert value_of(outcomes[walk]).steps == 2
-        assert isinstance(error_of(outcomes[beyond]), ucp.DependencyBoundsError)
+        assert isinstance(error_of(outcomes[beyond]), chains.DependencyBoundsError)
         assert "request 3 failed" in str(error_of(outcomes[never]))
         assert value_of(outcomes[-1]) == 3

@@ -15,6 +15,7 @@ from peers import REMOTE
 from remote import Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
+from trio_ucx.ucp import chains
 
 # ---- the example, and what each request does ----
 
@@ -135,7 +136,7 @@ async def test_sends(ground: Ground) -> None:
         chain.tag_send(ground.endpoint, b"never", 5, when=word.u64() == 1)
         outcomes = await chain.run()
         assert [value_of(outcomes[number]) for number in (1, 2)] == [None, None]
-        assert isinstance(error_of(outcomes[3]), ucp.DependencyFalse)
+        assert isinstance(error_of(outcomes[3]), chains.DependencyFalse)
         buffer = bytearray(100)
         assert await ground.owner.tag_receive(buffer, 5) == (8, 5)
         assert buffer[:8] == b"tag \0\0\0\0"
@@ -186,7 +187,7 @@ async def test_comparisons(ground: Ground, name: str, width: int, signed: int) -
                 expected.append(holds)
     outcomes = await chain.run()
     assert [isinstance(outcome, Value) for outcome in outcomes[1:]] == expected
-    assert all(isinstance(error_of(o), ucp.DependencyFalse) for o in outcomes[1:] if not isinstance(o, Value))
+    assert all(isinstance(error_of(o), chains.DependencyFalse) for o in outcomes[1:] if not isinstance(o, Value))
 
 
 async def test_combined_conditions(ground: Ground) -> None:
@@ -220,9 +221,9 @@ async def test_payload_functions(ground: Ground) -> None:
     chain.check(got.equals(local, 10))
     chain.check(got.equals(local, 11), on_false="skip")
     outcomes = await chain.run()
-    assert [value_of(outcome) for outcome in outcomes[1:]] == [None] * 8 + [ucp.SKIPPED]
+    assert [value_of(outcome) for outcome in outcomes[1:]] == [None] * 8 + [chains.SKIPPED]
     local[0] ^= 1  # what is there when the chain runs counts
-    assert isinstance(error_of((await chain.run())[8]), ucp.DependencyFalse)
+    assert isinstance(error_of((await chain.run())[8]), chains.DependencyFalse)
 
 
 async def test_local_numbers(ground: Ground) -> None:
@@ -240,7 +241,7 @@ async def test_local_numbers(ground: Ground) -> None:
         arguments[4] = content[number]
         assert value_of((await chain.run())[0]) == content[number : number + 1]
         assert ground.read(300 - number, 1) == b"!"
-    with pytest.raises(ucp.DependencyReferenceError):
+    with pytest.raises(chains.DependencyReferenceError):
         numbers.u16(7)
     with pytest.raises(BufferError):
         arguments.append(1)
@@ -265,10 +266,10 @@ async def test_false_and_what_depends_on_it(ground: Ground) -> None:
     far = chain.put(ground.remote, b"z", 102, after=of_error)
     fine = chain.put(ground.remote, b"w", 103)
     outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[error]), ucp.DependencyFalse)
-    assert value_of(outcomes[skipped]) is ucp.SKIPPED
+    assert isinstance(error_of(outcomes[error]), chains.DependencyFalse)
+    assert value_of(outcomes[skipped]) is chains.SKIPPED
     for request in (of_error, behind_error, of_skipped, far):
-        assert isinstance(error_of(outcomes[request]), ucp.DependencyNotEvaluated), request
+        assert isinstance(error_of(outcomes[request]), chains.DependencyNotEvaluated), request
     assert [value_of(outcomes[request]) for request in (behind_skipped, fine)] == [None, None]
     assert ground.read(100, 4) == b"\0y\0w"
 
@@ -283,8 +284,8 @@ async def test_stop(ground: Ground, holds: bool) -> None:
     if holds:
         assert [value_of(outcomes[request]) for request in (gate, *later)] == [None] * 4
     else:
-        assert value_of(outcomes[gate]) is ucp.SKIPPED
-        assert all(isinstance(error_of(outcomes[request]), ucp.DependencyNotEvaluated) for request in later)
+        assert value_of(outcomes[gate]) is chains.SKIPPED
+        assert all(isinstance(error_of(outcomes[request]), chains.DependencyNotEvaluated) for request in later)
     assert ground.read(100, 3) == (b"xxx" if holds else bytes(3))
 
 
@@ -294,7 +295,7 @@ async def test_retry(ground: Ground, delay: float) -> None:
     chain = ground.worker.new_chain()
     counted = chain.fetch_add(ground.remote, 1)
     early = chain.check(counted.u64() == 0)
-    again = ucp.Retry(5, again=counted, delay=delay)
+    again = chains.Retry(5, again=counted, delay=delay)
     enough = chain.put(ground.remote, b"!", 100, when=counted.u64() == 3, on_false=again)
     late = chain.check(counted.u64() == 3, after=enough)
     begin = trio.current_time()
@@ -303,9 +304,9 @@ async def test_retry(ground: Ground, delay: float) -> None:
     assert (ground.u64(0), ground.read(100, 1)) == (4, b"!")
     assert trio.current_time() - begin >= 3 * delay
     outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[enough]), ucp.DependencyFalse)
+    assert isinstance(error_of(outcomes[enough]), chains.DependencyFalse)
     assert "6 times" in str(outcomes[enough].error)
-    assert isinstance(error_of(outcomes[late]), ucp.DependencyNotEvaluated)
+    assert isinstance(error_of(outcomes[late]), chains.DependencyNotEvaluated)
     assert ground.u64(0) == 10
 
 
@@ -313,14 +314,14 @@ async def test_retry(ground: Ground, delay: float) -> None:
 async def test_what_follows_retries(ground: Ground, then: str) -> None:
     chain = ground.worker.new_chain()
     counted = chain.fetch_add(ground.remote, 1)
-    never = chain.check(counted.u64() == 100, on_false=ucp.Retry(9, again=-1, then=then))
+    never = chain.check(counted.u64() == 100, on_false=chains.Retry(9, again=-1, then=then))
     after = chain.put(ground.remote, b"!", 100)
     outcomes = await chain.run()
     assert ground.u64(0) == 10
     if then == "error":
-        assert isinstance(error_of(outcomes[never]), ucp.DependencyFalse)
+        assert isinstance(error_of(outcomes[never]), chains.DependencyFalse)
     else:
-        assert value_of(outcomes[never]) is ucp.SKIPPED
+        assert value_of(outcomes[never]) is chains.SKIPPED
     assert isinstance(outcomes[after], Error) == (then == "stop")
 
 
@@ -345,7 +346,7 @@ async def test_choices(transports: str) -> None:
                 chain.fetch_add(chain.choose(index.u64(8), [one.remote, remote]), 7)
                 outcomes = await chain.run()
                 assert [isinstance(outcome, Value) for outcome in outcomes] == [True] * 5 + [False] * 2 + [True]
-                assert all(isinstance(error_of(outcome), ucp.DependencyBoundsError) for outcome in outcomes[5:7])
+                assert all(isinstance(error_of(outcome), chains.DependencyBoundsError) for outcome in outcomes[5:7])
                 assert one.read(32, 3) == b"A\0\0"
                 assert bytes(second.memoryview[32:35]) == b"\0B\0"
                 assert int.from_bytes(second.memoryview[:8], "little") == 7
@@ -380,11 +381,11 @@ async def test_follow(ground: Ground) -> None:
         limit=99,
     )
     outcomes = await chain.run()
-    assert value_of(outcomes[found]) == ucp.Followed(struct.pack("<QQ", 1042, offsets[43]), offsets[42], 43)
+    assert value_of(outcomes[found]) == chains.Followed(struct.pack("<QQ", 1042, offsets[43]), offsets[42], 43)
     assert ground.u64(offsets[42]) == 2042
     for request in (missing, short):
-        assert isinstance(error_of(outcomes[request]), ucp.DependencyFalse)
-    assert value_of(outcomes[last]) == ucp.Followed(struct.pack("<QQ", 1099, 0), offsets[99], 100)
+        assert isinstance(error_of(outcomes[request]), chains.DependencyFalse)
+    assert value_of(outcomes[last]) == chains.Followed(struct.pack("<QQ", 1099, 0), offsets[99], 100)
     assert value_of(outcomes[computed]).offset == offsets[10]
 
 
@@ -396,27 +397,27 @@ async def test_follow_nothing(ground: Ground) -> None:
         computed = chain.follow(ground.remote, word.u64(), next_offset=8, limit=10, on_false="skip")
         endless = chain.follow(ground.remote, 0, next_offset=8, limit=10, end=None)
         outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[empty]), ucp.DependencyFalse)
-    assert value_of(outcomes[computed]) is ucp.SKIPPED
-    assert value_of(outcomes[endless]) == ucp.Followed(bytes(16), 0, 10)
+    assert isinstance(error_of(outcomes[empty]), chains.DependencyFalse)
+    assert value_of(outcomes[computed]) is chains.SKIPPED
+    assert value_of(outcomes[endless]) == chains.Followed(bytes(16), 0, 10)
     with pytest.raises(ExceptionGroup) as caught:
         outcomes.values()
-    assert [type(error) for error in caught.value.exceptions] == [ucp.DependencyFalse]
+    assert [type(error) for error in caught.value.exceptions] == [chains.DependencyFalse]
     assert len(outcomes[1:]) == 3
 
 
 async def test_node_of_a_walk_that_was_refused(ground: Ground) -> None:
     chain = ground.worker.new_chain()
-    seen: list[ucp.ChainRequest] = []
+    seen: list[chains.ChainRequest] = []
 
-    def until(node: ucp.ChainRequest) -> ucp.Condition:
+    def until(node: chains.ChainRequest) -> chains.Condition:
         seen.append(node)
         return node.u64(0) == 0
 
     with pytest.raises(ValueError, match="limit"):
         chain.follow(ground.remote, 16, next_offset=8, until=until, limit=0)
     chain.get(ground.remote, 0, 8)
-    with pytest.raises(ucp.DependencyReferenceError, match="not added"):
+    with pytest.raises(chains.DependencyReferenceError, match="not added"):
         chain.check(seen[0].u64(0) == 0)
 
 
@@ -426,8 +427,8 @@ async def test_follow_out_of_the_memory(ground: Ground) -> None:
     lost = chain.follow(ground.remote, 16, next_offset=8, until=lambda node: node.u64() == 2, limit=10)
     after = chain.check(lost.u64() == 1)
     outcomes = await chain.run()
-    assert isinstance(error_of(outcomes[lost]), ucp.DependencyBoundsError)
-    assert isinstance(error_of(outcomes[after]), ucp.DependencyNotEvaluated)
+    assert isinstance(error_of(outcomes[lost]), chains.DependencyBoundsError)
+    assert isinstance(error_of(outcomes[after]), chains.DependencyNotEvaluated)
 
 
 # ---- errors ----
@@ -455,7 +456,7 @@ async def test_bounds(ground: Ground) -> None:
     fine = chain.put(ground.remote, b"123456", big)
     outcomes = await chain.run()
     for number in range(1, 11):
-        assert isinstance(error_of(outcomes[number]), ucp.DependencyBoundsError), number
+        assert isinstance(error_of(outcomes[number]), chains.DependencyBoundsError), number
     assert value_of(outcomes[fine]) is None
     assert ground.read(4088) == bytes(2) + b"123456"
 
@@ -467,7 +468,7 @@ async def test_beyond_a_result(ground: Ground) -> None:
     beyond = chain.check(short.u8(0) == 0)
     outcomes = await chain.run()
     assert value_of(outcomes[short]) == b""
-    assert isinstance(error_of(outcomes[beyond]), ucp.DependencyReferenceError)
+    assert isinstance(error_of(outcomes[beyond]), chains.DependencyReferenceError)
 
 
 async def test_references(ground: Ground) -> None:
@@ -490,12 +491,12 @@ async def test_references(ground: Ground) -> None:
         lambda: mine.bytes(4, 5),
     ]
     for refer in wrong:
-        with pytest.raises(ucp.DependencyReferenceError):
+        with pytest.raises(chains.DependencyReferenceError):
             refer()
     assert len(chain) == 2
     await chain.run()
     chain.clear()
-    with pytest.raises(ucp.DependencyReferenceError, match="cleared"):
+    with pytest.raises(chains.DependencyReferenceError, match="cleared"):
         chain.check(mine.u64() == 0)
     assert len(await chain.run()) == 0
 
@@ -503,17 +504,17 @@ async def test_references(ground: Ground) -> None:
 async def test_no_room(ground: Ground) -> None:
     chain = ground.worker.new_chain(capacity=2)
     word = chain.get(ground.remote, 0, 8)
-    with pytest.raises(ucp.NoDependencyResource):
+    with pytest.raises(chains.NoDependencyResource):
         condition = word.u64() == 0
         for number in range(20):
             condition = condition & (word.u64() == number)
         chain.check(condition)
     chain.check(word.u64() == 0)
-    with pytest.raises(ucp.NoDependencyResource):
+    with pytest.raises(chains.NoDependencyResource):
         chain.put(ground.remote, b"x")
     assert [value_of(outcome) for outcome in await chain.run()] == [bytes(8), None]
     deep: Any = word.u64()
-    with pytest.raises(ucp.NoDependencyResource):
+    with pytest.raises(chains.NoDependencyResource):
         for _ in range(40):
             deep = 1 + deep
 
@@ -591,9 +592,9 @@ async def test_values(ground: Ground) -> None:
         chain.tag_send(ground.endpoint, b"x", 3),
         chain.fetch_add(ground.remote, 1, 24, bits=32, after=7),
     ]
-    walked = ucp.Followed(bytes(8), 16, 2)
+    walked = chains.Followed(bytes(8), 16, 2)
     seven = struct.pack("<Q", 7)
-    expected = [struct.pack("<Q", 5), 4, b"", None, 5, ucp.SKIPPED, walked, seven, None, None, 7]
+    expected = [struct.pack("<Q", 5), 4, b"", None, 5, chains.SKIPPED, walked, seven, None, None, 7]
     outcomes = await chain.run()
     for _ in range(2):
         assert outcomes.values() == expected == [value_of(outcome) for outcome in outcomes]
@@ -606,7 +607,7 @@ async def test_values(ground: Ground) -> None:
     for _ in range(3):
         await ground.owner.tag_receive(bytearray(1), 3)
     for wrong in (ground.worker.new_chain().get(ground.remote, 0, 8), "0", None):
-        with pytest.raises(ucp.DependencyReferenceError):
+        with pytest.raises(chains.DependencyReferenceError):
             outcomes.value(wrong)  # type: ignore[arg-type]
     for number in (len(chain), -len(chain) - 1):
         with pytest.raises(IndexError):
@@ -623,15 +624,15 @@ async def test_errors_are_counted(ground: Ground) -> None:
     depends = chain.put(ground.remote, b"x", 8, after=false)
     chain.put(ground.remote, b"x", 16, when=word.u64() == 1, on_false="skip")
     beyond = chain.get(ground.remote, word.u64() + 10**6, 8)
-    tried = chain.check(word.u64() == 2, on_false=ucp.Retry(3, again=word))
+    tried = chain.check(word.u64() == 2, on_false=chains.Retry(3, again=word))
     for _ in range(3):
         outcomes = await chain.run()
         assert outcomes.error_count == 4 == sum(isinstance(outcome, Error) for outcome in outcomes)
         for request, error in (
-            (false, ucp.DependencyFalse),
-            (depends, ucp.DependencyNotEvaluated),
-            (beyond, ucp.DependencyBoundsError),
-            (tried, ucp.DependencyFalse),
+            (false, chains.DependencyFalse),
+            (depends, chains.DependencyNotEvaluated),
+            (beyond, chains.DependencyBoundsError),
+            (tried, chains.DependencyFalse),
         ):
             for _ in range(2):
                 with pytest.raises(error):

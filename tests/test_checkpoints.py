@@ -26,6 +26,7 @@ import trio_ucx.anyio
 from trio_ucx import testing, ucp
 from trio_ucx._native import ucx
 from trio_ucx.testing import open_pair_over_listener
+from trio_ucx.ucp import chains
 
 assert_checkpoints = trio.testing.assert_checkpoints
 
@@ -46,6 +47,7 @@ def gives_context_manager(function: Any) -> bool:
     if not function.__module__.startswith("trio_ucx"):
         return False  # inherited
     names = {
+        **vars(chains),
         **vars(ucp),
         **vars(trio_ucx),
         **inspect.unwrap(function).__globals__,
@@ -66,7 +68,7 @@ def is_async(function: Any) -> bool:
 def find() -> set[str]:
     """``Class.method`` and ``function`` of all that is public and awaited, entered, or iterated over."""
     found = set()
-    for module in (trio_ucx, ucp, testing, trio_ucx.anyio):
+    for module in (trio_ucx, ucp, chains, testing, trio_ucx.anyio):
         for name in getattr(module, "__all__", ()):
             if inspect.isfunction(getattr(module, name)) and is_async(getattr(module, name)):
                 found.add(name)

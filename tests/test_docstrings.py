@@ -31,11 +31,12 @@ import trio
 
 import trio_ucx
 from trio_ucx import testing, ucp
+from trio_ucx.ucp import chains
 
 anyio = pytest.importorskip("anyio")
 import trio_ucx.anyio  # noqa: E402
 
-MODULES: list[ModuleType] = [trio_ucx, ucp, testing, trio_ucx.anyio]
+MODULES: list[ModuleType] = [trio_ucx, ucp, chains, testing, trio_ucx.anyio]
 
 #: Methods that are public by name only: modules of the library call them on each other's objects.
 INTERNAL = {

@@ -20,6 +20,7 @@ from remote import for_ucx
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
+from trio_ucx.ucp import chains
 
 F = ucp.Feature
 #: The features of the peer's workers.
@@ -46,7 +47,7 @@ class End:
     async def heard(self, kind: str, size: int) -> None:
         assert await self.peer.hear() == [kind, size]
 
-    async def chain(self, add: Callable[[ucp.RequestChain], Any]) -> None:
+    async def chain(self, add: Callable[[chains.RequestChain], Any]) -> None:
         chain = self.endpoint.worker.new_chain()
         try:
             add(chain)

@@ -239,7 +239,7 @@ MODULES = [
             "_engine.batches",
             "_engine.progress",
             "_memory.buffers",
-            "_chains.run",
+            "chains._run",
             "_connecting",
             "_engine.dispatch",
             "_engine.engine",

@@ -120,8 +120,10 @@ def test_the_other_library_is_refused_or_works() -> None:
 def test_types_describe_every_function() -> None:
     """``_types.Lib`` and ``cdef.h`` name the same functions."""
     from trio_ucx._native import _types
+    from trio_ucx.ucp.chains import _library
 
-    typed = {name for name in vars(_types.Lib) if name.startswith("tu_")}
+    protocols = (_types.Lib, _library.ChainLib)
+    typed = {name for protocol in protocols for name in vars(protocol) if name.startswith("tu_")}
     compiled = {name for name in dir(_native.lib) if name.startswith("tu_")}
     assert typed == compiled
 

@@ -246,18 +246,18 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     ffi.memmove(way.token, token, 16)
     before, word = buffers(b"x" * long), buffers(b"87654321")
 
-    assert lib.tu_transfer(sender.endpoint, way, True, before.native, 0) > 0
+    assert lib.tu_transfer(sender.endpoint, 0, way, True, before.native, 0) > 0
     assert lib.tu_worker_fence(sender.worker) == Status.OK
     if way_out == "cancelled":
-        cancelled = lib.tu_transfer(sender.endpoint, way, True, word.native, long)
+        cancelled = lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long)
         assert cancelled > 0
         assert lib.tu_operation_cancel(sender.worker, cancelled)
     else:  # the first of its parts can be had, the second one not
         way.part = 4
         with few_allocations(2):
-            assert lib.tu_transfer(sender.endpoint, way, True, word.native, long) == Status.NO_MEMORY
+            assert lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long) == Status.NO_MEMORY
         way.part = 0
-    assert lib.tu_transfer(sender.endpoint, way, True, word.native, long + 8) > 0
+    assert lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long + 8) > 0
     until(lambda: seen[long + 8 : long + 16] == b"87654321", sender, owner)
     assert seen[:long] == b"x" * long, "the put behind the fence has overtaken the one before it"
     assert lib.tu_memory_withdraw(served) == 0
@@ -277,7 +277,7 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side]) -> None:
     target = buffers(bytearray(8))
 
     def get(without: bool) -> int:
-        operation = lib.tu_transfer(sender.endpoint, way, False, target.native, 0)
+        operation = lib.tu_transfer(sender.endpoint, 0, way, False, target.native, 0)
         assert operation > 0
         with few_allocations(0 if without else -1):
             [record] = until(lambda: [each for each in sender.progress() if each[1] == operation], owner)

@@ -17,6 +17,7 @@ from remote import open_endpoint_and_context, open_two, open_way
 
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp import chains
 from trio_ucx.ucp._rma import ways as _ways
 
 MB = 2**20
@@ -37,7 +38,7 @@ ID = 4095
 # ---- peers that are killed ----
 
 
-async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: ucp.RequestChain) -> None:
+async def check_ours(memory: ucp.RemoteMemory, rng: random.Random, chain: chains.RequestChain) -> None:
     """Puts, gets, and both by a chain, of random lengths, in this process's part of the memory."""
     length = min(2 ** rng.randrange(4, 25), OURS)
     offset = THEIRS + rng.randrange(OURS - length + 1)

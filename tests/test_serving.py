@@ -329,11 +329,12 @@ async def test_a_connection_owns_its_memory_endpoint(transports: str) -> None:
             memory = stack.enter_context(theirs.context.register(bytearray(64)))
             remote_memory = stack.enter_context(connection.endpoint.attach(for_ucx(memory.descriptor)))
             await remote_memory.put(bytes(8), 0)
-            beside = internals(connection).share.endpoint.memory_endpoint
+            beside = internals(connection).share.endpoint.beside
             assert beside is not None
             beside.ending.error = UCXError(Status.CONNECTION_RESET, "pretended")
-            with pytest.raises(trio.BrokenResourceError, match="pretended") as caught:
-                await remote_memory.put(bytes(8), 0)
-            loss, rest = split_loss(connection, caught.value)
+            for operation in (partial(remote_memory.put, bytes(8), 0), remote_memory.flush):
+                with pytest.raises(trio.BrokenResourceError, match="pretended") as caught:
+                    await operation()
+                loss, rest = split_loss(connection, caught.value)
+                assert isinstance(loss, trio.BrokenResourceError) and rest is None
             beside.ending.error = None
-            assert isinstance(loss, trio.BrokenResourceError) and rest is None

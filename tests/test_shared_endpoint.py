@@ -14,6 +14,7 @@ from injected_faults import fill_worker, limit_generations
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp import chains
 
 
 @asynccontextmanager
@@ -230,7 +231,7 @@ async def test_remote_memory_and_chains_end_with_their_connection(transports: st
         with owner.context.register(data) as memory, one.endpoint.attach(memory.descriptor) as remote:
             chain = worker.new_chain()
             never = chain.get(remote, 0, 8)
-            chain.check(never.u64() == 1, on_false=ucp.Retry(100_000, again=never, delay=0.001))
+            chain.check(never.u64() == 1, on_false=chains.Retry(100_000, again=never, delay=0.001))
             ended: list[int] = []
 
             async def put(index: int) -> None:
@@ -255,6 +256,39 @@ async def test_remote_memory_and_chains_end_with_their_connection(transports: st
                 await other.receive()
             assert data.count(b"x") <= written + 64 * 2**13, "more than what was under way"
             chain.close()
+
+
+async def test_refused_puts_are_reported_to_their_connection(transports: str) -> None:
+    """A flush does not report what the owner has refused to another Connection over the same endpoint."""
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
+    async with (
+        ucp.open_worker(config={"TLS": transports}, features=features) as worker,
+        ucp.open_worker(config={"TLS": transports}, features=features) as owner,
+        open_pair(worker, owner) as (one, _),
+        open_pair(worker, owner) as (other, _),
+    ):
+        with (
+            owner.context.register(bytearray(64)) as memory,
+            one.endpoint.attach(memory.descriptor) as remote,
+            other.endpoint.attach(memory.descriptor) as others,
+            trio.fail_after(15),
+        ):
+            await remote.put(b"accepted")
+            await others.put(b"accepted")
+            memory.close()
+            for _ in range(3):
+                await others.put(b"refused")
+                await others.add(1, 8)
+            await remote.flush()
+            with pytest.raises(ucp.UCXError, match="before this flush") as caught:
+                await others.flush()
+            assert caught.value.status is ucp.Status.NO_ELEM
+            await others.flush()
+            await remote.put(b"refused")
+            await others.flush()
+            with pytest.raises(ucp.UCXError, match="before this flush"):
+                await remote.flush()
+            await others.put(b"refused, and never reported")
 
 
 async def test_waits_for_one_ucp_stream(transports: str) -> None:

@@ -17,7 +17,9 @@ from timing import Stopwatch
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
+from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import progress
+from trio_ucx.ucp.chains._run import Timer
 
 #: Nanoseconds: at once, and so late that it is not in the test's time.
 NOW, LATER = 1, 1000 * 10**9
@@ -62,7 +64,7 @@ async def just_before(name: str, function: Callable[[], object]) -> AsyncIterato
 
 
 @asynccontextmanager
-async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Worker, ucp.RequestChain]]:
+async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Worker, chains.RequestChain]]:
     """A request chain whose condition fails so many times."""
     config = {"TLS": TRANSPORTS[1]}
     async with (
@@ -74,14 +76,14 @@ async def open_chain(delay: float, retries: int) -> AsyncIterator[tuple[ucp.Work
             memory.memoryview[:] = bytes(4096)
             with closing(worker.new_chain(capacity=4)) as chain:
                 got = chain.get(remote, 0, 8)
-                chain.check(got.u64() == 1, on_false=ucp.Retry(retries, again=got, delay=delay, then="skip"))
+                chain.check(got.u64() == 1, on_false=chains.Retry(retries, again=got, delay=delay, then="skip"))
                 yield worker, chain
 
 
 async def test_the_timer_of_request_chains() -> None:
     async with open_chain(0.001, 1) as (worker, chain):
         await chain.run()
-        timer = internals(worker).progress_task.chain_timer._fd  # type: ignore[attr-defined]
+        timer = Timer.of[internals(worker)]._fd
         async with just_before("trio_ucx chain timer", lambda: lib.tu_timer_set(timer, LATER, 0)):
             lib.tu_timer_set(timer, NOW, 0)
         assert remaining(timer) > LATER / 2e9, "what C had armed was disarmed"

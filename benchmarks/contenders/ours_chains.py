@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from trio_ucx import ucp
+from trio_ucx.ucp import chains
 
 from .. import loops
 from ..ends import Control, End
@@ -180,7 +181,7 @@ class Doer(End):
 class Chain(Doer):
     """The chain is made before the time is taken; ``build_us`` is the time of that for each step."""
 
-    chain: ucp.RequestChain | None = None
+    chain: chains.RequestChain | None = None
     outcomes: Sequence[Any] = ()
 
     def prepare(self, batch: Batch) -> None:

@@ -52,6 +52,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
 
 
 BUILD = "import runpy; sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
+IN_PLACE = BUILD.replace("'build_ext'", "'build_ext', '--inplace'")
 
 
 def test_without_a_compiler_the_build_says_so(source: Path) -> None:
@@ -76,6 +77,72 @@ def test_warnings_are_errors_only_where_asked_for(source: Path) -> None:
     code = "import build_ffi; print('-Werror' in build_ffi.make_builder()._assigned_source[3]['extra_compile_args'])"
     assert run(code, source).stdout == "False\n"
     assert run(code, source, TRIO_UCX_WERROR="1").stdout == "True\n"
+
+
+#: Connections over both transports, and what becomes of request chains, which this build is without.
+WITHOUT_CHAINS = """
+import trio, trio_ucx
+from functools import partial
+from trio_ucx import ucp
+
+assert trio_ucx.__file__.startswith(sys.argv[1]), trio_ucx.__file__
+
+async def echo(connection):
+    async for message in connection.messages(1):
+        await connection.send(message, 1)
+
+async def main(transports):
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        async with trio.open_nursery() as nursery:
+            serve = partial(trio_ucx.serve_ucx, echo, 0, host="127.0.0.1", worker=other)
+            [listener] = await nursery.start(serve)
+            async with trio_ucx.connect(listener.address, worker=worker) as connection:
+                for size in (1, 300_000):
+                    await connection.send(bytes(size), 1)
+                    assert await connection.receive(1) == bytes(size)
+                shared = {each.name for each in connection.endpoint.transports} - {"tcp"}
+                assert bool(shared) == ("sm" in transports), shared
+            nursery.cancel_scope.cancel()
+        try:
+            worker.new_chain()
+        except ModuleNotFoundError as error:
+            print(error)
+
+for transports in ("tcp", "tcp,sm,self"):
+    trio.run(main, transports)
+import trio_ucx.ucp.chains
+"""
+
+
+@pytest.mark.full
+def test_without_request_chains_the_core_works(source: Path) -> None:
+    shutil.rmtree(source / "trio_ucx" / "_native" / "chain")
+    shutil.rmtree(source / "trio_ucx" / "ucp" / "chains")
+    built = run(IN_PLACE, source, TRIO_UCX_WERROR="1")
+    assert built.returncode == 0, built.stderr
+    result = run(f"sys.argv.append({str(source)!r})\n{WITHOUT_CHAINS}", source)
+    missing = "No module named 'trio_ucx.ucp.chains'"
+    assert last_line(result) == f"ModuleNotFoundError: {missing}"
+    assert result.stdout.splitlines() == [missing] * 2
+
+
+@pytest.mark.full
+def test_without_extensions_the_c_code_is_complete(source: Path) -> None:
+    """The compiled module loads, and lacks no function; the Python code needs remote memory."""
+    for folder in ("chain", "rma"):
+        shutil.rmtree(source / "trio_ucx" / "_native" / folder)
+    built = run(IN_PLACE, source, TRIO_UCX_WERROR="1")
+    assert built.returncode == 0, built.stderr
+    code = """
+import importlib.machinery, importlib.util, libucx, pathlib
+libucx.load_library()
+[file] = pathlib.Path("trio_ucx/_native").glob("_ucx*.so")
+loader = importlib.machinery.ExtensionFileLoader("_ucx", str(file.absolute()))
+lib = importlib.util.module_from_spec(importlib.util.spec_from_loader("_ucx", loader)).lib
+print([name for name in ("tu_worker_create", "tu_endpoint_flush", "tu_put", "tu_chain_run") if hasattr(lib, name)])
+"""
+    assert run(code, source).stdout == "['tu_worker_create', 'tu_endpoint_flush']\n"
 
 
 def requirements(source: Path, **variables: str) -> tuple[list[str], list[str]]:

@@ -20,6 +20,7 @@ from peers import REMOTE
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp import chains
 
 FEATURES = REMOTE | ucp.Feature.STREAM
 
@@ -353,7 +354,7 @@ async def run_chains(ends: Ends, task: Task) -> None:
             outcomes = await chain.run()
             count += 1
             for outcome in outcomes:  # the first that failed, rather than one that was not run for that
-                if isinstance(outcome, Error) and not isinstance(outcome.error, ucp.DependencyNotEvaluated):
+                if isinstance(outcome, Error) and not isinstance(outcome.error, chains.DependencyNotEvaluated):
                     raise outcome.error
             if outcomes[seen].unwrap() != struct.pack("<QQ", count, count):
                 raise Torn(f"chain {count} read {outcomes[seen].unwrap()!r}")

@@ -1,4 +1,7 @@
-"""What the compiled module offers, for the type checker: the Python side of ``cdef.h``."""
+"""What the compiled module offers, for the type checker: the Python side of ``cdef.h`` and ``rma/cdef.h``.
+
+``ucp/chains/_library.py`` is that of ``chain/cdef.h``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Lib(Protocol):
     TU_RECORD_CUT: int
     TU_RECORD_PACKED: int
     TU_RECORD_UNUSED: int
-    TU_RECORD_RUN_OVER: int
+    TU_RECORD_CONCLUDED: int
     TU_TOKEN_SIZE: int
     TU_ACCESS_READ: int
     TU_ACCESS_WRITE: int
@@ -74,55 +77,6 @@ class Lib(Protocol):
     TU_ARMED: int
     TU_BUSY: int
     TU_NAME_SIZE: int
-    TU_TERM_CONSTANT: int
-    TU_TERM_LOAD: int
-    TU_TERM_OFFSET: int
-    TU_TERM_CRC32C: int
-    TU_TERM_SAME: int
-    TU_TERM_LOCAL: int
-    TU_TERM_ADD: int
-    TU_TERM_SUBTRACT: int
-    TU_TERM_MULTIPLY: int
-    TU_TERM_AND: int
-    TU_TERM_OR: int
-    TU_TERM_XOR: int
-    TU_TERM_LEFT: int
-    TU_TERM_RIGHT: int
-    TU_TERM_RIGHT_UNSIGNED: int
-    TU_TERM_EQUAL: int
-    TU_TERM_NOT_EQUAL: int
-    TU_TERM_LESS: int
-    TU_TERM_LESS_EQUAL: int
-    TU_TERM_LESS_UNSIGNED: int
-    TU_TERM_LESS_EQUAL_UNSIGNED: int
-    TU_TERM_NOT: int
-    TU_TERM_DEPTH: int
-    TU_LOAD_SIGNED: int
-    TU_LOAD_BIG: int
-    TU_CHAIN_CHECK: int
-    TU_CHAIN_GET: int
-    TU_CHAIN_PUT: int
-    TU_CHAIN_ATOMIC: int
-    TU_CHAIN_TAG_SEND: int
-    TU_CHAIN_AM_SEND: int
-    TU_CHAIN_FOLLOW: int
-    TU_FALSE_ERROR: int
-    TU_FALSE_SKIP: int
-    TU_FALSE_STOP: int
-    TU_CHAIN_WAITING: int
-    TU_CHAIN_POSTED: int
-    TU_CHAIN_DONE: int
-    TU_CHAIN_NO_VALUE: int
-    TU_CHAIN_SKIPPED: int
-    TU_CHAIN_FALSE: int
-    TU_CHAIN_NOT_EVALUATED: int
-    TU_CHAIN_OUT_OF_BOUNDS: int
-    TU_CHAIN_NO_RESULT: int
-    TU_CHAIN_FAILED: int
-    TU_CHAIN_CANCELLED: int
-    TU_PART_MEMORY: int
-    TU_PART_RESULT: int
-    TU_PART_INTEGER: int
 
     def tu_library_file(self) -> CData: ...
     def tu_library_version(self, major: CData, minor: CData, release: CData, /) -> None: ...
@@ -274,10 +228,13 @@ class Lib(Protocol):
     def tu_put(self, endpoint: EndpointHandle, buffers: CData, remote: int, rkey: CData, /) -> int: ...
     def tu_get(self, endpoint: EndpointHandle, buffers: CData, remote: int, rkey: CData, /) -> int: ...
     def tu_worker_fence(self, worker: WorkerHandle, /) -> int: ...
-    def tu_transfer(self, endpoint: EndpointHandle, way: CData, put: bool, buffers: CData, offset: int, /) -> int: ...
+    def tu_transfer(
+        self, endpoint: EndpointHandle, scope: int, way: CData, put: bool, buffers: CData, offset: int, /
+    ) -> int: ...
     def tu_transfer_atomic(
         self,
         endpoint: EndpointHandle,
+        scope: int,
         way: CData,
         operation: int,
         length: int,
@@ -287,7 +244,7 @@ class Lib(Protocol):
         offset: int,
         /,
     ) -> int: ...
-    def tu_transfers_status(self, endpoint: EndpointHandle, /) -> int: ...
+    def tu_transfers_status(self, endpoint: EndpointHandle, scope: int, /) -> int: ...
     def tu_memory_serve(
         self,
         context: ContextHandle,
@@ -306,23 +263,4 @@ class Lib(Protocol):
     ) -> int: ...
     def tu_strided_pack(self, strided: CData, offset: int, out: CData, length: int, /) -> int: ...
     def tu_strided_unpack(self, strided: CData, offset: int, data: CData, length: int, /) -> int: ...
-    def tu_chain_create(self, worker: WorkerHandle, out: CData, /) -> int: ...
-    def tu_chain_free(self, chain: CData, /) -> None: ...
-    def tu_chain_target(self, chain: CData, address: int, length: int, /) -> int: ...
-    def tu_chain_bind(
-        self, chain: CData, target: int, endpoint: EndpointHandle | CData, rkey: CData, way: CData, /
-    ) -> None: ...
-    def tu_chain_forget(self, chain: CData, target: int, /) -> None: ...
-    def tu_chain_add(self, chain: CData, request: CData, /) -> int: ...
-    def tu_chain_busy(self, chain: CData, /) -> bool: ...
-    def tu_chain_report(self, chain: CData, request: int, out: CData, /) -> None: ...
-    def tu_chain_errors(self, chain: CData, /) -> int: ...
-    def tu_chain_values(self, chain: CData, count: int, lengths: CData, results: CData, /) -> int: ...
-    def tu_chain_reports(self, chain: CData, count: int, out: CData, results: CData, failed: CData, /) -> int: ...
-    def tu_chain_restart(self, chain: CData, state: int, /) -> None: ...
-    def tu_chain_memory(self, chain: CData, /) -> int: ...
-    def tu_chain_timer(self, worker: WorkerHandle, fd: int, /) -> None: ...
-    def tu_chain_run(self, chain: CData, /) -> int: ...
-    def tu_chains_in_flight(self, endpoint: EndpointHandle, /) -> bool: ...
-    def tu_chain_cancel(self, chain: CData, /) -> None: ...
     def free(self, memory: CData, /) -> None: ...

@@ -29,7 +29,6 @@ static tu_endpoint_t *endpoint_new(tu_worker_t *worker, uint64_t id, const tu_en
     endpoint->worker         = worker;
     endpoint->id             = id;
     endpoint->error_handling = options->error_mode != UCP_ERR_HANDLING_MODE_NONE;
-    tu_list_init(&endpoint->transfers.list);
     return endpoint;
 }
 
@@ -121,11 +120,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
-    tu_extension_t *extension;
-
-    TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
-        extension->endpoint_closing(endpoint);
-    }
+    tu_extensions_closing(endpoint);
     endpoint->ep = NULL;
     tu_list_remove(&endpoint->link);
 }
@@ -172,7 +167,8 @@ static bool writes(tu_endpoint_t *endpoint, int how)
  * nothing tells when it is over: otherwise UCX would go on calling back to an endpoint that is freed.
  *
  * how: TU_CLOSE_STOP: UCX writes nothing more to its TCP sockets, which it keeps until the peer closes its end, too.
- *      TU_CLOSE, TU_CLOSE_EXACT: does not close it if UCX still has something to write; returns UCS_ERR_BUSY. */
+ *      TU_CLOSE, TU_CLOSE_EXACT: does not close it if UCX still has something to write; returns UCS_ERR_BUSY. If an
+ *      extension has requests in flight, this is TU_CLOSE_STOP, because more would follow what is written. */
 int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how)
 {
     unsigned flags            = endpoint->error_handling ? UCP_EP_CLOSE_FLAG_FORCE : 0;
@@ -182,6 +178,9 @@ int64_t tu_endpoint_close(tu_endpoint_t *endpoint, int how)
     ucs_status_ptr_t closing;
     tu_post_t post;
 
+    if (tu_extensions_in_flight(endpoint)) {
+        how = TU_CLOSE_STOP;
+    }
     progress_until_quiet(worker);
     if (!endpoint->failed && tu_endpoint_uses_tcp(endpoint)) {
         if (endpoint->error_handling && writes(endpoint, how) && how != TU_CLOSE_STOP) {
@@ -220,4 +219,23 @@ void tu_endpoint_free(tu_endpoint_t *endpoint)
         endpoint->failed = true; /* nobody needs to hear of it */
         tu_list_prepend(&worker->closed, &endpoint->link);
     }
+}
+
+/* ---- flushing ---- */
+
+/* Flushes UCX's endpoint, and nothing of an extension's. */
+int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint)
+{
+    tu_post_t post;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
+
+    return verdict != 0 ? verdict : tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
+}
+
+/* Flushes UCX's endpoint, and what extensions have posted to it before. */
+int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
+{
+    int64_t verdict;
+
+    return tu_extensions_flush(endpoint, &verdict) ? verdict : tu_endpoint_flush_ucx(endpoint);
 }

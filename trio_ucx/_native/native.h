@@ -9,7 +9,7 @@
  * such as a stranger's connection request, uses the ring's slack, and refuses the request when there is none.
  *
  * One thread uses a worker and everything that belongs to it. Python checks that; the C code does not. Only log.c and
- * the table of served memory in rma/owner.c are shared by threads, and they have locks.
+ * what the headers of extensions name are shared by threads, and they have locks.
  *
  * Who owns what
  *
@@ -36,23 +36,10 @@
  *                                                                                      tu_am_receive
  *   pieces of a stream          UCX                     UCX, by tu_stream_release      they are UCX's
  *   tu_strided_t                tu_strided_create       Python, by free()              no: operations have copies
- *   tu_rma_t, tu_chains_t       tu_worker_create        tu_worker_destroy              as the argument of callbacks
- *   tu_transfer_t (rma/)        tu_transfer_begin,      when the owner and UCX are     its request, and itself as the
- *                               tu_endpoint_flush       done with it; the rest by      argument of callbacks
- *                                                       tu_worker_destroy
- *   service_t, load_t           the callback that got   when the answer was sent; the  its answer, and itself as the
- *     (rma/owner.c)             the request             rest by tu_worker_destroy      argument of callbacks
- *   tu_served_t (rma/owner.c)   tu_memory_serve         tu_memory_withdraw, or, while  no; answers hold it by `uses`
- *                                                       answers use it, the
- *                                                       tu_memory_unused after them
- *   ucp_mem_h, ucp_rkey_h       UCX                     tu_memory_unmap,               they are UCX's
- *                                                       tu_rkey_destroy
- *   tu_chain_t, its nodes and   tu_chain_create, _add,  tu_chain_free, or later: when  nodes and targets as the
- *   targets, copies of what     _target                 UCX is done with it; the rest  argument of callbacks; results,
- *   their requests describe                             by tu_worker_destroy           payloads and operands while one
- *                                                                                      is posted
  *   lines of UCX's log          log.c                   tu_log_take, with the next     no
  *                                                       call
+ *
+ * The headers of extensions (see below) say the same of their memory.
  */
 #ifndef TRIO_UCX_NATIVE_H
 #define TRIO_UCX_NATIVE_H
@@ -139,13 +126,29 @@ static inline void *tu_realloc(void *memory, size_t size)
     return tu_may_allocate() ? realloc(memory, size) : NULL;
 }
 
-/* ---- extensions: remote memory (rma/) and request chains (chain/) ----
+/* ---- extensions ----
  *
- * The files in this folder, worker.c's creation of a worker apart, know of them only what this section says. */
+ * An extension is a folder of C code that the core does not name. The build says which ones there are: TU_EXTENSIONS is
+ * TU_EXTENSION(folder) for each (build_ffi.py). An extension defines one tu_extension_t, called tu_extension_<folder>.
+ * Those that come later may use those before. */
 
-typedef struct tu_rma tu_rma_t;
-typedef struct tu_chains tu_chains_t;
-typedef struct tu_transfer tu_transfer_t;
+#define TU_EXTENSION(folder) TU_INDEX_##folder,
+enum { TU_EXTENSIONS TU_EXTENSION_COUNT };
+#undef TU_EXTENSION
+
+typedef struct tu_extension {
+    /* Prepares a worker. */
+    ucs_status_t (*open)(tu_worker_t *worker);
+    /* Whether UCX has requests to an endpoint that are part of some larger operation. NULL: it never has. */
+    bool (*in_flight)(tu_endpoint_t *endpoint);
+    /* Flushes an endpoint, if the extension has something to flush there: returns true, and sets the verdict. NULL: it
+     * never has. */
+    bool (*flush)(tu_endpoint_t *endpoint, int64_t *verdict);
+    /* UCX still has the endpoint; nothing more is posted to it. */
+    void (*endpoint_closing)(tu_endpoint_t *endpoint);
+    /* UCX's worker has gone, and no callback will come any more. Not called if `open` stored no state. */
+    void (*worker_destroyed)(tu_worker_t *worker);
+} tu_extension_t;
 
 /* A function that the worker calls after each progress of UCX while the hook is in its list. Its owner adds it
  * when there is something to do, and removes it when there is not. The function returns how much it did; it may add
@@ -154,13 +157,6 @@ typedef struct tu_hook {
     tu_list_t link;
     unsigned (*function)(struct tu_hook *hook);
 } tu_hook_t;
-
-/* What an extension is told of its worker. */
-typedef struct tu_extension {
-    tu_list_t link;
-    void (*endpoint_closing)(tu_endpoint_t *endpoint); /* UCX still has the endpoint; nothing more is posted to it */
-    void (*worker_destroyed)(tu_worker_t *worker);     /* UCX's worker has gone, and no callback will come any more */
-} tu_extension_t;
 
 /* Work that goes on as the worker progresses, without Python. A sequence is a series of operations; C code posts each
  * when it has seen the one before complete. So each step is a wait of its own, which polling may shorten. A copy needs
@@ -172,16 +168,6 @@ typedef struct tu_background {
     uint64_t slice_end;        /* when sequences give the thread back to Python; 0: not set in this call yet */
     unsigned copies;           /* copies that have begun and not ended; each progress does a piece of one */
 } tu_background_t;
-
-/* An endpoint's puts and gets that do not use UCX's own, in the order of their posting: rma/transfer.c. */
-typedef struct tu_transfers {
-    tu_list_t list;
-    tu_transfer_t *waiting;    /* the first one that has not begun */
-    unsigned begun;            /* requests that the owner has not answered */
-    bool fence;                /* the next transfer waits for all before it */
-    bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
-    ucs_status_t refused;      /* why the owner refused a put or an atomic that had returned before; UCS_OK: none */
-} tu_transfers_t;
 
 /* ---- the structures ---- */
 
@@ -251,10 +237,7 @@ struct tu_worker {
     tu_poll_t poll;
     tu_background_t background;
     tu_list_t hooks;
-    tu_list_t extensions;
-    tu_rma_t *rma;
-    tu_chains_t *chains;
-    bool unfenced;             /* UCX has had puts or gets since the last fence */
+    void *extensions[TU_EXTENSION_COUNT]; /* the state of each */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
@@ -270,7 +253,7 @@ struct tu_endpoint {
     bool error_handling;
     bool failed;               /* its record is in the ring, or was; no room is reserved for one any more */
     bool unread;               /* it has stream data for which the ring had no room */
-    tu_transfers_t transfers;
+    void *extensions[TU_EXTENSION_COUNT]; /* what each keeps for it, and frees in `endpoint_closing` */
     tu_list_t link;            /* in the worker's endpoints, or in its closed ones */
 };
 
@@ -327,6 +310,12 @@ void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook));
 /* Does nothing if the hook was added already. */
 void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook);
 void tu_hook_remove(tu_hook_t *hook);
+
+/* ---- what extensions are asked (worker.c) ---- */
+
+bool tu_extensions_in_flight(tu_endpoint_t *endpoint);
+bool tu_extensions_flush(tu_endpoint_t *endpoint, int64_t *verdict);
+void tu_extensions_closing(tu_endpoint_t *endpoint);
 
 /* ---- polling (adaptive_poll.c) ---- */
 

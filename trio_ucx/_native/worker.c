@@ -1,22 +1,30 @@
 /* Creates, destroys and describes workers, and makes them progress. */
 #include <string.h>
 
-#include "chain/chain.h"
-#include "rma/rma.h"
+#include "native.h"
 
 #define BUSY_RETRIES 4
 #define PROGRESS_BUDGET 4096 /* calls of ucp_worker_progress in a row, so that a peer that floods the worker does not stop Python */
+
+#define TU_EXTENSION(folder) extern const tu_extension_t tu_extension_##folder;
+TU_EXTENSIONS
+#undef TU_EXTENSION
+
+#define TU_EXTENSION(folder) &tu_extension_##folder,
+static const tu_extension_t *const extensions[TU_EXTENSION_COUNT] = {TU_EXTENSIONS};
+#undef TU_EXTENSION
 
 /* Frees everything but UCX's worker, which has gone, or was never created. */
 static void worker_free(tu_worker_t *worker)
 {
     tu_endpoint_t *endpoint;
-    tu_extension_t *extension;
+    int i;
 
     tu_operations_free(worker);
-    while ((extension = TU_LIST_FIRST(&worker->extensions, tu_extension_t, link)) != NULL) {
-        tu_list_remove(&extension->link);
-        extension->worker_destroyed(worker);
+    for (i = TU_EXTENSION_COUNT; i-- > 0;) {
+        if (worker->extensions[i] != NULL) {
+            extensions[i]->worker_destroyed(worker);
+        }
     }
     while ((endpoint = TU_LIST_FIRST(&worker->closed, tu_endpoint_t, link)) != NULL) {
         tu_list_remove(&endpoint->link);
@@ -47,7 +55,6 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
     worker->knows_user_data = tu_ucx_has(1, 18);
     worker->loses_info      = !tu_ucx_has(1, 17);
     tu_list_init(&worker->hooks);
-    tu_list_init(&worker->extensions);
     tu_list_init(&worker->endpoints);
     tu_list_init(&worker->closed);
     if (!tu_ring_create(worker)) {
@@ -99,16 +106,14 @@ int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id
 {
     tu_worker_t *worker = worker_allocate(context);
     ucs_status_t status;
+    int i;
 
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
     status = worker_create_ucx(worker, name, client_id, ports);
-    if (status == UCS_OK) {
-        status = tu_chains_open(worker);
-    }
-    if (status == UCS_OK) {
-        status = tu_rma_open(worker);
+    for (i = 0; i < TU_EXTENSION_COUNT && status == UCS_OK; i++) {
+        status = extensions[i]->open(worker);
     }
     if (status != UCS_OK) {
         if (worker->worker != NULL) {
@@ -220,6 +225,41 @@ static unsigned call_hooks(tu_worker_t *worker)
     return moved;
 }
 
+/* ---- extensions ---- */
+
+bool tu_extensions_in_flight(tu_endpoint_t *endpoint)
+{
+    int i;
+
+    for (i = 0; i < TU_EXTENSION_COUNT; i++) {
+        if (extensions[i]->in_flight != NULL && extensions[i]->in_flight(endpoint)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool tu_extensions_flush(tu_endpoint_t *endpoint, int64_t *verdict)
+{
+    int i;
+
+    for (i = 0; i < TU_EXTENSION_COUNT; i++) {
+        if (extensions[i]->flush != NULL && extensions[i]->flush(endpoint, verdict)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void tu_extensions_closing(tu_endpoint_t *endpoint)
+{
+    int i;
+
+    for (i = TU_EXTENSION_COUNT; i-- > 0;) {
+        extensions[i]->endpoint_closing(endpoint);
+    }
+}
+
 /* ---- progress ---- */
 
 unsigned tu_worker_progress(tu_worker_t *worker)
@@ -306,9 +346,8 @@ int tu_worker_signal(tu_worker_t *worker)
 
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 {
-    *out                = worker->counts;
-    out->poll_limit     = worker->poll.limit;
-    out->chain_requests = worker->background.steps;
+    *out            = worker->counts;
+    out->poll_limit = worker->poll.limit;
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

@@ -1,5 +1,7 @@
 """UCP in Trio idiom: contexts, workers, endpoints, listeners, tag messages. Any UCP peer can be talked to with this.
 
+Request chains are an extension, ``trio_ucx.ucp.chains``, which only :meth:`Worker.new_chain` imports.
+
 Almost any call can raise some exceptions that its docstring does not repeat: ``MemoryError``, where UCX has no memory;
 :exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
 or in a forked child.
@@ -18,7 +20,7 @@ Layers, lowest first; imports point down only, but those of some quirks (``tests
     _rma                                              puts, gets and atomics
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold
-    _chains                                           request chains: C runs them
+    chains                                            an extension: request chains, which C runs
     _worker                                           puts them together
 """
 
@@ -32,23 +34,6 @@ from ._attributes import Library as Library
 from ._attributes import ThreadMode as ThreadMode
 from ._attributes import WorkerAttributes as WorkerAttributes
 from ._attributes import library as library
-from ._chains.builder import Choice as Choice
-from ._chains.builder import Retry as Retry
-from ._chains.chain import RequestChain as RequestChain
-from ._chains.errors import DependencyBoundsError as DependencyBoundsError
-from ._chains.errors import DependencyError as DependencyError
-from ._chains.errors import DependencyFalse as DependencyFalse
-from ._chains.errors import DependencyNotEvaluated as DependencyNotEvaluated
-from ._chains.errors import DependencyReferenceError as DependencyReferenceError
-from ._chains.errors import NoDependencyResource as NoDependencyResource
-from ._chains.expressions import ChainRequest as ChainRequest
-from ._chains.expressions import Condition as Condition
-from ._chains.expressions import Integer as Integer
-from ._chains.expressions import Local as Local
-from ._chains.expressions import Piece as Piece
-from ._chains.run import SKIPPED as SKIPPED
-from ._chains.run import Followed as Followed
-from ._chains.run import Outcomes as Outcomes
 from ._context import Context as Context
 from ._context import open_context as open_context
 from ._endpoint import CloseMode as CloseMode
@@ -85,23 +70,6 @@ from ._worker_address import WorkerAddress as WorkerAddress
 __all__ = [
     "DEFAULT_FEATURES",
     "FULL",
-    "SKIPPED",
-    "ChainRequest",
-    "Choice",
-    "Condition",
-    "DependencyBoundsError",
-    "DependencyError",
-    "DependencyFalse",
-    "DependencyNotEvaluated",
-    "DependencyReferenceError",
-    "Followed",
-    "Integer",
-    "NoDependencyResource",
-    "Outcomes",
-    "Local",
-    "Piece",
-    "RequestChain",
-    "Retry",
     "Access",
     "ActiveMessage",
     "ActiveMessages",

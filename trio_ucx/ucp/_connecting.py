@@ -58,14 +58,14 @@ def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOpti
     return core
 
 
-def connect_for_memory(core: EndpointCore) -> EndpointCore:
-    """The endpoint beside one that Connections share, by which UCX reaches the peer's memory. It ends when that does.
+def connect_beside(core: EndpointCore) -> EndpointCore:
+    """An endpoint beside one that Connections share, for UCX's puts and gets. It ends when that does.
 
     UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
     answers under way, so it must not be a Connection's, which both sides may close at any time. UCX gets the peer's
     address with a random uid: so this is none of the generations that both sides count (:mod:`._engine.peer_workers`).
     """
-    if core.memory_endpoint is None or core.memory_endpoint.handle is None:
+    if core.beside is None or core.beside.handle is None:
         engine, address = core.engine, core.peer_address
         assert address is not None
         label = f"{core.label}, for its memory"
@@ -77,11 +77,10 @@ def connect_for_memory(core: EndpointCore) -> EndpointCore:
             if read_uid(blob) != uid:
                 raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
             endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
-        endpoint.ending.origin, endpoint.beside = core.ending.origin, core
-        core.memory_endpoint = endpoint
+        endpoint.main, core.beside = core, endpoint
         if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
             endpoint.follow(core)
-    return core.memory_endpoint
+    return core.beside
 
 
 def connect_shared(engine: Engine, address: WorkerAddress, generation: int | None, label: str) -> EndpointCore | None:

@@ -152,7 +152,7 @@ def broken(message: str, cause: BaseException | None, origin: object = None) -> 
     """Makes the exception for something that is lost.
 
     Args:
-        origin: the connection that it is about (``EndpointCore.origin``), for :func:`origin_of`.
+        origin: the connection that it is about (``Ending.origin``), for :func:`origin_of`.
     """
     error = trio.BrokenResourceError(message)
     error.__cause__ = cause

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from ipaddress import ip_network
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import trio
@@ -17,7 +17,6 @@ from . import _opening as opening
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
-from ._chains.chain import RequestChain, new_chain
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
@@ -37,6 +36,9 @@ from ._status import Status, UCXError, broken
 from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
 from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
 from ._worker_address import WorkerAddress
+
+if TYPE_CHECKING:
+    from .chains import RequestChain
 
 
 @attrs.define(eq=False, repr=False)
@@ -558,6 +560,8 @@ class Worker(metaclass=OpenedNotConstructed):
     def new_chain(self, *, capacity: int = 1024, ordered: bool = False) -> RequestChain:
         """Makes an empty request chain: a program of remote operations that is posted at once.
 
+        :mod:`trio_ucx.ucp.chains` has what else a program needs for chains.
+
         Args:
             capacity: how many requests it has room for, 1 to 2**24, and how much dependency information: 16 terms for
                 each.
@@ -566,8 +570,11 @@ class Worker(metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: a wrong capacity.
             MemoryError: there is no memory for it.
+            ModuleNotFoundError: this build of trio_ucx is without request chains.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
+        from .chains._chain import new_chain
+
         return new_chain(self._engine, capacity, ordered)
 
     async def _aclose(self) -> None:

@@ -19,7 +19,7 @@ int tu_chain_create(tu_worker_t *worker, tu_chain_t **out)
     tu_list_init(&chain->running_link);
     tu_list_init(&chain->queue_link);
     tu_list_init(&chain->completed);
-    tu_list_prepend(&worker->chains->all, &chain->link);
+    tu_list_prepend(&tu_chains_of(worker)->all, &chain->link);
     *out = chain;
     return UCS_OK;
 }
@@ -335,5 +335,5 @@ void tu_chain_free(tu_chain_t *chain)
 /* Sets the descriptor of the timer that wakes the worker when a delayed request may begin. */
 void tu_chain_timer(tu_worker_t *worker, int fd)
 {
-    worker->chains->timer = fd;
+    tu_chains_of(worker)->timer = fd;
 }

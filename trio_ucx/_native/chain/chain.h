@@ -6,11 +6,22 @@
  *   expressions.c  evaluates expressions over results
  *   report.c       tells Python what became of the requests
  *   crc32c.c       the checksum that expressions offer
+ *
+ * Who owns what:
+ *
+ *   memory                      allocated by            freed by                       UCX may use it
+ *   --------------------------  ----------------------  -----------------------------  --------------------------------
+ *   tu_chains_t                 tu_worker_create        tu_worker_destroy              as the argument of callbacks
+ *   tu_chain_t, its nodes and   tu_chain_create, _add,  tu_chain_free, or later: when  nodes and targets as the
+ *   targets, copies of what     _target                 UCX is done with it; the rest  argument of callbacks; results,
+ *   their requests describe                             by tu_worker_destroy           payloads and operands while one
+ *                                                                                      is posted
  */
 #ifndef TRIO_UCX_CHAIN_H
 #define TRIO_UCX_CHAIN_H
 
 #include "rma/rma.h"
+#include "chain/cdef.h"
 
 __extension__ typedef __int128 tu_integer_t;
 __extension__ typedef unsigned __int128 tu_natural_t;
@@ -104,8 +115,7 @@ struct tu_chain {
 };
 
 /* A worker's request chains. */
-struct tu_chains {
-    tu_extension_t extension;
+typedef struct tu_chains {
     tu_hook_t hook;            /* lets chains go on; added while one runs */
     tu_worker_t *worker;
     tu_list_t all;
@@ -115,7 +125,12 @@ struct tu_chains {
     unsigned calls;
     uint64_t wake;             /* when a delayed request may begin; 0: none waits */
     int timer;                 /* fires then */
-};
+} tu_chains_t;
+
+static inline tu_chains_t *tu_chains_of(tu_worker_t *worker)
+{
+    return worker->extensions[TU_INDEX_chain];
+}
 
 /* Why something could not be evaluated. */
 typedef struct tu_reason {
@@ -146,8 +161,6 @@ void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason);
 void tu_node_fail(tu_node_t *node, ucs_status_t status);
 void tu_chain_lost_less(tu_chain_t *chain);
 void tu_chain_destroy(tu_chain_t *chain);
-/* Prepares a worker for request chains. */
-ucs_status_t tu_chains_open(tu_worker_t *worker);
 
 /* post.c. Begin: the node is ready. Go on: UCX is done with its request, or with the flush after it. */
 void tu_node_begin(tu_node_t *node);

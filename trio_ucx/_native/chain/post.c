@@ -248,7 +248,7 @@ static void read_remote(tu_node_t *node, tu_target_t *target)
         return;
     }
     begin_post(node, &param, memory);
-    node->chain->worker->unfenced = true;
+    tu_rma_unfenced(node->chain->worker);
     end_post(node, ucp_get_nbx(target->endpoint->ep, node->result, node->length, target->address + node->offset,
                                target->rkey, &param));
 }
@@ -287,7 +287,7 @@ static void begin_put(tu_node_t *node, tu_target_t *target)
     }
     target->written = true;
     begin_post(node, &param, node->request.memory);
-    node->chain->worker->unfenced = true;
+    tu_rma_unfenced(node->chain->worker);
     end_post(node, ucp_put_nbx(target->endpoint->ep, data, node->length, target->address + node->offset,
                                target->rkey, &param));
 }

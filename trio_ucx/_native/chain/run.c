@@ -10,7 +10,7 @@
  * For Python a run is one operation: its record comes when all nodes are over and UCX has nothing more of the chain.
  *
  * When an endpoint goes away, its requests in flight are *lost*: nothing waits for them. If UCX still has some when the
- * run is over, TU_RECORD_RUN_OVER wakes the task, and the operation's record comes when UCX has completed them. UCX may
+ * run is over, TU_RECORD_CONCLUDED wakes the task, and the operation's record comes when UCX has completed them. UCX may
  * never complete those of an endpoint without error handling (`lost_for_good`). Then the operation's record comes with
  * the end of the run, says how many are lost, and Python keeps their memory until the worker is destroyed.
  */
@@ -26,7 +26,7 @@
 static void enqueue(tu_chain_t *chain)
 {
     if (chain->running && !chain->advancing && !tu_list_is_linked(&chain->queue_link)) {
-        tu_list_append(&chain->worker->chains->queue, &chain->queue_link);
+        tu_list_append(&tu_chains_of(chain->worker)->queue, &chain->queue_link);
         chain->worker->background.ready++;
     }
 }
@@ -338,7 +338,7 @@ static void blame_flushes(tu_chain_t *chain)
 static void end_run(tu_chain_t *chain)
 {
     tu_operation_t *operation = chain->operation;
-    tu_chains_t *chains       = chain->worker->chains;
+    tu_chains_t *chains       = tu_chains_of(chain->worker);
     ucs_status_t status       = chain->cancelled ? UCS_ERR_CANCELED : UCS_OK;
 
     blame_flushes(chain);
@@ -351,7 +351,7 @@ static void end_run(tu_chain_t *chain)
     }
     tu_ring_unreserve(chain->worker);
     if (operation != NULL && chain->lost > 0 && !chain->lost_for_good) {
-        tu_ring_append(chain->worker, TU_RECORD_RUN_OVER, operation->id, status, 0, 0, 0);
+        tu_ring_append(chain->worker, TU_RECORD_CONCLUDED, operation->id, status, 0, 0, 0);
     } else if (operation != NULL) {
         chain->operation = NULL;
         tu_operation_done(operation, NULL, status, chain->lost, 0);
@@ -365,7 +365,7 @@ static void end_run(tu_chain_t *chain)
 static bool may_begin(tu_node_t *node)
 {
     tu_chain_t *chain   = node->chain;
-    tu_chains_t *chains = chain->worker->chains;
+    tu_chains_t *chains = tu_chains_of(chain->worker);
 
     if (node->not_before > chains->now && node->not_before > (chains->now = tu_now())) {
         if (chain->wake_at == 0 || node->not_before < chain->wake_at) {
@@ -402,7 +402,7 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
  * ended: the chain may have been destroyed. */
 static bool advance(tu_chain_t *chain)
 {
-    tu_chains_t *chains = chain->worker->chains;
+    tu_chains_t *chains = tu_chains_of(chain->worker);
     unsigned begun      = 0;
     tu_node_t *node;
 
@@ -508,7 +508,7 @@ static unsigned progress(tu_hook_t *hook)
 /* Does what can be done at once for this chain alone. What completes for others is left to the next progress. */
 static void begin_run(tu_chain_t *chain)
 {
-    tu_chains_t *chains = chain->worker->chains;
+    tu_chains_t *chains = tu_chains_of(chain->worker);
     uint64_t *end       = &chain->worker->background.slice_end;
 
     chains->now = tu_now();
@@ -541,7 +541,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
     if (verdict != 0) {
         return verdict;
     }
-    if (!tu_ring_reserve(worker)) { /* for TU_RECORD_RUN_OVER */
+    if (!tu_ring_reserve(worker)) { /* for TU_RECORD_CONCLUDED */
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_ERR_NO_MEMORY));
     }
     if (chain->room > 0) {
@@ -553,9 +553,9 @@ int64_t tu_chain_run(tu_chain_t *chain)
     chain->wake_at       = 0;
     chain->unfinished    = chain->count;
     chain->cursor        = 0;
-    tu_list_prepend(&worker->chains->running, &chain->running_link);
+    tu_list_prepend(&tu_chains_of(worker)->running, &chain->running_link);
     worker->background.sequences++;
-    tu_hook_add(worker, &worker->chains->hook);
+    tu_hook_add(worker, &tu_chains_of(worker)->hook);
     for (i = 0; i < chain->target_count; i++) {
         chain->targets[i]->written = false;
         chain->targets[i]->status  = UCS_OK;
@@ -646,12 +646,12 @@ static void lose(tu_chain_t *chain, uint32_t index, bool for_good)
 }
 
 /* Whether an endpoint has requests in flight. */
-bool tu_chains_in_flight(tu_endpoint_t *endpoint)
+static bool in_flight(tu_endpoint_t *endpoint)
 {
     tu_chain_t *chain;
     uint32_t i;
 
-    TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
+    TU_LIST_FOR_EACH(chain, &tu_chains_of(endpoint->worker)->running, running_link) {
         for (i = 0; chain->in_flight > 0 && i < chain->count; i++) {
             const tu_node_t *node = chain->nodes[i];
 
@@ -690,7 +690,7 @@ static void endpoint_closing(tu_endpoint_t *endpoint)
     tu_chain_t *chain;
     uint32_t i;
 
-    TU_LIST_FOR_EACH(chain, &endpoint->worker->chains->running, running_link) {
+    TU_LIST_FOR_EACH(chain, &tu_chains_of(endpoint->worker)->running, running_link) {
         for (i = 0; i < chain->target_count; i++) {
             if (chain->targets[i]->endpoint == endpoint) {
                 if (!endpoint->error_handling) {
@@ -704,31 +704,34 @@ static void endpoint_closing(tu_endpoint_t *endpoint)
 
 static void worker_destroyed(tu_worker_t *worker)
 {
-    tu_chains_t *chains = worker->chains;
+    tu_chains_t *chains = tu_chains_of(worker);
 
     while (!tu_list_is_empty(&chains->all)) {
         tu_chain_destroy(TU_LIST_FIRST(&chains->all, tu_chain_t, link));
     }
     tu_hook_remove(&chains->hook);
     free(chains);
-    worker->chains = NULL;
 }
 
-ucs_status_t tu_chains_open(tu_worker_t *worker)
+static ucs_status_t open(tu_worker_t *worker)
 {
     tu_chains_t *chains = tu_calloc(1, sizeof(*chains));
 
     if (chains == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    worker->chains                     = chains;
+    worker->extensions[TU_INDEX_chain] = chains;
     chains->worker                     = worker;
-    chains->extension.endpoint_closing = endpoint_closing;
-    chains->extension.worker_destroyed = worker_destroyed;
-    tu_list_append(&worker->extensions, &chains->extension.link);
     tu_hook_init(&chains->hook, progress);
     tu_list_init(&chains->all);
     tu_list_init(&chains->running);
     tu_list_init(&chains->queue);
     return UCS_OK;
 }
+
+const tu_extension_t tu_extension_chain = {
+    .open             = open,
+    .in_flight        = in_flight,
+    .endpoint_closing = endpoint_closing,
+    .worker_destroyed = worker_destroyed,
+};

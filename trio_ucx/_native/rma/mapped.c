@@ -130,7 +130,7 @@ void tu_mapped_close(tu_rma_t *rma)
 
 void tu_mapped_begin(tu_transfer_t *transfer)
 {
-    tu_rma_t *rma = transfer->worker->rma;
+    tu_rma_t *rma = tu_rma_of(transfer->worker);
 
     transfer->state = TU_TRANSFER_COPYING;
     tu_list_append(&rma->copies, &transfer->copy_link);
@@ -140,7 +140,7 @@ void tu_mapped_begin(tu_transfer_t *transfer)
 
 void tu_mapped_end(tu_transfer_t *transfer)
 {
-    tu_rma_t *rma = transfer->worker->rma;
+    tu_rma_t *rma = tu_rma_of(transfer->worker);
 
     tu_list_remove(&transfer->copy_link);
     transfer->worker->background.copies--;

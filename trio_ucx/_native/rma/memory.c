@@ -87,7 +87,7 @@ int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
-    endpoint->worker->unfenced = true;
+    tu_rma_unfenced(endpoint->worker);
     return tu_post_end(&post, ucp_put_nbx(endpoint->ep, post.address, post.count, remote, rkey,
                                           &post.param));
 }
@@ -100,7 +100,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
     if (verdict != 0) {
         return verdict;
     }
-    endpoint->worker->unfenced = true;
+    tu_rma_unfenced(endpoint->worker);
     return tu_post_end(&post, ucp_get_nbx(endpoint->ep, post.address, post.count, remote, rkey,
                                           &post.param));
 }

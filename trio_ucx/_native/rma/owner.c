@@ -12,6 +12,7 @@
 #include "newer.h"
 #include "rma/transfer.h"
 
+#define EAGER_GET (96 * 1024)  /* longer gets stay with the owner until they are fetched */
 #define BUCKETS 1024           /* hash buckets of memory, by token */
 
 struct tu_served {
@@ -207,7 +208,7 @@ static service_t *begin(tu_rma_t *rma, const tu_remote_request_t *request, const
 static void end(service_t *service)
 {
     if (service->served != NULL) {
-        release(service->worker->rma, service->served);
+        release(tu_rma_of(service->worker), service->served);
     }
     tu_list_remove(&service->link);
     free(service);
@@ -296,7 +297,7 @@ static void get(service_t *service, const tu_remote_request_t *request)
 {
     uint64_t length     = tu_le64_to(request->length);
     ucs_status_t status = hold(request, TU_ACCESS_READ, length, &service->served);
-    unsigned flags      = length > TU_EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
+    unsigned flags      = length > EAGER_GET || (request->flags & TU_REMOTE_RENDEZVOUS) != 0 ?
                                   UCP_AM_SEND_FLAG_RNDV :
                                   UCP_AM_SEND_FLAG_EAGER;
 
@@ -366,7 +367,7 @@ static ucs_status_t do_atomic(service_t *service, const tu_remote_request_t *req
     } else {
         status = UCS_ERR_INVALID_ADDR;
     }
-    release(service->worker->rma, service->served);
+    release(tu_rma_of(service->worker), service->served);
     service->served = NULL; /* the answer does not use it */
     return status;
 }
@@ -430,9 +431,9 @@ void tu_worker_stop_serving(tu_worker_t *worker)
 {
     service_t *service;
 
-    TU_LIST_FOR_EACH(service, &worker->rma->services, link) {
+    TU_LIST_FOR_EACH(service, &tu_rma_of(worker)->services, link) {
         if (service->served != NULL) {
-            release(worker->rma, service->served);
+            release(tu_rma_of(worker), service->served);
             service->served = NULL;
         }
     }

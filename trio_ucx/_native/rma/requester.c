@@ -74,7 +74,7 @@ static void request_sent(void *request, ucs_status_t status, void *user_data)
 void tu_requester_send(tu_transfer_t *transfer)
 {
     tu_endpoint_t *endpoint   = transfer->endpoint;
-    tu_rma_t *rma             = endpoint->worker->rma;
+    tu_rma_t *rma             = tu_rma_of(endpoint->worker);
     const void *data          = NULL;
     uint64_t length           = 0;
     ucp_request_param_t param = {
@@ -100,7 +100,7 @@ void tu_requester_send(tu_transfer_t *transfer)
     transfer->request.id = tu_le64_from(transfer->id);
     transfer->state      = TU_TRANSFER_SENT;
     transfer->sending    = true;
-    endpoint->transfers.begun++;
+    tu_transfers_of(endpoint)->begun++;
     tu_list_prepend(bucket_of(rma, transfer->id), &transfer->awaiting_link);
     answer = ucp_am_send_nbx(endpoint->ep, TU_REMOTE_AM_ID, &transfer->request, sizeof(transfer->request),
                              data, length, &param);

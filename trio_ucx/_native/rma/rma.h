@@ -8,11 +8,31 @@
  *   memory.c      registered memory and remote keys; UCX's own puts and gets
  *
  * docs/wire.md describes the messages.
+ *
+ * The table of served memory in owner.c is shared by threads, and has a lock. Who owns what:
+ *
+ *   memory                      allocated by            freed by                       UCX may use it
+ *   --------------------------  ----------------------  -----------------------------  --------------------------------
+ *   tu_rma_t                    tu_worker_create        tu_worker_destroy              as the argument of callbacks
+ *   tu_transfers_t              the first transfer      closing the endpoint           no
+ *   tu_transfer_t               tu_transfer_begin,      when the owner and UCX are     its request, and itself as the
+ *                               tu_endpoint_flush       done with it; the rest by      argument of callbacks
+ *                                                       tu_worker_destroy
+ *   service_t (owner.c)         the callback that got   when the answer was sent; the  its answer, and itself as the
+ *                               the request             rest by tu_worker_destroy      argument of callbacks
+ *   tu_served_t (owner.c)       tu_memory_serve         tu_memory_withdraw, or, while  no; answers hold it by `uses`
+ *                                                       answers use it, the
+ *                                                       tu_memory_unused after them
+ *   ucp_mem_h, ucp_rkey_h       UCX                     tu_memory_unmap,               they are UCX's
+ *                                                       tu_rkey_destroy
  */
 #ifndef TRIO_UCX_RMA_H
 #define TRIO_UCX_RMA_H
 
 #include "native.h"
+#include "rma/cdef.h"
+
+typedef struct tu_transfer tu_transfer_t;
 
 /* Called when a transfer has completed: its buffer belongs to the caller again. */
 typedef void (*tu_transfer_done_t)(void *owner, ucs_status_t status);
@@ -43,16 +63,14 @@ typedef struct tu_transfer_params {
     tu_atomic_terms_t atomic;
     int memory;                /* the kind of memory of `buffer` */
     uint64_t offset;           /* in the remote memory */
+    uint64_t scope;            /* whose next flush reports what is refused after the transfer has completed */
     tu_transfer_done_t done;
     void *owner;               /* the argument of `done` */
 } tu_transfer_params_t;
 
-/* Prepares a worker for remote memory. */
-ucs_status_t tu_rma_open(tu_worker_t *worker);
-
+/* Notes that UCX has puts or gets of its own. */
+void tu_rma_unfenced(tu_worker_t *worker);
 /* Returns UCS_OK when the transfer completed at once, UCS_INPROGRESS when `done` will be called, an error otherwise. */
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out);
-/* Cancels a transfer, unless the peer has the request: then its answer ends it. */
-void tu_transfer_cancel(tu_transfer_t *transfer);
 
 #endif

@@ -13,6 +13,7 @@
 #include "rma/transfer.h"
 
 static void advance(tu_endpoint_t *endpoint);
+static void cancel(tu_transfer_t *transfer);
 
 /* ---- the list ---- */
 
@@ -35,15 +36,31 @@ static tu_transfer_t *allocate(tu_worker_t *worker, tu_transfer_kind_t kind, tu_
     tu_list_init(&transfer->link);
     tu_list_init(&transfer->awaiting_link);
     tu_list_init(&transfer->copy_link);
-    tu_list_prepend(&worker->rma->transfers, &transfer->all_link);
+    tu_list_prepend(&tu_rma_of(worker)->transfers, &transfer->all_link);
     return transfer;
+}
+
+/* NULL: there is no memory for it. */
+static tu_transfers_t *make_transfers(tu_endpoint_t *endpoint)
+{
+    tu_transfers_t *transfers = tu_transfers_of(endpoint);
+
+    if (transfers == NULL) {
+        transfers = tu_calloc(1, sizeof(*transfers));
+        if (transfers != NULL) {
+            tu_list_init(&transfers->list);
+            tu_list_init(&transfers->refused);
+            endpoint->extensions[TU_INDEX_rma] = transfers;
+        }
+    }
+    return transfers;
 }
 
 /* Adds a transfer to its endpoint's list. */
 static tu_transfer_t *enter(tu_endpoint_t *endpoint, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner)
 {
-    tu_transfers_t *transfers = &endpoint->transfers;
-    tu_transfer_t *transfer   = allocate(endpoint->worker, kind, done, owner);
+    tu_transfers_t *transfers = make_transfers(endpoint);
+    tu_transfer_t *transfer   = transfers == NULL ? NULL : allocate(endpoint->worker, kind, done, owner);
 
     if (transfer == NULL) {
         return NULL;
@@ -83,7 +100,7 @@ static void leave(tu_transfer_t *transfer)
     if (endpoint == NULL) {
         return;
     }
-    transfers = &endpoint->transfers;
+    transfers = tu_transfers_of(endpoint);
     if (transfer->fenced && transfer->state == TU_TRANSFER_WAITING) {
         pass_on_fence(transfers, transfer);
     }
@@ -113,6 +130,19 @@ static void dispose(tu_transfer_t *transfer)
     free(transfer);
 }
 
+/* The refused transfer of a scope; NULL: there is none. */
+static tu_transfer_t *find_refused(tu_transfers_t *transfers, uint64_t scope)
+{
+    tu_transfer_t *transfer;
+
+    TU_LIST_FOR_EACH(transfer, &transfers->refused, link) {
+        if (transfer->scope == scope) {
+            return transfer;
+        }
+    }
+    return NULL;
+}
+
 /* ---- the end of a transfer ---- */
 
 void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status)
@@ -131,6 +161,7 @@ void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status)
 void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
 {
     tu_endpoint_t *endpoint = transfer->endpoint;
+    bool refused            = false;
 
     if (transfer->state != TU_TRANSFER_OVER) {
         if (transfer->state == TU_TRANSFER_SENT) {
@@ -138,15 +169,15 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
         } else if (transfer->state == TU_TRANSFER_COPYING) {
             tu_mapped_end(transfer);
         }
-        if (status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
-            (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC)) {
-            endpoint->transfers.refused = status; /* the next flush of the memory reports it */
-        }
+        refused = status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
+                  (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC);
         leave(transfer);
         transfer->state  = TU_TRANSFER_OVER;
         transfer->status = status;
     }
-    if (!transfer->sending && !transfer->receiving) {
+    if (refused && find_refused(tu_transfers_of(endpoint), transfer->scope) == NULL) {
+        tu_list_append(&tu_transfers_of(endpoint)->refused, &transfer->link); /* until a flush reports it */
+    } else if (!transfer->sending && !transfer->receiving) {
         if (transfer->done != NULL) {
             tu_transfer_tell(transfer, transfer->status);
         }
@@ -162,7 +193,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
 /* Begins the transfers that may begin. Completions inside this call do not begin further ones by themselves. */
 static void advance(tu_endpoint_t *endpoint)
 {
-    tu_transfers_t *transfers = &endpoint->transfers;
+    tu_transfers_t *transfers = tu_transfers_of(endpoint);
     tu_transfer_t *first, *transfer;
 
     if (transfers->advancing || endpoint->ep == NULL) {
@@ -206,6 +237,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->memory = params->memory;
     transfer->atomic = params->atomic;
     transfer->local  = local;
+    transfer->scope  = params->scope;
     if (local == NULL) {
         tu_requester_prepare(transfer, params->way, params->offset);
     }
@@ -250,7 +282,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
     }
     if (status != UCS_OK) {
         whole->parts++; /* so that it does not end in this call */
-        tu_transfer_cancel(whole);
+        cancel(whole);
         dispose(whole);
         return status;
     }
@@ -260,7 +292,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    tu_transfers_t *transfers = &endpoint->transfers;
+    tu_transfers_t *transfers = tu_transfers_of(endpoint);
     const tu_way_t *way       = params->way;
     bool on_host              = params->memory <= TU_MEMORY_HOST;
     char *local               = way->local != NULL && on_host ? way->local + params->offset : NULL;
@@ -272,8 +304,9 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
     if (local == NULL && !way->messages) {
         return UCS_ERR_UNSUPPORTED;
     }
-    if (local != NULL && params->length <= TU_MAPPED_PIECE && transfers->waiting == NULL &&
-        !(transfers->fence && !tu_list_is_empty(&transfers->list))) {
+    if (local != NULL && params->length <= TU_MAPPED_PIECE &&
+        (transfers == NULL ||
+         (transfers->waiting == NULL && !(transfers->fence && !tu_list_is_empty(&transfers->list))))) {
         if (params->kind == TU_TRANSFER_ATOMIC) {
             tu_transfer_store_integer(params->buffer, tu_mapped_atomic(&params->atomic, local, params->length),
                                       params->length);
@@ -308,7 +341,7 @@ static void operation_done(void *owner, ucs_status_t status)
 
 static void cancel_operation(void *owner)
 {
-    tu_transfer_cancel(owner);
+    cancel(owner);
 }
 
 static int64_t pending(tu_post_t *post, tu_transfer_t *transfer)
@@ -335,9 +368,10 @@ static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *para
     return status == UCS_INPROGRESS ? pending(&post, transfer) : tu_post_end(&post, UCS_STATUS_PTR(status));
 }
 
-/* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. */
-int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, const tu_buffers_t *buffers,
-                    uint64_t offset)
+/* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. If the owner refuses
+ * a put that has completed, tu_transfers_status says so to its scope. */
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, bool put,
+                    const tu_buffers_t *buffers, uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
     tu_transfer_params_t params;
@@ -356,15 +390,16 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, const tu_way_t *way, bool put, cons
         .length = buffers->lengths[0],
         .memory = buffers->memory,
         .offset = offset,
+        .scope  = scope,
     };
     return post_transfer(endpoint, &params);
 }
 
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
  * value goes, `length` bytes that must stay until the operation is over; NULL: the operation is over when the request
- * has left. Returns a verdict. */
-int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int operation, uint64_t length,
-                           uint64_t operand, uint64_t swapped, void *old, uint64_t offset)
+ * has left; `scope` as for a put. Returns a verdict. */
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, int operation,
+                           uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset)
 {
     tu_transfer_params_t params;
 
@@ -382,6 +417,7 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, const tu_way_t *way, int ope
         .atomic = {.operation = operation, .operand = operand, .swapped = swapped},
         .memory = TU_MEMORY_HOST,
         .offset = offset,
+        .scope  = scope,
     };
     return post_transfer(endpoint, &params);
 }
@@ -397,17 +433,8 @@ static void flushed(void *request, ucs_status_t status, void *user_data)
     }
 }
 
-/* Flushes UCX's endpoint. Does not wait for answers to trio_ucx's own requests: tu_endpoint_flush does. */
-int64_t tu_endpoint_flush_ucx(tu_endpoint_t *endpoint)
-{
-    tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
-
-    return verdict != 0 ? verdict : tu_post_end(&post, ucp_ep_flush_nbx(endpoint->ep, &post.param));
-}
-
 /* Waits for the transfers that were posted before this, and flushes UCX's endpoint. */
-int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
+static int64_t post_flush(tu_endpoint_t *endpoint)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -416,12 +443,8 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     ucs_status_ptr_t answer;
     tu_transfer_t *transfer;
     tu_post_t post;
-    int64_t verdict;
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
-    if (tu_list_is_empty(&endpoint->transfers.list)) {
-        return tu_endpoint_flush_ucx(endpoint);
-    }
-    verdict = tu_post_begin(&post, endpoint->worker, NULL);
     if (verdict != 0) {
         return verdict;
     }
@@ -442,13 +465,36 @@ int64_t tu_endpoint_flush(tu_endpoint_t *endpoint)
     return verdict;
 }
 
-/* Why the owner refused a put or an atomic after it had returned; reported once. */
-int tu_transfers_status(tu_endpoint_t *endpoint)
+static bool flush(tu_endpoint_t *endpoint, int64_t *verdict)
 {
-    ucs_status_t status = endpoint->transfers.refused;
+    const tu_transfers_t *transfers = tu_transfers_of(endpoint);
 
-    endpoint->transfers.refused = UCS_OK;
+    if (transfers == NULL || tu_list_is_empty(&transfers->list)) {
+        return false;
+    }
+    *verdict = post_flush(endpoint);
+    return true;
+}
+
+/* Why the owner refused a put or an atomic of a scope after it had returned; reported once. */
+int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope)
+{
+    tu_transfers_t *transfers = tu_transfers_of(endpoint);
+    tu_transfer_t *refused    = transfers == NULL ? NULL : find_refused(transfers, scope);
+    ucs_status_t status;
+
+    if (refused == NULL) {
+        return UCS_OK;
+    }
+    status = refused->status;
+    tu_list_remove(&refused->link);
+    dispose(refused);
     return status;
+}
+
+void tu_rma_unfenced(tu_worker_t *worker)
+{
+    tu_rma_of(worker)->unfenced = true;
 }
 
 /* UCX's fence is called only if UCX's own puts and gets have been used: inside the call it may wait until everything is
@@ -458,12 +504,16 @@ int tu_worker_fence(tu_worker_t *worker)
     tu_endpoint_t *endpoint;
 
     TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
-        endpoint->transfers.fence = !tu_list_is_empty(&endpoint->transfers.list);
+        tu_transfers_t *transfers = tu_transfers_of(endpoint);
+
+        if (transfers != NULL) {
+            transfers->fence = !tu_list_is_empty(&transfers->list);
+        }
     }
-    if (!worker->unfenced) {
+    if (!tu_rma_of(worker)->unfenced) {
         return UCS_OK;
     }
-    worker->unfenced = false;
+    tu_rma_of(worker)->unfenced = false;
     return ucp_worker_fence(worker->worker);
 }
 
@@ -476,25 +526,25 @@ static void cancel_parts(tu_transfer_t *whole)
     tu_transfer_t *transfer, *after;
 
     whole->parts++; /* so that it does not end inside the loop */
-    TU_LIST_FOR_EACH_SAFE(transfer, after, &whole->worker->rma->transfers, all_link) {
+    TU_LIST_FOR_EACH_SAFE(transfer, after, &tu_rma_of(whole->worker)->transfers, all_link) {
         if (transfer->owner != whole || transfer->done != part_done) {
             continue;
         }
         if (transfer->endpoint != NULL && endpoint == NULL) {
-            endpoint                      = transfer->endpoint;
-            endpoint->transfers.advancing = true; /* otherwise this could end `after` */
+            endpoint                             = transfer->endpoint;
+            tu_transfers_of(endpoint)->advancing = true; /* otherwise this could end `after` */
         }
-        tu_transfer_cancel(transfer);
+        cancel(transfer);
     }
     if (endpoint != NULL) {
-        endpoint->transfers.advancing = false;
+        tu_transfers_of(endpoint)->advancing = false;
         advance(endpoint);
     }
     part_done(whole, UCS_OK);
 }
 
 /* Cancels a transfer, unless the peer has the request: then its answer ends it. */
-void tu_transfer_cancel(tu_transfer_t *transfer)
+static void cancel(tu_transfer_t *transfer)
 {
     if (transfer->kind == TU_TRANSFER_WHOLE) {
         cancel_parts(transfer);
@@ -507,18 +557,27 @@ void tu_transfer_cancel(tu_transfer_t *transfer)
 /* No answer will come. UCX completes its parts of the transfers. */
 static void endpoint_closing(tu_endpoint_t *endpoint)
 {
-    tu_transfers_t *transfers = &endpoint->transfers;
+    tu_transfers_t *transfers = tu_transfers_of(endpoint);
+    tu_transfer_t *refused;
 
+    if (transfers == NULL) {
+        return;
+    }
     transfers->advancing = true;
     while (!tu_list_is_empty(&transfers->list)) {
         tu_transfer_conclude(first_of(transfers), UCS_ERR_CANCELED);
     }
-    transfers->advancing = false;
+    while ((refused = TU_LIST_FIRST(&transfers->refused, tu_transfer_t, link)) != NULL) {
+        tu_list_remove(&refused->link);
+        dispose(refused);
+    }
+    free(transfers);
+    endpoint->extensions[TU_INDEX_rma] = NULL;
 }
 
 static void worker_destroyed(tu_worker_t *worker)
 {
-    tu_rma_t *rma = worker->rma;
+    tu_rma_t *rma = tu_rma_of(worker);
 
     while (!tu_list_is_empty(&rma->transfers)) {
         dispose(TU_LIST_FIRST(&rma->transfers, tu_transfer_t, all_link));
@@ -526,10 +585,9 @@ static void worker_destroyed(tu_worker_t *worker)
     tu_mapped_close(rma);
     tu_owner_close(rma);
     free(rma);
-    worker->rma = NULL;
 }
 
-ucs_status_t tu_rma_open(tu_worker_t *worker)
+static ucs_status_t open(tu_worker_t *worker)
 {
     tu_rma_t *rma = tu_calloc(1, sizeof(*rma));
     size_t i;
@@ -537,11 +595,8 @@ ucs_status_t tu_rma_open(tu_worker_t *worker)
     if (rma == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    worker->rma                     = rma;
-    rma->worker                     = worker;
-    rma->extension.endpoint_closing = endpoint_closing;
-    rma->extension.worker_destroyed = worker_destroyed;
-    tu_list_append(&worker->extensions, &rma->extension.link);
+    worker->extensions[TU_INDEX_rma] = rma;
+    rma->worker                      = worker;
     tu_list_init(&rma->transfers);
     for (i = 0; i < TU_AWAITING_BUCKETS; i++) {
         tu_list_init(&rma->awaiting[i]);
@@ -549,3 +604,10 @@ ucs_status_t tu_rma_open(tu_worker_t *worker)
     tu_mapped_open(rma);
     return tu_owner_open(rma);
 }
+
+const tu_extension_t tu_extension_rma = {
+    .open             = open,
+    .flush            = flush,
+    .endpoint_closing = endpoint_closing,
+    .worker_destroyed = worker_destroyed,
+};

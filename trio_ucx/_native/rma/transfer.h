@@ -56,7 +56,7 @@ typedef enum tu_transfer_state {
 struct tu_transfer {
     tu_worker_t *worker;
     tu_endpoint_t *endpoint;   /* NULL when it is in no endpoint's list */
-    tu_list_t link;            /* in the list of its endpoint */
+    tu_list_t link;            /* in a list of its endpoint */
     tu_list_t all_link;        /* in the list of its worker */
     tu_list_t awaiting_link;   /* in the bucket of those that wait for an answer */
     tu_list_t copy_link;       /* in the list of copies that go on */
@@ -75,6 +75,7 @@ struct tu_transfer {
     char *local;               /* the memory's address in this process; NULL: by messages */
     uint64_t copied;
     ucs_status_t status;
+    uint64_t scope;
     uint64_t parts;            /* of a WHOLE: those that are not over */
     tu_atomic_terms_t atomic;
     uint64_t id;               /* of its request */
@@ -82,9 +83,18 @@ struct tu_transfer {
     tu_remote_operands_t operands; /* an atomic's; the same */
 };
 
+/* An endpoint's puts and gets that do not use UCX's own, in the order of their posting. */
+typedef struct tu_transfers {
+    tu_list_t list;
+    tu_list_t refused;         /* transfers that had completed before their owner refused them; one of each scope */
+    tu_transfer_t *waiting;    /* the first one that has not begun */
+    unsigned begun;            /* requests that the owner has not answered */
+    bool fence;                /* the next transfer waits for all before it */
+    bool advancing;            /* transfers are being begun; what completes meanwhile begins no others */
+} tu_transfers_t;
+
 /* A worker's remote memory, both sides. */
-struct tu_rma {
-    tu_extension_t extension;
+typedef struct tu_rma {
     tu_worker_t *worker;
     tu_list_t transfers;       /* of all endpoints, and of those that were closed */
     tu_list_t awaiting[TU_AWAITING_BUCKETS];
@@ -93,7 +103,19 @@ struct tu_rma {
     tu_hook_t copy_hook;
     tu_list_t services;        /* requests of peers that are being answered: owner.c */
     tu_hook_t unused_hook;     /* withdrawn memory is no longer in use: a record is due */
-};
+    bool unfenced;             /* UCX has had puts or gets since the last fence */
+} tu_rma_t;
+
+static inline tu_rma_t *tu_rma_of(tu_worker_t *worker)
+{
+    return worker->extensions[TU_INDEX_rma];
+}
+
+/* NULL: it has had no transfer. */
+static inline tu_transfers_t *tu_transfers_of(tu_endpoint_t *endpoint)
+{
+    return endpoint->extensions[TU_INDEX_rma];
+}
 
 /* transfer.c. Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it,
  * too. Tell calls `done` now. */

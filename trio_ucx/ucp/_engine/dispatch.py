@@ -122,7 +122,7 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
         _deliver_piece(engine, id, pointer, length)
     elif kind == lib.TU_RECORD_UNUSED:
         unmap_unused()
-    elif kind == lib.TU_RECORD_RUN_OVER and id in engine.in_flight:
+    elif kind == lib.TU_RECORD_CONCLUDED and id in engine.in_flight:
         engine.in_flight[id].conclude(status, 0, 0)
 
 

@@ -53,11 +53,17 @@ class Ending:
         self.state = CloseState.CLOSING
         return True
 
-    def broken(self, label: str) -> trio.BrokenResourceError | None:
-        """The exception for using it although it has failed; None if it has not."""
+    def broken(self, label: str, origin: object = None) -> trio.BrokenResourceError | None:
+        """The exception for using it although it has failed; None if it has not.
+
+        Args:
+            origin: instead of its own.
+        """
         if self.error is None:
             return None
-        return broken(f"the connection to {label} broke: {self.error}", self.error, self.origin)
+        return broken(
+            f"the connection to {label} broke: {self.error}", self.error, self.origin if origin is None else origin
+        )
 
 
 def internal_failure(error: BaseException) -> UCXError:

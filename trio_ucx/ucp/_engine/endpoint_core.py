@@ -37,7 +37,7 @@ class EndpointCore(Scope):
         "connected",
         "forcible",
         "lanes_when_greeted",
-        "memory_endpoint",
+        "main",
         "peer_worker",
         "shares",
         "stream_buffer",
@@ -51,10 +51,10 @@ class EndpointCore(Scope):
         #: What came of its UCP stream, once something came.
         self.stream_buffer: StreamBuffer | None = None
         self.stream_guard = ConflictDetector("another task is receiving from this stream")
-        #: The endpoint beside a Connection's that reaches the peer's memory.
-        self.memory_endpoint: EndpointCore | None = None
-        #: The other way round: the one that Connections share, and that the operations here belong to.
+        #: Another endpoint for its operations (:func:`._connecting.connect_beside`), which ends with it.
         self.beside: EndpointCore | None = None
+        #: The other way round: the endpoint beside which this one is.
+        self.main: EndpointCore | None = None
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
         #: when the first message for a Connection arrived over it.
         self.peer_worker: PeerWorker[EndpointCore] | None = None
@@ -105,13 +105,9 @@ class EndpointCore(Scope):
             return None
         return list(ffi.string(text).splitlines())
 
-    def over_tcp(self) -> bool:
-        """Whether it has TCP lanes only, as far as UCX tells."""
-        return all(lane.startswith(b"tcp/") for lane in self.lanes() or ())
-
     def operations_over_it(self) -> list[Operation]:
         """What is under way over it, whoever posted it: shares, too, also those that have ended."""
-        owners = self, self.beside
+        owners = self, self.main
         return [one for one in self.engine.in_flight.values() if one.scope and one.scope.endpoint in owners]
 
     # ---- Connections that share it ----
@@ -221,7 +217,7 @@ class EndpointCore(Scope):
             share.handle = None  # none of them may use it while others are told
         for share in shares:
             contained(share.endpoint_ended)
-        beside, self.memory_endpoint = self.memory_endpoint, None
+        beside, self.beside = self.beside, None
         if beside is not None:
             contained(beside.follow, self)
         return handle
@@ -229,7 +225,6 @@ class EndpointCore(Scope):
     def _force_close(self) -> None:
         engine = self.engine
         sending = self._sending()
-        chains = self.forcible and lib.tu_chains_in_flight(self.handle)
         handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a
@@ -239,7 +234,7 @@ class EndpointCore(Scope):
                 if verdict > 0:
                     Operation(engine, verdict, None, "closing an endpoint without error handling").detach()
             self.closed(handle)
-        elif chains or engine.teardown.begun:
+        elif engine.teardown.begun:
             self._close_native(handle, lib.TU_CLOSE_STOP)
         elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
             self._finish_writing(handle)
@@ -307,7 +302,7 @@ class EndpointCore(Scope):
 
 def with_endpoints_beside(scope: Scope) -> list[Scope]:
     """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
-    beside = scope.endpoint.memory_endpoint
+    beside = scope.endpoint.beside
     return [scope] if beside is None else [scope, beside]
 
 

@@ -136,7 +136,7 @@ class Operation(Pending):
         engine = self.engine
         if not engine.usable or self.id not in engine.in_flight:
             return ""  # over
-        if self.scope is not None and self.scope.id not in engine.endpoints:
+        if self.scope is not None and self.scope.endpoint.id not in engine.endpoints:
             return ""  # UCX has freed the endpoint, at which it would look
         out = ffi.new("char[]", _DESCRIPTION_SIZE)
         if lib.tu_operation_describe(engine.handle, self.id, out, _DESCRIPTION_SIZE) != Status.OK:
@@ -245,7 +245,7 @@ class Scope:
     """What operations belong to: an endpoint, or a Connection's share in one.
 
     Args:
-        id: of the endpoint.
+        id: its own.
         handle: UCX's endpoint.
         label: what to call the peer in messages.
         operations: those that belong to it.
@@ -306,9 +306,13 @@ class Scope:
         """Whether nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
         return self.handle is None or self.ending.error is not None
 
-    def problem(self) -> Exception | None:
-        """The exception for using it now, if it cannot be used."""
-        error = self.ending.broken(self.label)
+    def problem(self, origin: object = None) -> Exception | None:
+        """The exception for using it now, if it cannot be used.
+
+        Args:
+            origin: instead of its own.
+        """
+        error = self.ending.broken(self.label, origin)
         if error is None and self.handle is None:
             return trio.ClosedResourceError("this endpoint was closed")
         return error
@@ -321,8 +325,15 @@ class Scope:
         """What is known about a peer that cannot be reached, in parentheses."""
         return _hints.hint(self.engine.context.transports, status, self.peer_address)
 
-    def check(self) -> None:
+    def check(self, over: EndpointCore | None = None) -> None:
+        """Refuses to use it if it has ended.
+
+        Args:
+            over: the endpoint that is to be used, if that may be the one beside its own.
+        """
         problem = self.problem()
+        if problem is None and over is not None:
+            problem = over.problem(self.ending.origin)
         if problem is not None:
             self.ending.reported = True
             raise problem

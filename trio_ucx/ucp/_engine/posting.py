@@ -10,7 +10,7 @@ import trio
 from ..._native import lib
 from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
-from .._status import Status, UCXError, error_from_status
+from .._status import error_from_status
 from .endpoint_core import with_endpoints_beside
 from .engine import Engine
 from .operations import Operation, Scope
@@ -96,25 +96,17 @@ def pending_operation(
     return None
 
 
-def refusal(status: int, doing: str) -> Exception | None:
-    """The exception for a request that the owner of remote memory refused; None if the status says something else."""
-    if status == Status.NO_ELEM:
-        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
-    if status == Status.INVALID_ADDR:
-        return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
-    return None
-
-
 def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
     """Posts a flush of an endpoint.
 
     Args:
         owner: what it belongs to, if that is not ``core``: a share, or the endpoint beside which ``core`` is.
     """
+    owner = owner or core
     core.engine.batches.send_all()
-    core.check()
+    owner.check(over=core.endpoint)
     verdict = lib.tu_endpoint_flush(core.handle)
-    return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner or core)
+    return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner)
 
 
 async def flush(scope: Scope) -> None:

@@ -211,14 +211,12 @@ class ProgressTask:
     Attributes:
         efd: the worker's descriptor.
         stop: ends the task; None before it runs.
-        chain_timer: what wakes the worker for delayed requests of chains.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.efd = lib.tu_worker_efd(engine.handle)
         self.stop: trio.CancelScope | None = None
-        self.chain_timer: object | None = None
         with ExitStack() as undo:
             self._backoff = Backoff(self.efd)
             undo.callback(self._backoff.close)
@@ -261,7 +259,7 @@ class ProgressTask:
                 elif state is State.PROGRESSING:
                     await trio.lowlevel.checkpoint_if_cancelled()
                     if lib.tu_poll_goes_on(engine.handle):
-                        await engine.waiting.poll_chains()
+                        await engine.waiting.poll_for_sequences()
                     else:
                         await trio.lowlevel.cancel_shielded_checkpoint()
                 else:

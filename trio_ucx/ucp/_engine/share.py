@@ -30,7 +30,7 @@ class Share(Scope):
 
     def __init__(self, endpoint: EndpointCore, label: str) -> None:
         engine = endpoint.engine
-        super().__init__(engine, endpoint.id, endpoint.handle, label, OperationSet(engine, endpoint.operations))
+        super().__init__(engine, engine.next_id(), endpoint.handle, label, OperationSet(engine, endpoint.operations))
         self._endpoint = endpoint
         self.peer_address, self.features = endpoint.peer_address, endpoint.features
         self.on_end: Callable[[], None] | None = None

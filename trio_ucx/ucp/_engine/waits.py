@@ -291,8 +291,9 @@ class Waiting:
         if isinstance(pending.outcome, Error):
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
 
-    async def poll_chains(self) -> None:
-        """For the progress task: request chains go on whose tasks are parked. A schedule point, as :meth:`wait` is."""
+    async def poll_for_sequences(self) -> None:
+        """For the progress task: sequences go on (``native.h``) whose tasks are parked. A schedule point, as
+        :meth:`wait` is."""
         if await self._alone() and not self.woken:
             self._engine.take(lib.tu_poll)
 

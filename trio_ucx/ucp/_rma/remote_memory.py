@@ -10,19 +10,19 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .._connecting import connect_for_memory
+from .._connecting import connect_beside
 from .._engine.borrowed import Borrowed
 from .._engine.endpoint_core import EndpointCore
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
-from .._engine.posting import check_reaches, completed, flush, pending_operation, refusal
+from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
 from .._memory.buffers import Buffer, Pinned, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
-from .._status import Status, UCXError, broken
+from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from .ways import Key, Way, connect, find_way, try_connect
+from .ways import Key, Way, connect, find_way, refusal, try_connect
 
 
 class _Transfer(Operation):
@@ -164,8 +164,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: puts and atomics go on.
 
         Raises:
-            UCXError: the owner has refused a put, or an atomic that fetches nothing, over this endpoint, to any of its
-                memory. NO_ELEM: it has closed that memory.
+            UCXError: the owner has refused a put, or an atomic that fetches nothing, over this endpoint (of a
+                Connection: of this Connection), to any of its memory. NO_ELEM: it has closed that memory.
             ValueError: closed.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -174,7 +174,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await flush(self._scope)
         if self._scope.handle is None:  # another task has closed it meanwhile
             self._scope.check()
-        error = refusal(lib.tu_transfers_status(self._core.handle), "a put or an atomic before this flush")
+        error = refusal(
+            lib.tu_transfers_status(self._core.handle, self._scope.id), "a put or an atomic before this flush"
+        )
         if error is not None:
             raise error
 
@@ -339,35 +341,19 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
         way = await self._reach_for_atomics()
-        core, key = way.core, way.key
-        self._check_way(core)
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.operations.unflushed = True
-        if key is not None:
-            key.hold()
-        verdict = lib.tu_transfer_atomic(core.handle, way.native, kind, size, operand, reply, old, offset)
-        if verdict <= 0 and key is not None:
-            key.let_go()
-        operation = pending_operation(
-            engine,
-            verdict,
-            None,
-            "an atomic operation",
-            self._scope,
-            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, old),
+        if way.key is not None:
+            way.key.hold()
+        verdict = lib.tu_transfer_atomic(
+            way.core.handle, self._scope.id, way.native, kind, size, operand, reply, old, offset
         )
-        await completed(operation, engine)
+        await completed(self._posted(verdict, way, None, "an atomic operation", old), engine)
         return int(old[0]) if fetch else 0
 
     @property
     def _core(self) -> EndpointCore:
         return self._scope.endpoint
-
-    def _check_way(self, core: EndpointCore) -> None:
-        """Refuses to use an endpoint that has ended, ours or the one beside it."""
-        if core.error is not None and core is not self._core:
-            raise broken(f"the connection to {core.label} broke: {core.error}", core.error, self._scope.ending.origin)
-        core.check()
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
@@ -438,9 +424,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     async def _reach_by_ucx(self) -> Way:
         """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
-        if self._ucx_way is None or self._ucx_way.core.handle is None:
+        if self._ucx_way is None or self._ucx_way.core.gone:
             self._require_ucx_answers()
-            core = connect_for_memory(self._core) if self._core.is_shared else self._core
+            core = connect_beside(self._core) if self._core.is_shared else self._core
             await connect(core, self._scope)
             self._check_open()
             if self._ucx_way is not None and self._ucx_way.core is core:
@@ -474,30 +460,33 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             self._core.engine.context.require(Feature.RMA, doing)
             way = await self._reach(pins.memory)
             self._check_open()
-            core, key = way.core, way.key
-            self._check_way(core)
         except BaseException:
             pins.release()
             raise
-        if key is not None:
-            key.hold()
+        if way.key is not None:
+            way.key.hold()
+        handle, buffers = way.core.handle, pins.native_list()
         if way.native != ffi.NULL:
-            verdict = lib.tu_transfer(core.handle, way.native, put, pins.native_list(), offset)
+            verdict = lib.tu_transfer(handle, self._scope.id, way.native, put, buffers, offset)
         else:
-            assert key is not None
+            assert way.key is not None
             call = lib.tu_put if put else lib.tu_get
-            verdict = call(core.handle, pins.native_list(), self._descriptor.address + offset, key.handle)
+            verdict = call(handle, buffers, self._descriptor.address + offset, way.key.handle)
+        await completed(self._posted(verdict, way, pins, doing), way.core.engine)
+
+    def _posted(self, verdict: int, way: Way, pins: Pinned | None, doing: str, keep: Any = None) -> Operation | None:
+        """Takes the verdict on a transfer, for which the key is held. It holds what to ``keep`` until it is over."""
+        key = way.key
         if verdict <= 0 and key is not None:
             key.let_go()
-        operation = pending_operation(
-            core.engine,
+        return pending_operation(
+            way.core.engine,
             verdict,
             pins,
             doing,
             self._scope,
-            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key),
+            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, keep),
         )
-        await completed(operation, core.engine)
 
     @enable_ki_protection
     def close(self) -> None:

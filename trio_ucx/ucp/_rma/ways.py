@@ -121,6 +121,10 @@ async def connect(core: EndpointCore, owner: Scope) -> None:
     Args:
         owner: what the wait belongs to.
 
+    Raises:
+        trio.ClosedResourceError, trio.BrokenResourceError: the endpoint, or the owner, has ended; marked as the
+            owner's loss.
+
     On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
         to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
     """
@@ -129,7 +133,7 @@ async def connect(core: EndpointCore, owner: Scope) -> None:
         if operation is not None:
             await completed(operation, core.engine)
         core.connected = True
-    core.check()
+    owner.check(over=core)
 
 
 def try_connect(core: EndpointCore, owner: Scope) -> bool:
@@ -142,13 +146,27 @@ def try_connect(core: EndpointCore, owner: Scope) -> bool:
         if operation is not None:
             operation.result()
         core.connected = True
-    core.check()
+    owner.check(over=core)
     return True
+
+
+def _has_only_tcp(core: EndpointCore) -> bool:
+    """Whether the endpoint has no other lanes, as far as UCX tells."""
+    return all(lane.startswith(b"tcp/") for lane in core.lanes() or ())
 
 
 def _is_emulated(core: EndpointCore) -> bool:
     """Whether UCX would put and get by messages of its own, as far as UCX tells."""
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
+
+
+def refusal(status: int, doing: str) -> Exception | None:
+    """The exception for a request that the owner of remote memory refused; None if the status says something else."""
+    if status == Status.NO_ELEM:
+        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
+    if status == Status.INVALID_ADDR:
+        return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
+    return None
 
 
 @attrs.frozen(eq=False)
@@ -191,7 +209,7 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     native.local = ffi.cast("char *", pointer)
     if descriptor.token and core.features & Feature.AM:
         native.messages = True
-        native.part = PART_OVER_TCP if core.over_tcp() else 0
+        native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))
     if not pointer and not native.messages:
         return None

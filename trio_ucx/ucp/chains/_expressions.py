@@ -7,17 +7,14 @@ postfix order. Nothing is evaluated here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
-from ..._native import ffi, lib
 from .._memory.buffers import Buffer, Pinned
 from .._util import OpenedNotConstructed, check_integer
-from .errors import DependencyReferenceError, NoDependencyResource
-
-if TYPE_CHECKING:
-    pass
+from ._errors import DependencyReferenceError, NoDependencyResource
+from ._library import ffi, lib
 
 Term = tuple[int, int, int, int, int]
 
@@ -84,7 +81,7 @@ class Condition(Expression):
         return Condition((*self.terms, (lib.TU_TERM_NOT, 0, 0, 0, 0)), self.requests, self.pins)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.Condition of {len(self.terms)} terms>"
+        return f"<trio_ucx.ucp.chains.Condition of {len(self.terms)} terms>"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -213,7 +210,7 @@ class Integer(Expression):
         return Piece(lib.TU_PART_INTEGER, None, 0, width, big, self)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.Integer of {len(self.terms)} terms>"
+        return f"<trio_ucx.ucp.chains.Integer of {len(self.terms)} terms>"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -236,7 +233,7 @@ class Piece:
         return frozenset((self.request,))
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.Piece of {self.length} bytes>"
+        return f"<trio_ucx.ucp.chains.Piece of {self.length} bytes>"
 
 
 def as_integer(value: Any) -> Integer:
@@ -354,7 +351,7 @@ class Local(_Loads, metaclass=OpenedNotConstructed):
         return Integer((term,), frozenset(), (self._pins,), wide=width == 16 and not flags & lib.TU_LOAD_SIGNED)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.Local of {self.nbytes} bytes>"
+        return f"<trio_ucx.ucp.chains.Local of {self.nbytes} bytes>"
 
 
 def local(buffer: Buffer) -> Local:
@@ -459,7 +456,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         return Condition((term,), frozenset((self,)), (other._pins,))
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.ChainRequest {self.name}>"
+        return f"<trio_ucx.ucp.chains.ChainRequest {self.name}>"
 
 
 def pinned_memory(pins: Pinned) -> tuple[Any, int, int]:

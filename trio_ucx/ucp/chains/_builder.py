@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import trio
 
-from ..._native import ffi, lib
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.posting import check_reaches
@@ -18,8 +17,8 @@ from .._memory.registered import Access
 from .._rma.remote_memory import RemoteMemory
 from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, check_timeout
-from .errors import DependencyReferenceError, NoDependencyResource
-from .expressions import (
+from ._errors import DependencyReferenceError, NoDependencyResource
+from ._expressions import (
     UNLIMITED,
     ChainRequest,
     Condition,
@@ -31,7 +30,8 @@ from .expressions import (
     local,
     pinned_memory,
 )
-from .run import ChainTimer, NativeChain, Target
+from ._library import ffi, lib
+from ._run import NativeChain, Target, Timer
 
 #: Terms of conditions and arguments that a chain has room for, for each request of its capacity.
 TERMS_EACH = 16
@@ -307,7 +307,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             number = lib.tu_chain_target(self._native.handle, *memory)
             if number < 0:
                 raise MemoryError("no memory for a request chain")
-            found = self._targets[id(thing), atomic] = Target(self._engine, number, thing, atomic)
+            found = self._targets[id(thing), atomic] = Target(number, thing, atomic)
         return found.index
 
     def _add(
@@ -330,7 +330,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
         retry = on_false if isinstance(on_false, Retry) else Retry(0, then=on_false)
         if not isinstance(retry.then, str) or retry.then not in _ON_FALSE:
-            raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a ucp.Retry, not {retry.then!r}")
+            raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a chains.Retry, not {retry.then!r}")
         draft.terms["condition"] = when
         things = draft.to.options if isinstance(draft.to, Choice) else () if draft.to == () else (draft.to,)
         draft.terms["choice"] = draft.to.index if isinstance(draft.to, Choice) else None
@@ -359,8 +359,8 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             keep.hold(array)
             setattr(native, name, array)
             setattr(native, f"{name}_count", len(numbers))
-        if native.delay:
-            self._need_timer()
+        if native.delay and self._engine not in Timer.of:
+            Timer(self._engine)
         self._check()
         if self._generation != request._generation or len(self._requests) != request.id:
             raise RuntimeError("the chain was changed while this request was described")
@@ -418,7 +418,3 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
                 "this request chain is running, or UCX still has requests of an earlier run: wait_idle(), or "
                 "make another"
             )
-
-    def _need_timer(self) -> None:
-        if self._engine.progress_task.chain_timer is None:
-            self._engine.progress_task.chain_timer = ChainTimer(self._engine)

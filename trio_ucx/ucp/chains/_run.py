@@ -7,27 +7,26 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import attrs
 import trio
 from outcome import Error, Outcome, Value
 
-from ..._native import ffi, lib
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
-from .._engine.posting import refusal
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._quirks.descriptors import opened
 from .._requests import RequestCancelled
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key, Way
+from .._rma.ways import Key, Way, refusal
 from .._status import Status
 from .._util import ignoring_late_run
-from .errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
-from .expressions import ChainRequest
+from ._errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
+from ._expressions import ChainRequest
+from ._library import ffi, lib
 
 #: How requests stand (``tu_chain_report_t``), by their numbers; None: nobody knows any more.
 Reports = Callable[[int], Any]
@@ -37,10 +36,10 @@ _DONE, _NO_VALUE = lib.TU_CHAIN_DONE, lib.TU_CHAIN_NO_VALUE
 
 
 class Skipped:
-    """What a request ends with that was skipped: the only object of this class is ``ucp.SKIPPED``."""
+    """What a request ends with that was skipped: the only object of this class is ``chains.SKIPPED``."""
 
     def __repr__(self) -> str:
-        return "trio_ucx.ucp.SKIPPED"
+        return "trio_ucx.ucp.chains.SKIPPED"
 
 
 SKIPPED = Skipped()
@@ -204,7 +203,6 @@ class NativeChain:
 class Target:
     """Where requests of a chain go: an endpoint, or memory that it reaches."""
 
-    engine: Engine
     index: int
     thing: Endpoint | RemoteMemory
     #: Whether they are atomics, which may reach the memory in another way than gets and puts.
@@ -309,8 +307,11 @@ class Run(Operation):
         self._keys = []
 
 
-class ChainTimer:
+class Timer:
     """Wakes a worker when a delayed request of a chain may begin."""
+
+    #: Those of the open workers.
+    of: ClassVar[dict[Engine, Timer]] = {}
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -318,6 +319,7 @@ class ChainTimer:
         self._id = engine.next_id()
         lib.tu_chain_timer(engine.handle, self._fd)
         engine.teardown.at_end[self._id] = self._close
+        Timer.of[engine] = self
         engine.run.spawn(self._run, f"trio_ucx chain timer (efd {engine.progress_task.efd})")
 
     async def _run(self) -> None:
@@ -334,6 +336,7 @@ class ChainTimer:
 
     def _close(self) -> None:
         self._engine.teardown.at_end.pop(self._id, None)
+        Timer.of.pop(self._engine, None)
         lib.tu_chain_timer(self._engine.handle, -1)
         with ignoring_late_run():
             trio.lowlevel.notify_closing(self._fd)
@@ -431,7 +434,7 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     that was cancelled may be for a while yet.
 
     Values: of a get its bytes (their number, if it went ``into`` a buffer); of an atomic what was there before,
-    unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``ucp.SKIPPED``.
+    unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``chains.SKIPPED``.
     """
 
     def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], native: NativeChain) -> None:
@@ -532,4 +535,4 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
         return (self._get(number) for number in range(len(self._requests)))
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.Outcomes {list(self)!r}>"
+        return f"<trio_ucx.ucp.chains.Outcomes {list(self)!r}>"

@@ -1,6 +1,6 @@
 """Request chains: programs of remote operations that are decided where completions are handled.
 
-What is made here is a description; ``_native/chain/run.c`` runs it, and ``_chains/run.py`` says what came of it.
+What is made here is a description; ``_native/chain/run.c`` runs it, and ``_run.py`` says what came of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ..._native import lib
 from .._am_send import MAX_ID
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
@@ -27,10 +26,11 @@ from .._rma.remote_memory import RemoteMemory
 from .._rma.ways import Key
 from .._tag import check_tag
 from .._util import FULL, check_integer
-from .builder import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
-from .errors import DependencyReferenceError
-from .expressions import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
-from .run import NativeChain, Outcomes, Run
+from ._builder import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
+from ._errors import DependencyReferenceError
+from ._expressions import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
+from ._library import lib
+from ._run import NativeChain, Outcomes, Run
 
 MAX_CAPACITY = 2**24
 
@@ -48,7 +48,7 @@ class RequestChain(ChainBuilder):
     All requests take:
 
     * ``when``: a :class:`Condition`. If it is false, nothing is posted.
-    * ``on_false``: what then. ``"error"``: it ends with :exc:`DependencyFalse`. ``"skip"``: with ``ucp.SKIPPED``.
+    * ``on_false``: what then. ``"error"``: it ends with :exc:`DependencyFalse`. ``"skip"``: with ``chains.SKIPPED``.
       ``"stop"``: the same, and no request that was added later runs; those wait for it. They do not run either when it
       fails, or its condition cannot be evaluated. A :class:`Retry`.
     * ``after``: requests to wait for: one, or several; a :class:`ChainRequest`, its id, or a negative number for a
@@ -593,7 +593,7 @@ class RequestChain(ChainBuilder):
             self._engine.run.call_soon(partial(self._native.free, None))
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"
+        return f"<trio_ucx.ucp.chains.RequestChain of {len(self._requests)} requests, room for {self.capacity}>"
 
 
 def new_chain(engine: Engine, capacity: int, ordered: bool) -> RequestChain:

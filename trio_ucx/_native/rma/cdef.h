@@ -1,0 +1,53 @@
+/* What Python may call of remote memory: see ../cdef.h. */
+
+typedef struct ucp_mem *ucp_mem_h;     /* UCX's */
+typedef struct ucp_rkey *ucp_rkey_h;   /* UCX's */
+typedef struct tu_served tu_served_t;  /* memory that peers may get and put by messages: owner.c */
+
+/* memory.c */
+int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
+                  ucp_mem_h *out);
+int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *memory_type);
+int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory);
+int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *size);
+int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, ucp_rkey_h *out);
+void tu_rkey_destroy(ucp_rkey_h rkey);
+int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
+int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
+int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
+
+/* transfer.c: atomics; puts and gets without UCX's own; fences, which are about these and UCX's */
+#define TU_TOKEN_SIZE 16
+#define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
+#define TU_ATOMIC_ADD 0
+#define TU_ATOMIC_SWAP 1
+#define TU_ATOMIC_COMPARE_SWAP 2
+#define TU_ATOMIC_AND 3
+#define TU_ATOMIC_OR 4
+#define TU_ATOMIC_XOR 5
+
+/* How to reach remote memory. */
+typedef struct tu_way {
+    char *local;               /* its address in this process; NULL: it is not mapped */
+    bool messages;             /* whether messages to its owner, with the token, reach it */
+    char token[16];
+    uint64_t length;
+    uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
+} tu_way_t;
+
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, bool put,
+                    const tu_buffers_t *buffers, uint64_t offset);
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, int operation,
+                           uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
+int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
+int tu_worker_fence(tu_worker_t *worker);
+
+/* owner.c */
+#define TU_ACCESS_READ 1
+#define TU_ACCESS_WRITE 2
+#define TU_ACCESS_ATOMIC 4
+tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
+                             uint64_t length, unsigned access);
+unsigned tu_memory_withdraw(tu_served_t *served);
+bool tu_memory_unused(tu_served_t *served);
+void tu_worker_stop_serving(tu_worker_t *worker);
