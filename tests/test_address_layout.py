@@ -20,6 +20,7 @@ from trio_ucx.ucp._quirks.address_layout import (
     with_uid,
     without_shared_memory,
 )
+from trio_ucx.ucp._quirks.data_ports import tcp_hosts
 
 #: The same with UCX_UNIFIED_MODE=y.
 UNIFIED = {
@@ -285,6 +286,7 @@ async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> No
     async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
         assert "a worker does without shared memory: its address has an unknown layout" in caplog.text
         assert worker.address.ucx == worker.address.network and not worker.address.shared_memory_kinds
+        assert tcp_hosts(other.address) == ["0.0.0.0"]  # so that it could connect back from anywhere
         endpoint = await worker.open_endpoint(other.address)
         with trio.fail_after(15):
             await endpoint.tag_send(b"x", 1)
@@ -294,6 +296,13 @@ async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> No
         worker.admit("0.0.0.0/0", "::/0")
         with pytest.raises(ValueError, match="whose address trio_ucx can read: unknown layout"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+
+
+async def test_where_a_peer_listens(worker: ucp.Worker) -> None:
+    """It has said so, or UCX's address says it."""
+    foreign = ucp.WorkerAddress.from_ucx(worker.address.ucx)
+    assert tcp_hosts(worker.address) == tcp_hosts(foreign) == [host for host, _ in worker.address.tcp_addresses] != []
+    assert tcp_hosts(ucp.WorkerAddress.from_ucx(sample("1.16.0 sm,self v2"))) == []
 
 
 async def test_unknown_layout_of_another_program() -> None:

@@ -85,10 +85,8 @@ def filter_program(family: socket.AddressFamily, networks: Iterable[Network]) ->
 
 def tcp_hosts(address: WorkerAddress) -> list[str]:
     """The IP addresses of a peer's TCP transport; any (0.0.0.0) if they are not known."""
-    if address._is_described:
-        return address._tcp_hosts
     try:
-        return [host for host, _ in parse_worker_address(address.ucx).tcp_addresses]
+        return address._tcp_hosts or [host for host, _ in parse_worker_address(address.ucx).tcp_addresses]
     except ValueError:
         return ["0.0.0.0"]
 
