@@ -33,7 +33,7 @@ EXCHANGE = {
     "trio_ucx.ucp._engine.peer_workers.Standing",
     *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout"),
     *("trio_ucx.ucp._transports.check_without_shared_memory", "trio_ucx.ucp._transports.obstacle_to_shared_memory"),
-    "trio_ucx.ucp._worker_address.WorkerAddress",
+    *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode"),
     "trio_ucx.ucp._util.printable",
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)

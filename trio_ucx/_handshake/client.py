@@ -43,7 +43,7 @@ class Connector:
         self.label = label
         self.exchange_options = exchange_options
         self.timeout = timeout
-        #: What had not happened yet when the time was over, for the message of the error.
+        #: What had not happened yet when the time was over, for the message of the error; "": the messages over UCX.
         self.stage = "the connection was not accepted"
         self._registry = registry
         self._options = options
@@ -75,9 +75,11 @@ class Connector:
                 self._handshake.close()
         if link is None:
             engine.check()
+            over_ucx = f"messages did not get through over UCX ({self._handshake.route}); does a firewall block them?"
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: {self.stage}{waiting_for}",
+                f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: "
+                f"{self.stage or over_ucx}{waiting_for}",
             )
         return link
 
@@ -101,7 +103,7 @@ class Connector:
             set_keepalive(stream.socket, options.keepalive_interval)
             handshake.set_addresses(stream)
             await self._exchange(stream, exchange, isolate)
-            self.stage = f"messages did not get through over UCX ({handshake.route}); does a firewall block them?"
+            self.stage = ""
             link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)
             return link
         except ProtocolError as error:

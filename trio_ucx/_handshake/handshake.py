@@ -361,7 +361,8 @@ class Handshake:
         control.on_event, control.on_lost = closing.control_said, closing.control_lost
         self.opened.finish(Value(link))
         self._held.clear()
-        self.registry.engine.without_delivery(lambda: self._hand_arrivals_to(link))
+        if self._arrived:
+            self.registry.engine.without_delivery(lambda: self._hand_arrivals_to(link))
 
     def _hand_arrivals_to(self, link: Link) -> None:
         arrived, self._arrived = self._arrived, []

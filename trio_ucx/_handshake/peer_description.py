@@ -12,7 +12,7 @@ from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._fields import Field, Layout
 from ..ucp._transports import check_without_shared_memory, obstacle_to_shared_memory
 from ..ucp._util import printable
-from ..ucp._worker_address import WorkerAddress
+from ..ucp._worker_address import WorkerAddress, decode
 
 #: The software, the worker's address and a checksum of everything follow these fields.
 LAYOUT = Layout(
@@ -76,7 +76,7 @@ class PeerDescription:
             raise ProtocolError("the peer description was damaged on the way")
         try:
             connection_id, window, threshold, wish, sees_local, length = LAYOUT.unpack(body)
-            software, worker = body[LAYOUT.size :][:length], WorkerAddress(body[LAYOUT.size + length :])
+            software, worker = body[LAYOUT.size :][:length], decode(body[LAYOUT.size + length :])
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if not worker._is_described:

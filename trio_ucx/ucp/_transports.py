@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ._quirks.address_layout import agree_on_namespaces, is_loopback
 from ._quirks.option_limits import differences
 from ._worker_address import WorkerAddress
 
 
+@lru_cache(maxsize=16)
 def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, error_handling: bool = True) -> str | None:
     """Why the two sides cannot use shared memory, in words for the user; None if they can.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
@@ -44,6 +45,8 @@ LAYOUT = Layout(
     Field("the length of UCX's network address", "I", 0, MAX_ADDRESS),
     Field("the number of TCP addresses", "B", 0, MAX_TCP_ADDRESSES),
 )
+#: Results for so many addresses are kept.
+_KEPT = 16
 #: An IPv6 address, or an IPv4 address in one (``::ffff:0:0/96``); and a port.
 _TCP_ADDRESS = struct.Struct("<16sH")
 #: The end, in every version: magic, version, and a checksum of everything before. UCX would crash on damaged bytes, so
@@ -154,7 +157,7 @@ class WorkerAddress:
         return self._create(**{**attrs.asdict(self, recurse=False), **fields})
 
     def _without_shared_memory(self) -> WorkerAddress:
-        return self._changed(ucx=self.network, shared_memory_kinds=frozenset())
+        return _without_shared_memory(self)
 
     @property
     def process(self) -> Process:
@@ -176,31 +179,53 @@ class WorkerAddress:
         """The IP addresses at which its TCP transport listens."""
         return [host for host, _ in self.tcp_addresses]
 
+    def __hash__(self) -> int:
+        return hash(self.ucx)  # which is fast, and all but unique
+
     def __bytes__(self) -> bytes:
-        process, *host = attrs.astuple(self.host, recurse=False)
-        body = (
-            LAYOUT.pack(
-                *attrs.astuple(process),
-                *host,
-                self.uid,
-                *self.release,
-                self.shared_memory,
-                sum(1 << bit for bit, kind in enumerate(SHARED_MEMORY) if kind in self.shared_memory_kinds),
-                self.features,
-                *(self.sizes or [0] * len(AGREED)),
-                len(self.ucx),
-                len(self.network),
-                len(self.tcp_addresses),
-            )
-            + self.ucx
-            + self.network
-            + b"".join(_encode_tcp_address(ip, port) for ip, port in self.tcp_addresses)
-            + _END.pack(_MAGIC, VERSION)
-        )
-        return body + _CHECKSUM.pack(zlib.crc32(body))
+        return _encode(self)
 
     def __repr__(self) -> str:
         return f"<WorkerAddress {len(self.ucx)} bytes, {zlib.crc32(self.ucx):08x}>"
+
+
+# Workers connect again and again: what was computed for one of the last few connections is not computed again.
+
+
+@lru_cache(maxsize=_KEPT)
+def _without_shared_memory(address: WorkerAddress) -> WorkerAddress:
+    return address._changed(ucx=address.network, shared_memory_kinds=frozenset())
+
+
+@lru_cache(maxsize=_KEPT)
+def _encode(address: WorkerAddress) -> bytes:
+    process, *host = attrs.astuple(address.host, recurse=False)
+    body = (
+        LAYOUT.pack(
+            *attrs.astuple(process),
+            *host,
+            address.uid,
+            *address.release,
+            address.shared_memory,
+            sum(1 << bit for bit, kind in enumerate(SHARED_MEMORY) if kind in address.shared_memory_kinds),
+            address.features,
+            *(address.sizes or [0] * len(AGREED)),
+            len(address.ucx),
+            len(address.network),
+            len(address.tcp_addresses),
+        )
+        + address.ucx
+        + address.network
+        + b"".join(_encode_tcp_address(ip, port) for ip, port in address.tcp_addresses)
+        + _END.pack(_MAGIC, VERSION)
+    )
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+@lru_cache(maxsize=_KEPT)
+def decode(data: bytes) -> WorkerAddress:
+    """Does the same as ``WorkerAddress(data)``, faster for the same data."""
+    return WorkerAddress(data)
 
 
 def _decode(data: bytes) -> dict[str, Any]:

@@ -151,6 +151,8 @@ class DataPorts:
         self.opened: str | None = None
         self.networks: list[Network] = []
         self._peers: dict[str, None] = {}
+        #: Results of :meth:`_keeps_out`.
+        self._known: dict[str, bool] = {}
         self._has_connections = False
         self._ports = [_Port.of(fd) for fd in found.fds[0 : found.count]]
         self._local = [ip_network(host) for host in dict.fromkeys(port.address[0] for port in self._ports)]
@@ -229,6 +231,7 @@ class DataPorts:
         if self.opened is not None and not all(network.prefixlen == 0 for network in new):
             raise RuntimeError(f"call admit() earlier: every host can reach this worker already, because {self.opened}")
         self.networks += new
+        self._known.clear()
         if new:
             logger.warning("the TCP ports of a worker are open to %s", ", ".join(map(str, new)))
             self._reattach()
@@ -264,6 +267,14 @@ class DataPorts:
 
     def _keeps_out(self, host: str) -> bool:
         """Whether the filter drops what a host sends, and would not if the host were admitted."""
+        known = self._known.get(host)
+        if known is None:
+            if len(self._known) >= MAX_PEERS:
+                self._known.clear()
+            known = self._known[host] = self._find_out_whether_it_keeps_out(host)
+        return known
+
+    def _find_out_whether_it_keeps_out(self, host: str) -> bool:
         address = ip_network(host)
         return any(port.family == family_of(host) for port in self._ports) and not any(
             network.version == address.version and address.subnet_of(network)  # type: ignore[arg-type]
