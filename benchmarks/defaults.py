@@ -17,8 +17,8 @@ import trio
 from benchmarks import quiet
 from benchmarks.pairs import two_cpus
 from trio_ucx import connect
+from trio_ucx._cli.ends import Client, Kind
 from trio_ucx._cli.errors import CandidateError
-from trio_ucx._cli.exchange import Client, Kind
 from trio_ucx._cli.measuring import chosen_worker, progress_bar
 from trio_ucx._cli.options import OPTIONS, Option
 from trio_ucx._cli.pair import open_server

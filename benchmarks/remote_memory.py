@@ -51,7 +51,7 @@ async def compare(transports: str, kind: str, rounds: int, address: bytes, descr
         async with await worker.open_endpoint(ucp.WorkerAddress(address)) as endpoint:
             ours = ucp.MemoryDescriptor.from_bytes(descriptor)
             with endpoint.attach(ours) as remote, endpoint.attach(attrs.evolve(ours, token=b"")) as by_ucx:
-                by_ucx._way = await by_ucx._reach_by_ucx()  # also what is mapped
+                by_ucx._path = await by_ucx._reach_by_ucx()  # also what is mapped
                 for call in ("get", "put"):
                     for size in SIZES:
                         buffer = memoryview(bytearray(size))

@@ -133,7 +133,7 @@ def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def have_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """All remote memory is of devices."""
-    monkeypatch.setattr("trio_ucx.ucp._rma.ways.is_host_memory", lambda _: False)
+    monkeypatch.setattr("trio_ucx.ucp._rma.access_paths.is_host_memory", lambda _: False)
 
 
 def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:

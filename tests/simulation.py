@@ -652,7 +652,7 @@ class Side:
 
     def close(self) -> None:
         """Begins the graceful close, or goes on with it, as ``Closing.close_gracefully``."""
-        closing, handshake = self.link.closing, self.link.handshake
+        closing, handshake = self.link.closing, self.link.close_handshake
         if self.link.ending.state is CloseState.CLOSED:
             return
         if not self.closing:

@@ -35,7 +35,7 @@ from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting as connecting
 from trio_ucx.ucp._connecting import connect_beside
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
-from trio_ucx.ucp._rma import ways
+from trio_ucx.ucp._rma import access_paths
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def test_arithmetic(transports: str, way: str) -> None:
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_where_ucx_puts_by_hardware(transports: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With RDMA, puts and gets are UCX's own, and atomics are not."""
-    monkeypatch.setattr(ways, "_SOFTWARE", ())
+    monkeypatch.setattr(access_paths, "_SOFTWARE", ())
     async with open_endpoint_and_context(transports, way) as (endpoint, context):
         with context.register(bytearray(8)) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.put((5).to_bytes(8, "little"))
@@ -107,7 +107,7 @@ async def test_where_ucx_puts_by_hardware(transports: str, way: str, monkeypatch
                 outcomes = await chain.run()
                 assert outcomes[added].unwrap() == 6
                 assert outcomes[read].unwrap() == (7).to_bytes(8, "little")
-            assert remote._ucx_way is not None
+            assert remote._ucx_path is not None
 
 
 async def test_mapped_memory_needs_no_token() -> None:

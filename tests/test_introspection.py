@@ -20,7 +20,7 @@ from injected_faults import close_worker
 import trio_ucx
 from trio_ucx import _native, ucp
 from trio_ucx.testing import internals
-from trio_ucx.ucp import _opening
+from trio_ucx.ucp import _endpoint_options
 from trio_ucx.ucp._engine.operations import under_way
 
 #: Of which each character has two bytes.
@@ -184,7 +184,7 @@ async def test_error_mode_failover(worker: ucp.Worker, monkeypatch: pytest.Monke
         endpoint = await worker.open_endpoint(worker.address, error_mode=ucp.ErrorMode.FAILOVER)
         assert endpoint.alive and endpoint.evaluate(1) > 0
         endpoint.abort()  # UCX 1.22 can do little else with it
-        monkeypatch.setattr(_opening, "FAILOVER_UCX", (99, 0))
+        monkeypatch.setattr(_endpoint_options, "FAILOVER_UCX", (99, 0))
     with pytest.raises(NotImplementedError, match=r"needs UCX 1\.21"):
         await worker.open_endpoint(worker.address, error_mode=ucp.ErrorMode.FAILOVER)
 

@@ -64,7 +64,7 @@ UCP = [
     ["_address", "_worker_address", "_transports"],
     ["_quirks.data_ports"],
     ["_memory"],
-    ["_attributes", "_opening", "_hints", "_context"],
+    ["_attributes", "_endpoint_options", "_hints", "_context"],
     ["_engine"],
     ["_connecting"],
     ["_tag", "_stream", "_am_send"],

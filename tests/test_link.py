@@ -391,7 +391,7 @@ def closes_when_everything_was_acknowledged(method: Callable[..., Any], sending:
 
 @fault(Sending, "finished")
 def waits_for_what_a_closing_peer_dropped(method: Callable[..., Any], sending: Sending) -> bool:
-    return bool(method(sending)) and not (sending.handshake.peer is Peer.CLOSING and sending.undelivered)
+    return bool(method(sending)) and not (sending.close_handshake.peer is Peer.CLOSING and sending.undelivered)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -499,10 +499,10 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     a.close()
     assert a.close_sent
     a.transport.deliver(8)
-    assert looks > 0 and b.link.handshake.peer is Peer.CLOSING
+    assert looks > 0 and b.link.close_handshake.peer is Peer.CLOSING
     assert b.transport.finish_transfer(0)
     assert receive.pending.outcome is not None
-    assert b.link.handshake.peer is Peer.ACKNOWLEDGED
+    assert b.link.close_handshake.peer is Peer.ACKNOWLEDGED
     world.run(act=True)
     assert a.link.closed and a.clean
 

@@ -242,7 +242,7 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, Access.ALL)
     seen = memoryview(ffi.buffer(ffi.cast("char *", base[0]), length))
     seen[:] = bytes(length)
-    way = ffi.new("tu_way_t *", {"messages": True, "length": length})
+    way = ffi.new("tu_access_path_t *", {"messages": True, "length": length})
     ffi.memmove(way.token, token, 16)
     before, word = buffers(b"x" * long), buffers(b"87654321")
 
@@ -272,7 +272,7 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side]) -> None:
     assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
     token = bytes(range(16))
     served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, Access.ALL)
-    way = ffi.new("tu_way_t *", {"messages": True, "length": 4096})
+    way = ffi.new("tu_access_path_t *", {"messages": True, "length": 4096})
     ffi.memmove(way.token, token, 16)
     target = buffers(bytearray(8))
 

@@ -36,7 +36,7 @@ from timing import Stopwatch, cancelled_promptly
 
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
-from trio_ucx.ucp._rma.ways import PART_OVER_TCP
+from trio_ucx.ucp._rma.access_paths import PART_OVER_TCP
 
 SIZES = [0, 1, 65535, 65536, 65537]
 BIG = 2**26

@@ -18,7 +18,7 @@ from remote import open_endpoint_and_context, open_two, open_way
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp import chains
-from trio_ucx.ucp._rma import ways as _ways
+from trio_ucx.ucp._rma import access_paths
 
 MB = 2**20
 #: Sizes of the owner's memory: the part of the killed peers, and that of this process.
@@ -344,7 +344,7 @@ async def test_a_fence_orders_long_and_short_ones(transports: str, kind: str) ->
 
 async def test_transfers_in_parts(chance: random.Random) -> None:
     """Over TCP long ones are several messages: each byte arrives, fences hold, and cancelling ends all parts."""
-    part = _ways.PART_OVER_TCP
+    part = access_paths.PART_OVER_TCP
     async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
         worker = endpoint.worker
         content = bytearray(pattern(40 * part, 1))

@@ -86,7 +86,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         What had arrived from a peer that closed or was lost can still be received.
         """
         link = self._link
-        return link.closed or link.share.error is not None or link.handshake.peer is not Peer.OPEN
+        return link.closed or link.share.error is not None or link.close_handshake.peer is not Peer.OPEN
 
     @property
     def local_address(self) -> tuple[str, int] | None:

@@ -26,7 +26,7 @@ from ._shared import shared_worker
 from ._unix import unix_path
 from .ucp import Worker
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
-from .ucp._opening import check_is_ours, check_local_address
+from .ucp._endpoint_options import check_is_ours, check_local_address
 from .ucp._quirks import descriptors
 from .ucp._util import check_timeout
 

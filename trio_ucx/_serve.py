@@ -188,7 +188,7 @@ def _log_loss(handler: object, connection: Connection, loss: BaseException, rais
     Args:
         raised: what the handler raised: ``loss``, or a group with it.
     """
-    level = logging.DEBUG if connection._link.handshake.peer_closes else logging.WARNING
+    level = logging.DEBUG if connection._link.close_handshake.peer_closes else logging.WARNING
     stood = _innermost_frame(loss) or _innermost_frame(raised) or "after it had returned"
     name = getattr(handler, "__qualname__", None) or repr(handler)
     logger.log(level, "%r: %s. The handler %s ended %s", connection, loss, name, stood)

@@ -22,7 +22,7 @@ from helpers import open_pair
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import exchange, info, main, perf
+from trio_ucx._cli import ends, info, main, perf
 from trio_ucx._cli.errors import PerfError, describe
 
 from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
@@ -255,7 +255,7 @@ CORRUPT = """
 import os, sys
 if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "server") and "perf" in sys.orig_argv:
     from trio_ucx import Connection
-    from trio_ucx._cli.exchange import PAYLOAD_TAG
+    from trio_ucx._cli.ends import PAYLOAD_TAG
     method = os.environ["CORRUPT_METHOD"]
     original = getattr(Connection, method)
     count = 0
@@ -293,9 +293,9 @@ def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("mistake", ["stale", "swapped", "lost"])
 def test_verification(mistake: str) -> None:
-    payloads = exchange.Payloads()
+    payloads = ends.Payloads()
     for shift in (0, 1):
-        round = exchange.Round(exchange.Kind.STREAM, "seed", 16, 10, shift)
+        round = ends.Round(ends.Kind.STREAM, "seed", 16, 10, shift)
         pieces, places = payloads.prepare(round)
         arriving = list(pieces)
         if shift == 1:
@@ -321,11 +321,11 @@ def test_verification(mistake: str) -> None:
 )
 def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
     good = {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5}
-    assert exchange.Round.from_message(good).count == 3
+    assert ends.Round.from_message(good).count == 3
     with pytest.raises(PerfError, match="an invalid round"):
-        exchange.Round.from_message({**good, **change})
+        ends.Round.from_message({**good, **change})
     with pytest.raises(PerfError, match="an invalid round"):
-        exchange.Round.from_message({"kind": "stream"})
+        ends.Round.from_message({"kind": "stream"})
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -343,11 +343,11 @@ GOOD: dict[str, dict[str, Any]] = {
 
 def test_control_messages() -> None:
     """Only a complete message is decoded, and each entry has its type."""
-    assert set(GOOD) == set(exchange.SHAPES)
+    assert set(GOOD) == set(ends.SHAPES)
     for entry, good in GOOD.items():
 
         def read(message: object, entry: str = entry) -> dict[str, Any] | None:
-            return exchange.read_message(bytearray(json.dumps(message).encode()), entry)
+            return ends.read_message(bytearray(json.dumps(message).encode()), entry)
 
         found = read({**good, "more": [[]]})
         assert found is not None and json.loads(json.dumps(found)) == good
@@ -370,7 +370,7 @@ def test_control_messages() -> None:
                 long = read({**good, name: "\x1b]0;title\x07\n\ud800\u202e\u009b" + "x" * 5000})
                 assert long is not None and long[name].isprintable() and len(long[name]) == 1000
     for data in (b"[" * 16000, b'{"perf":' * 2000, b"", b"\xff", b"1" * 16000, b"{}", b"[]", b'"perf"', b"null"):
-        assert exchange.read_message(bytearray(data), *GOOD) is None
+        assert ends.read_message(bytearray(data), *GOOD) is None
 
 
 @pytest.mark.full
@@ -413,13 +413,13 @@ async def test_other_programs_are_told() -> None:
 
             async def handle(connection: trio_ucx.Connection) -> None:
                 with pytest.raises(PerfError, match="is it trio_ucx's perf"):
-                    await exchange.serve(connection, trio.Lock())
+                    await ends.serve(connection, trio.Lock())
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
                 await connection.send(b"GET / HTTP/1.1")
                 with pytest.raises(PerfError, match=r"the other side says: .*is it trio_ucx's perf"):
-                    await exchange.hear(connection, "perf")
+                    await ends.hear(connection, "perf")
             nursery.cancel_scope.cancel()
 
 
@@ -432,22 +432,22 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
-                monkeypatch.setattr(exchange, "PATIENCE", 0.1)
-                client = exchange.Client(connection)
+                monkeypatch.setattr(ends, "PATIENCE", 0.1)
+                client = ends.Client(connection)
                 with pytest.raises(PerfError, match="no answer from the server"):
                     await client.introduce()
                 with pytest.raises(PerfError, match="did not end in"):
-                    await client.run(exchange.Round(exchange.Kind.LATENCY, "seed", 8, 1, 0))
+                    await client.run(ends.Round(ends.Kind.LATENCY, "seed", 8, 1, 0))
             nursery.cancel_scope.cancel()
 
 
 async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PATIENCE", 0.1)
+    monkeypatch.setattr(ends, "PATIENCE", 0.1)
     with trio.fail_after(TIMEOUT):
         async with ucp.open_worker() as worker, open_pair(worker, window=4096) as (server, _):
             with pytest.raises(PerfError, match="has read nothing"):
                 while True:
-                    await exchange.tell(server, {"port": 1})
+                    await ends.tell(server, {"port": 1})
 
 
 def test_no_server_at_the_address() -> None:

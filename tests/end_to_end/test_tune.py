@@ -18,7 +18,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import exchange, main, options, report, trials, tune
+from trio_ucx._cli import ends, main, options, report, trials, tune
 from trio_ucx._cli.errors import CandidateError, PerfError
 from trio_ucx._cli.options import OPTIONS, Figure
 from trio_ucx._cli.verdict import Comparison, best, compare, confirm
@@ -121,32 +121,32 @@ def test_larger_segments_come_with_room_for_them() -> None:
 async def test_nothing_else_can_be_asked_for(asked: Any) -> None:
     with trio.fail_after(LIMIT):
         async with open_session() as client:
-            await exchange.tell(client.connection, {"open": asked})
-            answer = await exchange.hear(client.connection, "port", "closed")
+            await ends.tell(client.connection, {"open": asked})
+            answer = await ends.hear(client.connection, "port", "closed")
             assert "is not among the options and values" in answer["why"]
-            await client.run_next(exchange.Kind.LATENCY, 8, 3)  # it serves on
+            await client.run_next(ends.Kind.LATENCY, 8, 3)  # it serves on
 
 
 # ---- candidates ----
 
 
 @asynccontextmanager
-async def open_session(worker: ucp.Worker | None = None, host: str = "127.0.0.1") -> AsyncIterator[exchange.Client]:
+async def open_session(worker: ucp.Worker | None = None, host: str = "127.0.0.1") -> AsyncIterator[ends.Client]:
     """A client that the server lets measure, and that server, in this process."""
     async with trio.open_nursery() as nursery:
         turn = trio.Lock()
 
         async def handle(connection: trio_ucx.Connection) -> None:
             with contextlib.suppress(trio.BrokenResourceError):
-                await exchange.serve(connection, turn)
+                await ends.serve(connection, turn)
 
         async def listen(task_status: trio.TaskStatus[Any]) -> None:
             await trio_ucx.serve_ucx(handle, 0, host=host, worker=worker, task_status=task_status)
 
         [listener] = await nursery.start(listen)
         async with trio_ucx.connect((host, listener.address[1]), worker=worker) as connection:
-            client = exchange.Client(connection)
-            assert (await client.introduce())["tune"] == exchange.TUNING
+            client = ends.Client(connection)
+            assert (await client.introduce())["tune"] == ends.TUNING
             yield client
         nursery.cancel_scope.cancel()
 
@@ -157,21 +157,21 @@ CHOICES = [("TCP_TX_SEG_SIZE", "256k"), ("RNDV_THRESH", "16k")]
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_candidates_have_their_options(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Mapping[str, str]] = []
-    open_worker = exchange.open_worker
+    open_worker = ends.open_worker
 
     def recording(config: dict[str, str]) -> Any:
         opened.append(config)
         return open_worker(config=config)
 
-    monkeypatch.setattr(exchange, "open_worker", recording)
+    monkeypatch.setattr(ends, "open_worker", recording)
     base = {"TLS": "tcp", **({"TCP_AF_PRIO": "inet6,inet"} if host == "::1" else {})}
     with trio.fail_after(LIMIT):
         async with ucp.open_worker(config=base) as worker, open_session(worker, host) as client:
             async with client.candidate(CHOICES) as candidate:
-                for kind in exchange.Kind:
+                for kind in ends.Kind:
                     await candidate.run_next(kind, 100_000, 3)
                 assert {transport.name for transport in candidate.connection.endpoint.transports} == {"tcp"}
-            await client.run_next(exchange.Kind.LATENCY, 8, 3)
+            await client.run_next(ends.Kind.LATENCY, 8, 3)
     wanted = {**base, "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k", "RNDV_THRESH": "16k"}
     assert opened == [wanted, wanted]  # ours and the server's
 
@@ -184,32 +184,32 @@ async def test_options_that_ucx_refuses(monkeypatch: pytest.MonkeyPatch) -> None
             with pytest.raises(CandidateError, match="does not know an option 'NO_SUCH_OPTION'"):
                 async with client.candidate([("NO_SUCH_OPTION", "1")]):
                     raise AssertionError("it was opened")
-            await exchange.tell(client.connection, {"open": [["NO_SUCH_OPTION", "1"]]})  # the server's UCX
-            answer = await exchange.hear(client.connection, "port", "closed")
+            await ends.tell(client.connection, {"open": [["NO_SUCH_OPTION", "1"]]})  # the server's UCX
+            answer = await ends.hear(client.connection, "port", "closed")
             assert "does not know an option 'NO_SUCH_OPTION'" in answer["why"]
-            await client.run_next(exchange.Kind.LATENCY, 8, 3)
+            await client.run_next(ends.Kind.LATENCY, 8, 3)
 
 
 async def test_a_client_that_asks_and_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "CANDIDATE_PATIENCE", 0.1)
+    monkeypatch.setattr(ends, "CANDIDATE_PATIENCE", 0.1)
     with trio.fail_after(LIMIT):
         async with open_session() as client:
-            await exchange.tell(client.connection, {"open": CHOICES})
-            assert "port" in await exchange.hear(client.connection, "port")
-            assert (await exchange.hear(client.connection, "closed"))["why"] == "the client did not connect"
-            await client.run_next(exchange.Kind.LATENCY, 8, 3)
+            await ends.tell(client.connection, {"open": CHOICES})
+            assert "port" in await ends.hear(client.connection, "port")
+            assert (await ends.hear(client.connection, "closed"))["why"] == "the client did not connect"
+            await client.run_next(ends.Kind.LATENCY, 8, 3)
 
 
 async def test_a_client_that_asks_and_leaves() -> None:
     """The server does not wait for it."""
     with trio.fail_after(LIMIT / 2):
         async with open_session() as client:
-            await exchange.tell(client.connection, {"open": CHOICES})
-            assert "port" in await exchange.hear(client.connection, "port")
+            await ends.tell(client.connection, {"open": CHOICES})
+            assert "port" in await ends.hear(client.connection, "port")
             client.connection.abort()
-            with Stopwatch(exchange.CANDIDATE_PATIENCE / 3):
+            with Stopwatch(ends.CANDIDATE_PATIENCE / 3):
                 async with trio_ucx.connect(client.connection.remote_address) as another:
-                    await exchange.Client(another).introduce()
+                    await ends.Client(another).introduce()
 
 
 async def test_a_candidate_that_breaks() -> None:
@@ -219,7 +219,7 @@ async def test_a_candidate_that_breaks() -> None:
                 async with client.candidate(CHOICES) as candidate:
                     candidate.connection.abort()
                     raise trio.BrokenResourceError("made up")
-            await client.run_next(exchange.Kind.LATENCY, 8, 3)
+            await client.run_next(ends.Kind.LATENCY, 8, 3)
             with pytest.raises(ZeroDivisionError):  # a bug is not the candidate's
                 async with client.candidate(CHOICES):
                     raise ZeroDivisionError
@@ -354,13 +354,13 @@ def test_a_client_that_dies_in_the_middle() -> None:
 
 
 async def test_a_server_that_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "hello", lambda: {"perf": exchange.PROTOCOL, "trio_ucx": "0.0.9", "ucx": "1.22.0"})
+    monkeypatch.setattr(ends, "hello", lambda: {"perf": ends.PROTOCOL, "trio_ucx": "0.0.9", "ucx": "1.22.0"})
     with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
 
             async def handle(connection: trio_ucx.Connection) -> None:
                 with pytest.raises(trio.BrokenResourceError):
-                    await exchange.serve(connection, trio.Lock())
+                    await ends.serve(connection, trio.Lock())
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             asked = argparse.Namespace(

@@ -3,7 +3,7 @@
     errors      errors that are not bugs
     info        the command info: what UCX offers on this machine, and the configuration in force
     sizes       message sizes, as people write them
-    exchange    the two ends of a measurement: their protocol, and how they verify data
+    ends        the two ends of a measurement: their protocol, and how they verify data
     measuring   measuring for a number of seconds or messages, with a progress bar
     perf        the command perf: server, client, results
     options     the options of UCX that --tune tries, and their values

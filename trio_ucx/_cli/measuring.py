@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from .. import ucp
-from .exchange import Client, Kind, Timing, round_limit
+from .ends import Client, Kind, Timing, round_limit
 
 DEFAULT_SECONDS = 1.5
 WARM_UP_MESSAGES = 64

@@ -24,8 +24,8 @@ from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
 from . import tune
+from .ends import Client, Kind, serve
 from .errors import EXPECTED, describe
-from .exchange import Client, Kind, serve
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
 from .sizes import format_size, parse_sizes

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from .ends import Client, Kind
 from .errors import CandidateError
-from .exchange import Client, Kind
 from .measuring import Advance, half_trips, messages_a_second, repeat
 from .options import Choice, Figure
 from .verdict import Comparison, Speeds, compare

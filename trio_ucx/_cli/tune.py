@@ -14,8 +14,8 @@ from .. import connect
 from .._native import ucx
 from ..ucp._address import format_address
 from ..ucp._quirks.releases import WELL_CONFIGURABLE
+from .ends import TUNING, Client, Kind
 from .errors import CandidateError, PerfError
-from .exchange import TUNING, Client, Kind
 from .measuring import chosen_worker, progress_bar
 from .options import OPTIONS, Choice, Figure, Option
 from .report import Findings, as_json, closing_text, header_text, trial_text

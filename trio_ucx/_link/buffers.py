@@ -40,7 +40,7 @@ class PackedMessages:
         return self._data[self._position :] if self._position else self._data
 
 
-class StreamBuffer:
+class ReadBuffer:
     """What was received of the byte stream and not read."""
 
     def __init__(self) -> None:

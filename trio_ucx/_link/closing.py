@@ -60,7 +60,7 @@ class Closing:
     def __init__(
         self,
         transport: Transport,
-        handshake: CloseHandshake,
+        close_handshake: CloseHandshake,
         sending: Sending,
         receiving: Receiving,
         close_timeout: float,
@@ -69,7 +69,7 @@ class Closing:
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.handshake = handshake
+        self.close_handshake = close_handshake
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None
         #: Called when the connection has been closed.
@@ -84,25 +84,25 @@ class Closing:
     # ---- the handshake ----
 
     def goodbye_arrived(self) -> None:
-        self.handshake.goodbye_arrived()
+        self.close_handshake.goodbye_arrived()
         self._end(None)
         self.acknowledge()
 
     def ack_arrived(self) -> None:
-        self.handshake.acknowledged = True
+        self.close_handshake.acknowledged = True
         self._sending.send_frame(wire.Done())
         self.share.operations.changed()
 
     def done_arrived(self) -> None:
-        self.handshake.done_arrived()
+        self.close_handshake.done_arrived()
         self.share.operations.changed()
-        if self.handshake.peer_closes and self.ending.state is CloseState.OPEN:
+        if self.close_handshake.peer_closes and self.ending.state is CloseState.OPEN:
             self._peer_closed()
 
     def acknowledge(self) -> None:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
-        if self.handshake.peer is Peer.CLOSING and not self._receiving.transferring():
-            self.handshake.peer = Peer.ACKNOWLEDGED
+        if self.close_handshake.peer is Peer.CLOSING and not self._receiving.transferring():
+            self.close_handshake.peer = Peer.ACKNOWLEDGED
             self._sending.send_frame(wire.GoodbyeAck())
             self.share.operations.changed()
 
@@ -135,7 +135,7 @@ class Closing:
             await operations.wait_until(self.may_say_goodbye)
             if self.say_goodbye():
                 self.engine.watch_events()
-                await operations.wait_until(lambda: share.gone or self.handshake.acknowledged)
+                await operations.wait_until(lambda: share.gone or self.close_handshake.acknowledged)
             with trio.move_on_after(DONE_TIMEOUT):
                 self.engine.watch_events()
                 await operations.wait_until(self.peer_is_done)
@@ -146,14 +146,14 @@ class Closing:
 
     def say_goodbye(self) -> bool:
         """Sends GOODBYE, and returns whether that makes sense."""
-        if self._sending.problem() is not None or self.handshake.acknowledged:
+        if self._sending.problem() is not None or self.close_handshake.acknowledged:
             return False
         self._sending.send_frame(wire.Goodbye())
         return True
 
     def peer_is_done(self) -> bool:
         """Whether the peer does not wait for anything from us."""
-        return self.share.gone or not self.handshake.peer_waits
+        return self.share.gone or not self.close_handshake.peer_waits
 
     def finish(self) -> None:
         """Closes by force.
@@ -168,7 +168,7 @@ class Closing:
         if undelivered and not self.ending.reported:
             if error is not None:
                 reason = str(error)
-            elif self.handshake.peer_closes:
+            elif self.close_handshake.peer_closes:
                 reason = "the peer closed the connection first"
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
@@ -196,7 +196,7 @@ class Closing:
     def _lost(self) -> None:
         if self.ending.state is CloseState.CLOSED:
             return
-        self.handshake.lost()
+        self.close_handshake.lost()
         self._end(self.share.problem())
         self.share.operations.changed()
 
@@ -215,7 +215,7 @@ class Closing:
         Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
         """
         self._aborted = True
-        if self.handshake.graceful:
+        if self.close_handshake.graceful:
             self._peer_closed()
             return
         sent: int = getattr(event, "sent", 0)
@@ -245,7 +245,7 @@ class Closing:
         if cause is not None:
             self.internal_error(cause)
         elif not self._aborted:
-            if self.handshake.graceful:
+            if self.close_handshake.graceful:
                 self._peer_closed()
             else:
                 self.cut_off(f"ended or vanished: {reason}")
@@ -281,7 +281,9 @@ class Closing:
         if self.ending.state is CloseState.CLOSED:
             return
         self.ending.state = CloseState.CLOSED
-        self.share.close(reusable=self.handshake.graceful and not self._sending.undelivered and self._left_nothing())
+        self.share.close(
+            reusable=self.close_handshake.graceful and not self._sending.undelivered and self._left_nothing()
+        )
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()

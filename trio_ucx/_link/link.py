@@ -59,12 +59,12 @@ class Link:
         self.local_address: tuple[str, int] | None = None
         self.remote_address: tuple[str, int] | None = None
         self.on_unclosed: Callable[[], None] | None = None
-        self.handshake = handshake = CloseHandshake()
+        self.close_handshake = close_handshake = CloseHandshake()
         threshold = worker.context.rendezvous_threshold or 0
-        self.sending = Sending(transport, handshake, peer_window, threshold)
+        self.sending = Sending(transport, close_handshake, peer_window, threshold)
         self.receiving = Receiving(
             transport,
-            handshake,
+            close_handshake,
             self.sending,
             options.window,
             peer_threshold,
@@ -73,7 +73,7 @@ class Link:
             acknowledge=lambda: self.closing.acknowledge(),
         )
         self.closing = Closing(
-            transport, handshake, self.sending, self.receiving, options.close_timeout, self._unregister
+            transport, close_handshake, self.sending, self.receiving, options.close_timeout, self._unregister
         )
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.sinks[my_id] = self.receiving

@@ -25,7 +25,7 @@ from ..ucp._engine.posting import pin
 from ..ucp._engine.waits import Pending
 from ..ucp._memory.buffers import Buffer, Pinned, new_bytes
 from ..ucp._status import error_from_status
-from .buffers import PackedMessages, StreamBuffer
+from .buffers import PackedMessages, ReadBuffer
 from .sending import Sending
 from .transport import Transport
 
@@ -44,7 +44,7 @@ class Receiving:
     def __init__(
         self,
         transport: Transport,
-        handshake: CloseHandshake,
+        close_handshake: CloseHandshake,
         sending: Sending,
         window: int,
         peer_threshold: int,
@@ -57,13 +57,13 @@ class Receiving:
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.handshake = handshake
+        self.close_handshake = close_handshake
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
         self.queues: dict[int, TagQueue] = {}
         #: The tag queues in which receives may wait.
         self._awaited: set[TagQueue] = set()
-        self.stream = StreamBuffer()
+        self.stream = ReadBuffer()
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
         self.detached_receives: set[Receive] = set()
@@ -333,7 +333,7 @@ class Receiving:
             self._end_unserved(queue)
             self._admit_next(queue)
             self.forget_idle(queue)
-            if self.handshake.peer is Peer.CLOSING:
+            if self.close_handshake.peer is Peer.CLOSING:
                 self._acknowledge()
 
     def consumed(self, message: Message) -> None:
@@ -362,7 +362,7 @@ class Receiving:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        if self.handshake.peer_closes:
+        if self.close_handshake.peer_closes:
             return trio.EndOfChannel("the peer closed the connection")
         return self.share.problem()
 
@@ -376,7 +376,7 @@ class Receiving:
         if isinstance(error, trio.BrokenResourceError):
             self.ending.reported = self._over = True
             cause = error.__cause__
-            if not self.handshake.peer_closes and isinstance(cause, UCXError):
+            if not self.close_handshake.peer_closes and isinstance(cause, UCXError):
                 self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
     def transferring(self) -> bool:

@@ -37,12 +37,12 @@ from .transport import Transport
 class Sending:
     """The sending half of a connection."""
 
-    def __init__(self, transport: Transport, handshake: CloseHandshake, peer_window: int, threshold: int) -> None:
+    def __init__(self, transport: Transport, close_handshake: CloseHandshake, peer_window: int, threshold: int) -> None:
         self.transport = transport
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.handshake = handshake
+        self.close_handshake = close_handshake
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
         self.tail: Tail[SendOperation] = Tail()
@@ -61,7 +61,7 @@ class Sending:
 
     def problem(self) -> Exception | None:
         """Why nothing can be sent, if so."""
-        if self.handshake.peer_closes:
+        if self.close_handshake.peer_closes:
             return broken("the peer closed the connection", self.share.error, self.ending.origin)
         return self.share.problem()
 
@@ -98,7 +98,7 @@ class Sending:
             data = bytes(data)  # which costs less than to pin it
         size = len(data)
         share = self.share
-        if size > SHORT or share.handle is None or self.handshake.peer is not Peer.OPEN:
+        if size > SHORT or share.handle is None or self.close_handshake.peer is not Peer.OPEN:
             return False
         if queue == wire.STREAM and self.tail.pieces:
             return False
@@ -106,7 +106,7 @@ class Sending:
         small = size <= SMALL_MESSAGE
         if not small and batch.parts:
             self.send_batch()
-            if share.handle is None or self.handshake.peer is not Peer.OPEN:
+            if share.handle is None or self.close_handshake.peer is not Peer.OPEN:
                 return False
         if not self.credit.take_short(queue, size):
             return False
@@ -309,7 +309,9 @@ class Sending:
     @property
     def undelivered(self) -> bool:
         """Whether something that was sent, and not cancelled, may not have reached the peer."""
-        return bool(self.credit.waiting) or self.handshake.undelivered(self.credit.sent, self.cancelled, self.failed)
+        return bool(self.credit.waiting) or self.close_handshake.undelivered(
+            self.credit.sent, self.cancelled, self.failed
+        )
 
 
 class SendOperation(Operation):

@@ -229,13 +229,13 @@ class Lib(Protocol):
     def tu_get(self, endpoint: EndpointHandle, buffers: CData, remote: int, rkey: CData, /) -> int: ...
     def tu_worker_fence(self, worker: WorkerHandle, /) -> int: ...
     def tu_transfer(
-        self, endpoint: EndpointHandle, scope: int, way: CData, put: bool, buffers: CData, offset: int, /
+        self, endpoint: EndpointHandle, scope: int, path: CData, put: bool, buffers: CData, offset: int, /
     ) -> int: ...
     def tu_transfer_atomic(
         self,
         endpoint: EndpointHandle,
         scope: int,
-        way: CData,
+        path: CData,
         operation: int,
         length: int,
         operand: int,

@@ -13,7 +13,8 @@ Layers, lowest first; imports point down only, but those of some quirks (``tests
     _quirks                                           what is done only because of UCX's faults
     _address, _worker_address, _transports            addresses, and which transports two workers use
     _memory                                           buffers, and memory that peers can get and put
-    _attributes, _opening, _hints, _context           configuration, options, hints for error messages
+    _attributes, _endpoint_options,
+      _hints, _context                                configuration, options, hints for error messages
     _engine                                           what is in flight, and what makes a worker progress
     _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
@@ -40,6 +41,7 @@ from ._endpoint import CloseMode as CloseMode
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import EndpointStatistics as EndpointStatistics
 from ._endpoint import Transport as Transport
+from ._endpoint_options import ErrorMode as ErrorMode
 from ._engine.statistics import WorkerStatistics as WorkerStatistics
 from ._features import DEFAULT_FEATURES as DEFAULT_FEATURES
 from ._features import Feature as Feature
@@ -51,7 +53,6 @@ from ._memory.registered import Access as Access
 from ._memory.registered import Memory as Memory
 from ._memory.registered import MemoryDescriptor as MemoryDescriptor
 from ._memory.strided import Strided as Strided
-from ._opening import ErrorMode as ErrorMode
 from ._quirks.releases import warn_if_unknown as _warn_if_unknown
 from ._requests import Request as Request
 from ._requests import RequestCancelled as RequestCancelled

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .._native import ffi, lib
-from . import _opening as opening
+from . import _endpoint_options as endpoint_options
 from ._address import Resolved, format_address
+from ._endpoint_options import EndpointOptions, ErrorMode, wrong_family
 from ._engine.endpoint_core import EndpointCore
 from ._engine.engine import Engine
 from ._hints import accept_hint, hint
-from ._opening import EndpointOptions, ErrorMode, wrong_family
 from ._quirks import descriptors
 from ._quirks.address_layout import PADDING, read_uid, with_uid, without_shared_memory
 from ._status import Status, os_error_from_status
@@ -21,12 +21,14 @@ from ._transports import check_without_shared_memory, obstacle_to_shared_memory
 from ._worker_address import WorkerAddress
 
 
-def connect_socket(engine: Engine, address: Resolved, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
+def connect_socket(
+    engine: Engine, address: Resolved, options: EndpointOptions = endpoint_options.DEFAULT
+) -> EndpointCore:
     if address.family != engine.context.family:
         raise wrong_family(address, engine.context.family)
     if options.local is not None:
-        opening.check_source(options.local, address)
-    remote, local = opening.native_address(address), opening.native_address(options.local)
+        endpoint_options.check_source(options.local, address)
+    remote, local = endpoint_options.native_address(address), endpoint_options.native_address(options.local)
     how = options.native(engine.identity.attributes.client_id)
     return _make(
         engine,
@@ -51,7 +53,9 @@ def accept_request(
     )
 
 
-def connect_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions = opening.DEFAULT) -> EndpointCore:
+def connect_worker(
+    engine: Engine, address: WorkerAddress, options: EndpointOptions = endpoint_options.DEFAULT
+) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
     core = _make_to_worker(engine, _usable_part(engine, address, options), options, repr(address))
     core.watch_process()
@@ -70,13 +74,13 @@ def connect_beside(core: EndpointCore) -> EndpointCore:
         assert address is not None
         label = f"{core.label}, for its memory"
         if address.uid == engine.identity.address.uid:
-            endpoint = _make_to_worker(engine, address, opening.DEFAULT, label)
+            endpoint = _make_to_worker(engine, address, endpoint_options.DEFAULT, label)
         else:
             uid = secrets.randbits(64)
             blob = with_uid(address.ucx, uid)
             if read_uid(blob) != uid:
                 raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
-            endpoint = _make_from(engine, address, blob, opening.DEFAULT, label)
+            endpoint = _make_from(engine, address, blob, endpoint_options.DEFAULT, label)
         endpoint.main, core.beside = core, endpoint
         if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
             endpoint.follow(core)
@@ -96,7 +100,7 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int | Non
     """
 
     def make() -> EndpointCore:
-        return _make_to_worker(engine, address, opening.DEFAULT, label)
+        return _make_to_worker(engine, address, endpoint_options.DEFAULT, label)
 
     return make() if generation is None else engine.peer_workers.of(address.uid).get(generation, address, make)
 

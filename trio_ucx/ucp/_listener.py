@@ -18,10 +18,10 @@ from ._address import Resolved, format_address
 from ._attributes import check_name
 from ._connecting import accept_request
 from ._endpoint import Endpoint, read_sockaddr
+from ._endpoint_options import EndpointOptions, ErrorMode, check_error_mode
 from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
 from ._live_handles import live_handles
-from ._opening import EndpointOptions, ErrorMode, check_error_mode
 from ._quirks import descriptors
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer, warn_resource

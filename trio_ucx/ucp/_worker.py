@@ -13,13 +13,14 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
-from . import _opening as opening
+from . import _endpoint_options as endpoint_options
 from ._active_messages import ActiveMessages, WhenFull, open_queue
 from ._address import SocketAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
+from ._endpoint_options import EndpointOptions, ErrorMode
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.posting import completed, pending_operation, pin, post_flush
@@ -28,7 +29,6 @@ from ._engine.waits import check_spin, check_yield_interval
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import Buffer
-from ._opening import EndpointOptions, ErrorMode
 from ._quirks.data_ports import tcp_hosts
 from ._quirks.stopped_queue import WatchedQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
@@ -248,7 +248,9 @@ class Worker(metaclass=OpenedNotConstructed):
                 there has stopped (``statistics().stopped_queues``): open another worker.
         """
         options = EndpointOptions(
-            opening.check_error_mode(error_mode), check_name(name), opening.check_local_address(local_address)
+            endpoint_options.check_error_mode(error_mode),
+            check_name(name),
+            endpoint_options.check_local_address(local_address),
         )
         if isinstance(address, WorkerAddress):
             if local_address is not None:
@@ -273,7 +275,7 @@ class Worker(metaclass=OpenedNotConstructed):
             self._engine.check()
             usable = [one for one in resolved if one.family == self._context.family]
             if not usable:
-                raise opening.wrong_family(resolved[0], self._context.family)
+                raise endpoint_options.wrong_family(resolved[0], self._context.family)
             self._open_data_ports(usable[0].ip)
             core = connect_socket(self._engine, usable[0], options)
         return Endpoint._create(self, core, name=name)
@@ -307,7 +309,7 @@ class Worker(metaclass=OpenedNotConstructed):
         self._engine.check()
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
-            raise opening.wrong_family(resolved[0], self._context.family)
+            raise endpoint_options.wrong_family(resolved[0], self._context.family)
         self._engine.data_ports.open_for_raw_use("a raw listener was opened", usable[0].ip)
         return RawListener._create(self, ListenerCore(self._engine, usable[0]))
 

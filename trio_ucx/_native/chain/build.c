@@ -47,13 +47,13 @@ int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length)
 }
 
 void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey,
-                   const tu_way_t *way)
+                   const tu_access_path_t *path)
 {
     tu_target_t *bound = chain->targets[target];
 
-    memset(&bound->way, 0, sizeof(bound->way));
-    if (way != NULL) {
-        bound->way = *way;
+    memset(&bound->path, 0, sizeof(bound->path));
+    if (path != NULL) {
+        bound->path = *path;
     }
     bound->endpoint = endpoint;
     bound->rkey     = rkey;

@@ -78,7 +78,7 @@ typedef struct tu_target {
     ucp_rkey_h rkey;
     uint64_t address;
     uint64_t length;
-    tu_way_t way;              /* how to reach the memory without UCX's puts and gets, if that is possible */
+    tu_access_path_t path;              /* how to reach the memory without UCX's puts and gets, if that is possible */
     bool written;              /* by puts of UCX's that no flush has followed yet */
     bool flushing;
     bool lost;

@@ -202,15 +202,15 @@ static const char *payload(tu_node_t *node)
 /* Whether a target's memory can be reached without UCX's puts and gets, with local memory of this kind. */
 static bool bypasses_ucx_rma(const tu_target_t *target, int memory)
 {
-    return target->way.messages || (target->way.local != NULL && memory <= TU_MEMORY_HOST);
+    return target->path.messages || (target->path.local != NULL && memory <= TU_MEMORY_HOST);
 }
 
-/* Gets, puts or does an atomic in that way. When it completes, it has happened at the owner. */
+/* Gets, puts or does an atomic by the access path of its target. When it completes, it has happened at the owner. */
 static void transfer(tu_node_t *node, const tu_target_t *target, tu_transfer_kind_t kind, char *buffer, int memory,
                      const tu_atomic_terms_t *atomic)
 {
     tu_transfer_params_t params = {
-        .way    = &target->way,
+        .path    = &target->path,
         .kind   = kind,
         .late   = true,
         .buffer = buffer,

@@ -27,17 +27,17 @@ int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
 #define TU_ATOMIC_XOR 5
 
 /* How to reach remote memory. */
-typedef struct tu_way {
+typedef struct tu_access_path {
     char *local;               /* its address in this process; NULL: it is not mapped */
     bool messages;             /* whether messages to its owner, with the token, reach it */
     char token[16];
     uint64_t length;
     uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
-} tu_way_t;
+} tu_access_path_t;
 
-int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, bool put,
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
                     const tu_buffers_t *buffers, uint64_t offset);
-int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, int operation,
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, int operation,
                            uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);

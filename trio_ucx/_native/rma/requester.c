@@ -30,7 +30,7 @@ void tu_requester_forget(tu_transfer_t *transfer)
 
 /* ---- requests ---- */
 
-void tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset)
+void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset)
 {
     tu_remote_request_t *request = &transfer->request;
 
@@ -50,7 +50,7 @@ void tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t
     }
     request->offset = tu_le64_from(offset);
     request->length = tu_le64_from(transfer->length);
-    memcpy(request->token, way->token, sizeof(request->token));
+    memcpy(request->token, path->token, sizeof(request->token));
 }
 
 static void request_left(tu_transfer_t *transfer, ucs_status_t status)

@@ -55,7 +55,7 @@ typedef struct tu_atomic_terms {
 /* A put, get or atomic that is to begin. A put completes when its buffer is free, an atomic when its request has left;
  * with `late`, when it has happened at the memory's owner. */
 typedef struct tu_transfer_params {
-    const tu_way_t *way;
+    const tu_access_path_t *path;
     tu_transfer_kind_t kind;
     bool late;
     char *buffer;              /* of an atomic: where the old value goes; NULL unless it is late */

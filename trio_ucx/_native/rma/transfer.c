@@ -5,7 +5,7 @@
  * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry
  * in the list. It has happened when it becomes the first one, and UCX has flushed what UCX itself had to do.
  *
- * A transfer by messages that is longer than the way's `part` is a WHOLE: it is not in the list itself, but its parts
+ * A transfer by messages that is longer than the access path's `part` is a WHOLE: it is not in the list itself, but its parts
  * are, as transfers like others.
  */
 #include <string.h>
@@ -239,7 +239,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->local  = local;
     transfer->scope  = params->scope;
     if (local == NULL) {
-        tu_requester_prepare(transfer, params->way, params->offset);
+        tu_requester_prepare(transfer, params->path, params->offset);
     }
     *out = transfer;
     return UCS_OK;
@@ -274,7 +274,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
     part.done  = part_done;
     part.owner = whole;
     for (done = 0; done < params->length && status == UCS_OK; done += part.length) {
-        part.length = params->length - done < params->way->part ? params->length - done : params->way->part;
+        part.length = params->length - done < params->path->part ? params->length - done : params->path->part;
         part.buffer = params->buffer + done;
         part.offset = params->offset + done;
         status      = add(endpoint, &part, NULL, &transfer);
@@ -292,16 +292,16 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    tu_transfers_t *transfers = tu_transfers_of(endpoint);
-    const tu_way_t *way       = params->way;
-    bool on_host              = params->memory <= TU_MEMORY_HOST;
-    char *local               = way->local != NULL && on_host ? way->local + params->offset : NULL;
-    ucs_status_t verdict      = UCS_INPROGRESS;
+    tu_transfers_t *transfers    = tu_transfers_of(endpoint);
+    const tu_access_path_t *path = params->path;
+    bool on_host                 = params->memory <= TU_MEMORY_HOST;
+    char *local                  = path->local != NULL && on_host ? path->local + params->offset : NULL;
+    ucs_status_t verdict         = UCS_INPROGRESS;
     tu_transfer_t *transfer;
     ucs_status_t status;
 
     *out = NULL;
-    if (local == NULL && !way->messages) {
+    if (local == NULL && !path->messages) {
         return UCS_ERR_UNSUPPORTED;
     }
     if (local != NULL && params->length <= TU_MAPPED_PIECE &&
@@ -315,7 +315,7 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
         }
         return UCS_OK;
     }
-    if (local == NULL && way->part > 0 && params->length > way->part && on_host) {
+    if (local == NULL && path->part > 0 && params->length > path->part && on_host) {
         status = add_parts(endpoint, params, &transfer);
     } else {
         status = add(endpoint, params, local, &transfer);
@@ -370,21 +370,21 @@ static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *para
 
 /* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. If the owner refuses
  * a put that has completed, tu_transfers_status says so to its scope. */
-int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, bool put,
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
                     const tu_buffers_t *buffers, uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
     tu_transfer_params_t params;
 
-    if (buffers->count != 1 || buffers->strided != NULL || offset > way->length ||
-        buffers->lengths[0] > way->length - offset) {
+    if (buffers->count != 1 || buffers->strided != NULL || offset > path->length ||
+        buffers->lengths[0] > path->length - offset) {
         return UCS_ERR_INVALID_PARAM;
     }
     if (buffers->memory > TU_MEMORY_HOST && !(worker->memory_types >> (buffers->memory - 1) & 1)) {
         return UCS_ERR_UNSUPPORTED;
     }
     params = (tu_transfer_params_t){
-        .way    = way,
+        .path   = path,
         .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
         .buffer = buffers->addresses[0],
         .length = buffers->lengths[0],
@@ -398,18 +398,18 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
  * value goes, `length` bytes that must stay until the operation is over; NULL: the operation is over when the request
  * has left; `scope` as for a put. Returns a verdict. */
-int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_way_t *way, int operation,
+int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, int operation,
                            uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset)
 {
     tu_transfer_params_t params;
 
-    if ((length != 4 && length != 8) || offset > way->length || length > way->length - offset ||
+    if ((length != 4 && length != 8) || offset > path->length || length > path->length - offset ||
         operation < TU_ATOMIC_ADD || operation > TU_ATOMIC_XOR ||
-        (way->local != NULL && (uintptr_t)(way->local + offset) % length != 0)) {
+        (path->local != NULL && (uintptr_t)(path->local + offset) % length != 0)) {
         return UCS_ERR_INVALID_PARAM;
     }
     params = (tu_transfer_params_t){
-        .way    = way,
+        .path   = path,
         .kind   = TU_TRANSFER_ATOMIC,
         .late   = old != NULL,
         .buffer = old,

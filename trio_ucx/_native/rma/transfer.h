@@ -134,7 +134,7 @@ void tu_mapped_begin(tu_transfer_t *transfer);
 void tu_mapped_end(tu_transfer_t *transfer);
 
 /* requester.c. Forget: an answer to this transfer is not taken any more. */
-void tu_requester_prepare(tu_transfer_t *transfer, const tu_way_t *way, uint64_t offset);
+void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset);
 void tu_requester_send(tu_transfer_t *transfer);
 void tu_requester_forget(tu_transfer_t *transfer);
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,

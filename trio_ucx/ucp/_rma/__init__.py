@@ -1,4 +1,4 @@
-"""Remote memory: puts, gets and atomics, by whichever way reaches the owner.
+"""Remote memory: puts, gets and atomics, by whichever access path reaches the owner.
 
 Imports the engine, and memory.
 """

@@ -22,7 +22,7 @@ from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_
 from .._process import NOBODY
 from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from .ways import Key, Way, connect, find_way, refusal, try_connect
+from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
 
 
 class _Transfer(Operation):
@@ -84,10 +84,10 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _descriptor: MemoryDescriptor
     #: Remote keys, by what they are for: each is unpacked for one endpoint, when it is up.
     _keys: dict[str, Key] = attrs.field(factory=dict)
-    #: The way for gets and puts, once it is known.
-    _way: Way | None = None
-    #: The way by UCX's puts and gets, for buffers that the other way does not take.
-    _ucx_way: Way | None = None
+    #: The access path of gets and puts, once it is known.
+    _path: AccessPath | None = None
+    #: That of UCX's own puts and gets, for buffers that the other one does not take.
+    _ucx_path: AccessPath | None = None
     _borrowed: Borrowed | None = None
     _closed: bool = False
 
@@ -340,15 +340,15 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
-        way = await self._reach_for_atomics()
+        path = await self._reach_for_atomics()
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.operations.unflushed = True
-        if way.key is not None:
-            way.key.hold()
+        if path.key is not None:
+            path.key.hold()
         verdict = lib.tu_transfer_atomic(
-            way.core.handle, self._scope.id, way.native, kind, size, operand, reply, old, offset
+            path.core.handle, self._scope.id, path.native, kind, size, operand, reply, old, offset
         )
-        await completed(self._posted(verdict, way, None, "an atomic operation", old), engine)
+        await completed(self._posted(verdict, path, None, "an atomic operation", old), engine)
         return int(old[0]) if fetch else 0
 
     @property
@@ -392,27 +392,27 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise
         return pins
 
-    async def _reach(self, memory: int) -> Way:
-        """Finds the way of gets and puts for local memory of this kind. No checkpoint if it is known."""
-        way = await self._reach_without_ucx_rma()
-        return way if way is not None and way.takes(memory) else await self._reach_by_ucx()
+    async def _reach(self, memory: int) -> AccessPath:
+        """Finds the access path of gets and puts for local memory of this kind. No checkpoint if it is known."""
+        path = await self._reach_without_ucx_rma()
+        return path if path is not None and path.takes(memory) else await self._reach_by_ucx()
 
-    async def _reach_without_ucx_rma(self) -> Way | None:
-        """Finds the way without UCX's puts and gets; None: there is none. No checkpoint if it is known."""
-        if self._way is None:
+    async def _reach_without_ucx_rma(self) -> AccessPath | None:
+        """Finds an access path without UCX's puts and gets; None: there is none. No checkpoint if it is known."""
+        if self._path is None:
             await connect(self._core, self._scope)
             self._check_open()
-            self._way = self._way or self._find_way()
-        return self._way
+            self._path = self._path or self._find_access_path()
+        return self._path
 
-    async def _reach_for_atomics(self) -> Way:
-        """Finds the way of atomics. No checkpoint if it is known.
+    async def _reach_for_atomics(self) -> AccessPath:
+        """Finds the access path of atomics. No checkpoint if it is known.
 
         Raises:
             RuntimeError: the memory is not mapped, and its owner does no atomics for others; with what to do.
         """
-        way = await self._reach_without_ucx_rma()
-        if way is None:
+        path = await self._reach_without_ucx_rma()
+        if path is None:
             doing = "an atomic on memory that this process has not mapped"
             self._core.require(Feature.AM, doing)
             raise RuntimeError(
@@ -420,22 +420,22 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 "let a trio_ucx program own it, as host memory, in a context with ucp.Feature.AM; or send the owner a "
                 "message, and let it change the memory itself"
             )
-        return way
+        return path
 
-    async def _reach_by_ucx(self) -> Way:
-        """Finds the way by UCX's puts and gets: for a Connection's memory over an endpoint beside the Connection's."""
-        if self._ucx_way is None or self._ucx_way.core.gone:
+    async def _reach_by_ucx(self) -> AccessPath:
+        """Finds the access path of UCX's puts and gets: for a Connection, over an endpoint beside its own."""
+        if self._ucx_path is None or self._ucx_path.core.gone:
             self._require_ucx_answers()
             core = connect_beside(self._core) if self._core.is_shared else self._core
             await connect(core, self._scope)
             self._check_open()
-            if self._ucx_way is not None and self._ucx_way.core is core:
-                return self._ucx_way  # another task was first
+            if self._ucx_path is not None and self._ucx_path.core is core:
+                return self._ucx_path  # another task was first
             old = self._keys.pop("put and get", None)  # for an endpoint that is gone
             if old is not None:
                 old.close()
-            self._ucx_way = Way(core, ffi.NULL, self._key("put and get", core))
-        return self._ucx_way
+            self._ucx_path = AccessPath(core, ffi.NULL, self._key("put and get", core))
+        return self._ucx_path
 
     def _require_ucx_answers(self) -> None:
         """Refuses UCX's puts and gets if they would never be answered."""
@@ -444,12 +444,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if address is not None:
             require_answers(ucx_access(address.features), "the context of the worker at the peer")
 
-    def _find_way(self) -> Way | None:
+    def _find_access_path(self) -> AccessPath | None:
         try:
             key = self._key("load and store", self._core)
         except UCXError:
-            return find_way(self._core, self._descriptor, None)
-        return find_way(self._core, self._descriptor, key)
+            return find_access_path(self._core, self._descriptor, None)
+        return find_access_path(self._core, self._descriptor, key)
 
     async def _transfer(self, put: bool, pins: Pinned, offset: int, doing: str) -> None:
         if pins.size == 0:
@@ -458,29 +458,31 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             return
         try:
             self._core.engine.context.require(Feature.RMA, doing)
-            way = await self._reach(pins.memory)
+            path = await self._reach(pins.memory)
             self._check_open()
         except BaseException:
             pins.release()
             raise
-        if way.key is not None:
-            way.key.hold()
-        handle, buffers = way.core.handle, pins.native_list()
-        if way.native != ffi.NULL:
-            verdict = lib.tu_transfer(handle, self._scope.id, way.native, put, buffers, offset)
+        if path.key is not None:
+            path.key.hold()
+        handle, buffers = path.core.handle, pins.native_list()
+        if path.native != ffi.NULL:
+            verdict = lib.tu_transfer(handle, self._scope.id, path.native, put, buffers, offset)
         else:
-            assert way.key is not None
+            assert path.key is not None
             call = lib.tu_put if put else lib.tu_get
-            verdict = call(handle, buffers, self._descriptor.address + offset, way.key.handle)
-        await completed(self._posted(verdict, way, pins, doing), way.core.engine)
+            verdict = call(handle, buffers, self._descriptor.address + offset, path.key.handle)
+        await completed(self._posted(verdict, path, pins, doing), path.core.engine)
 
-    def _posted(self, verdict: int, way: Way, pins: Pinned | None, doing: str, keep: Any = None) -> Operation | None:
+    def _posted(
+        self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
+    ) -> Operation | None:
         """Takes the verdict on a transfer, for which the key is held. It holds what to ``keep`` until it is over."""
-        key = way.key
+        key = path.key
         if verdict <= 0 and key is not None:
             key.let_go()
         return pending_operation(
-            way.core.engine,
+            path.core.engine,
             verdict,
             pins,
             doing,

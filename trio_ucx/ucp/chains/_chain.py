@@ -22,8 +22,8 @@ from .._features import Feature
 from .._memory.buffers import Buffer, Pinned
 from .._memory.pointers import refuse_pointers
 from .._memory.registered import Access
+from .._rma.access_paths import Key
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key
 from .._tag import check_tag
 from .._util import FULL, check_integer
 from ._builder import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length

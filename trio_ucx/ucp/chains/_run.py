@@ -20,8 +20,8 @@ from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._quirks.descriptors import opened
 from .._requests import RequestCancelled
+from .._rma.access_paths import AccessPath, Key, refusal
 from .._rma.remote_memory import RemoteMemory
-from .._rma.ways import Key, Way, refusal
 from .._status import Status
 from .._util import ignoring_late_run
 from ._errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
@@ -205,10 +205,10 @@ class Target:
 
     index: int
     thing: Endpoint | RemoteMemory
-    #: Whether they are atomics, which may reach the memory in another way than gets and puts.
+    #: Whether they are atomics, which may have another access path than gets and puts.
     atomic: bool
     #: How its memory is reached.
-    way: Way | None = None
+    path: AccessPath | None = None
     _forget: Callable[[], None] = attrs.field(init=False)
 
     @property
@@ -218,26 +218,27 @@ class Target:
 
     async def connect(self) -> None:
         """Waits until the connection is up, or has failed. No checkpoint if it is known to be."""
-        self.way = None
+        self.path = None
         if isinstance(self.thing, Endpoint) or self.scope.problem() is not None:
             return
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # its requests say so
-            self.way = await (self.thing._reach_for_atomics() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST))
+            find = self.thing._reach_for_atomics() if self.atomic else self.thing._reach(lib.TU_MEMORY_HOST)
+            self.path = await find
 
     def bind(self, native: Any) -> Key | None:
         """Tells C where they go in the next run; nowhere, if the connection is gone."""
-        way = self.way
-        core = self.scope.endpoint if way is None else way.core
-        ended = way is None and isinstance(self.thing, RemoteMemory)  # while we looked for a way
+        path = self.path
+        core = self.scope.endpoint if path is None else path.core
+        ended = path is None and isinstance(self.thing, RemoteMemory)  # while we looked for an access path
         if ended or core.problem() is not None or self.scope.problem() is not None:
             lib.tu_chain_bind(native, self.index, ffi.NULL, ffi.NULL, ffi.NULL)
             return None
-        if way is None:
+        if path is None:
             lib.tu_chain_bind(native, self.index, core.handle, ffi.NULL, ffi.NULL)
             return None
-        handle = ffi.NULL if way.key is None else way.key.handle
-        lib.tu_chain_bind(native, self.index, core.handle, handle, way.native)
-        return way.key
+        handle = ffi.NULL if path.key is None else path.key.handle
+        lib.tu_chain_bind(native, self.index, core.handle, handle, path.native)
+        return path.key
 
     def begun(self, native: Any) -> None:
         """The chain runs: its requests to this target end with a Connection."""

@@ -170,12 +170,12 @@ def refusal(status: int, doing: str) -> Exception | None:
 
 
 @attrs.frozen(eq=False)
-class Way:
-    """A way to a peer's memory.
+class AccessPath:
+    """An access path to a peer's memory.
 
     Attributes:
         core: the endpoint.
-        native: ``tu_way_t``; NULL: UCX's puts and gets.
+        native: ``tu_access_path_t``; NULL: UCX's puts and gets.
         key: the key that UCX needs, or that keeps the memory mapped.
         hardware: whether UCX puts and gets by RDMA hardware, which messages must not replace.
     """
@@ -194,8 +194,8 @@ class Way:
         )
 
 
-def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> Way | None:
-    """The way to a peer's memory without UCX's puts and gets; None if there is none.
+def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) -> AccessPath | None:
+    """The access path to a peer's memory without UCX's puts and gets; None if there is none.
 
     Args:
         core: an endpoint that is up.
@@ -204,7 +204,7 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
     Raises:
         ValueError: the descriptor claims more than there is.
     """
-    native = ffi.new("tu_way_t *", {"length": descriptor.nbytes})
+    native = ffi.new("tu_access_path_t *", {"length": descriptor.nbytes})
     pointer = 0 if key is None else key.mapped(descriptor)
     native.local = ffi.cast("char *", pointer)
     if descriptor.token and core.features & Feature.AM:
@@ -213,4 +213,4 @@ def find_way(core: EndpointCore, descriptor: MemoryDescriptor, key: Key | None) 
         ffi.memmove(native.token, descriptor.token, len(descriptor.token))
     if not pointer and not native.messages:
         return None
-    return Way(core, native, key if pointer else None, hardware=not _is_emulated(core))
+    return AccessPath(core, native, key if pointer else None, hardware=not _is_emulated(core))
