@@ -11,7 +11,7 @@ LOST          broken                                      broken
 ============  ==========================================  =============================================
 
 The peer is CLOSING when its GOODBYE has arrived, and ACKNOWLEDGED when we have sent ACK, as soon as no transfer from it
-is in flight. That its end of the connection disappears after its GOODBYE is no loss: it is CLOSED then.
+is in flight. If the peer disappears after its GOODBYE, it is CLOSED, not LOST.
 
 A GOODBYE is acknowledged (ACK), and so is the acknowledgement (DONE). UCX may notice that an endpoint has gone before
 it reads what had been sent there, so a side that closed right after its ACK would take the ACK away with it. Therefore
@@ -27,6 +27,8 @@ import enum
 
 
 class Peer(enum.Enum):
+    """What the peer has done about the end: see the table above."""
+
     OPEN = enum.auto()
     CLOSING = enum.auto()
     ACKNOWLEDGED = enum.auto()
@@ -54,7 +56,7 @@ class CloseHandshake:
 
     @property
     def graceful(self) -> bool:
-        """Whether one side has said GOODBYE, and the other has it: that an end disappears is no loss then."""
+        """Whether a GOODBYE has arrived, at either side. If an end disappears after that, it is no loss."""
         return self.acknowledged or self.peer_closes
 
     def goodbye_arrived(self) -> None:

@@ -117,7 +117,7 @@ def _family_of_ip(host: str) -> socket.AddressFamily | None:
 
 
 async def _open_tcp_socket(family: socket.AddressFamily, ip: str, port: int) -> trio.SocketStream:
-    """Connects to an IP address. ``trio.open_tcp_stream`` can do it, too, with three more schedule points."""
+    """Connects to one IP address, with three schedule points fewer than ``trio.open_tcp_stream``."""
     connecting = trio.socket.socket(family)
     try:
         await connecting.connect((ip, port))

@@ -166,12 +166,12 @@ def split_loss(connection: Connection, error: BaseException) -> tuple[BaseExcept
     Returns:
         The first of these errors, and ``error`` without them; each is None if there is none.
     """
-    core = connection._link.share
-    if core.engine.broken is not None:
+    share = connection._link.share
+    if share.engine.broken is not None:
         return None, error  # the worker broke, not the connection
 
     def is_its_own(one: BaseException) -> bool:
-        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is core.ending.origin
+        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is share.ending.origin
 
     if not isinstance(error, BaseExceptionGroup):
         return (error, None) if is_its_own(error) else (None, error)

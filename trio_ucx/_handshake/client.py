@@ -43,7 +43,7 @@ class Connector:
         self.label = label
         self.exchange_options = exchange_options
         self.timeout = timeout
-        #: What had not happened yet when the time was over, for the message of the error; "": the messages over UCX.
+        #: What the client waits for, for the TimeoutError; "": messages over UCX.
         self.stage = "the connection was not accepted"
         self._registry = registry
         self._options = options

@@ -245,7 +245,7 @@ class Handshake:
 
         Raises:
             OSError: there is no route to the server.
-            NeedsAnotherWorker: there is none.
+            NeedsAnotherWorker: there is no such generation.
         """
         self.check_route()
         if self._with_itself:
@@ -342,7 +342,7 @@ class Handshake:
             or self.opened.outcome is not None
         ):
             return
-        share.endpoint.greet()
+        share.endpoint.mark_greeted()
         control.exchange.greeted()
         peer = self.peer
         link = Link(

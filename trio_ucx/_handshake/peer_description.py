@@ -80,7 +80,7 @@ class PeerDescription:
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if not worker._is_described:
-            raise ProtocolError("the peer description lacks the release of UCX")
+            raise ProtocolError("the peer does not say which UCX it has: use one release of trio_ucx on both sides")
         if 0 < threshold < MIN_THRESHOLD:
             raise ProtocolError(
                 f"a rendezvous threshold (UCX_RNDV_THRESH) of {threshold} bytes: connections need at least "

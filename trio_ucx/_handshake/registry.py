@@ -47,7 +47,8 @@ class Registry:
         self.engine: Engine = worker._engine
         if self.engine.identity.unknown_layout is not None:
             raise ValueError(
-                f"Connections need a worker whose address trio_ucx can read: {self.engine.identity.unknown_layout}"
+                "Connections need a worker whose data ports trio_ucx can protect, and it cannot read this worker's "
+                f"UCX address ({self.engine.identity.unknown_layout}): use UCX 1.13 to 1.22, without UCX_UNIFIED_MODE"
             )
         self.control = ControlSockets(self.engine)
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close

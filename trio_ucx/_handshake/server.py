@@ -261,7 +261,7 @@ class Acceptor:
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
-        told = ""
+        reason_for_peer = ""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
                 await self._exchange(client, handshake, exchange)
@@ -289,7 +289,7 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
-            told = getattr(error, "strerror", None) or reason
+            reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
             kind, reason = "an internal error", repr(error)
@@ -300,10 +300,10 @@ class Acceptor:
                     contained(link.abort)
             else:
                 self.refused += kind != AGAIN
-                told = told or f"{kind}: {reason}"
-                contained(handshake.close, told if link is None else "")
+                reason_for_peer = reason_for_peer or f"{kind}: {reason}"
+                contained(handshake.close, reason_for_peer if link is None else "")
                 if exchange.state is not State.PREAMBLE:  # it speaks our protocol
-                    contained(exchange.refuse, told)
+                    contained(exchange.refuse, reason_for_peer)
                 contained(client.stream.close, exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason)
             if client.has_place:

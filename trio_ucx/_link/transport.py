@@ -1,4 +1,4 @@
-"""The calls into UCX of one connection. The simulation in ``tests/test_link.py`` takes this module's place."""
+"""The calls into UCX of one connection. ``SimulatedTransport`` in ``tests/simulation.py`` takes its place."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ Almost any call can raise some exceptions that its docstring does not repeat: ``
 :exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
 or in a forked child.
 
-Layers, lowest first; imports point down only, but those of some quirks (``tests/test_layers.py``):
+Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``data_ports`` and
+``stopped_queue``, stand higher:
 
     _util, _contained, _live_handles, _process,
       _features, _status, _fields                     utilities, this process, features, statuses and errors

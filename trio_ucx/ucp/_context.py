@@ -64,7 +64,7 @@ class Context(metaclass=OpenedNotConstructed):
     postponed: list[Callable[[], bool]] = attrs.field(factory=list)
     memories: set[Memory] = attrs.field(factory=set)
     #: Whether peers may ever have read memory of it.
-    lent_memory: bool = False
+    exposed_memory: bool = False
     _birth: Birth = attrs.field(factory=Birth)
     _closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)

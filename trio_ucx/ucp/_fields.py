@@ -39,7 +39,7 @@ class Layout:
         return self._struct.pack(*values)
 
     def unpack(self, data: bytes) -> tuple[Any, ...]:
-        """Returns the fields at the begin of the data.
+        """Returns the fields at the beginning of the data.
 
         Raises:
             ValueError: the data are too short, or a field is out of range.

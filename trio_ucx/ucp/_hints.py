@@ -49,7 +49,7 @@ def accept_hint(transports: str, status: int) -> str:
 
 def _same_release() -> str:
     ours = ".".join(map(str, ucx.version[:2]))
-    return f"socket addresses work only between workers of the same one, here {ours}; worker addresses do between any"
+    return f"connections by socket address need one release on both sides, here {ours}; try a worker address"
 
 
 def _within_host(transports: str) -> bool:

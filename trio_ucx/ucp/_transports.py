@@ -38,7 +38,7 @@ def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, err
     if not agree_on_namespaces(ours.release, theirs.release):
         return f"{_releases(ours, theirs)} describe shared memory differently"
     if error_handling and not (ours.shared_memory and theirs.shared_memory):
-        return "one side has the UCX option MM_ERROR_HANDLING=n"
+        return "one side's UCX has no error handling over shared memory (MM_ERROR_HANDLING=n, or UCX older than 1.17)"
     if not (ours.shared_memory_kinds and theirs.shared_memory_kinds):
         return "one side's UCX has no shared memory (its option TLS, or UCX_TLS, or a limit that its log names)"
     common = sorted(ours.shared_memory_kinds & theirs.shared_memory_kinds)

@@ -253,7 +253,7 @@ def _decode(data: bytes) -> dict[str, Any]:
     network_at = LAYOUT.size + ucx_length
     tcp_at = network_at + network_length
     if len(body) != tcp_at + tcp_count * _TCP_ADDRESS.size:
-        raise ValueError(f"{LAYOUT.what} has another length than it says")
+        raise ValueError(f"{LAYOUT.what} is damaged: its length does not match its fields")
     return {
         "ucx": body[LAYOUT.size : network_at],
         "network": body[network_at:tcp_at],

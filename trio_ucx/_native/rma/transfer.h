@@ -83,7 +83,7 @@ struct tu_transfer {
     tu_remote_operands_t operands; /* an atomic's; the same */
 };
 
-/* An endpoint's puts and gets that do not use UCX's own, in the order of their posting. */
+/* An endpoint's transfers (puts and gets without UCX's own, atomics) and flushes, in the order of their posting. */
 typedef struct tu_transfers {
     tu_list_t list;
     tu_list_t refused;         /* transfers that had completed before their owner refused them; one of each scope */

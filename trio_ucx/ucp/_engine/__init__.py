@@ -17,7 +17,7 @@
     posting                    from arguments to an operation in flight
     lifetime                   opens an engine, and closes it
 
-It may import the C half, and of ``ucp`` what is below: status, attributes, addresses, contexts, memory. Inside it,
+It may import the C half, and of ``ucp`` the layers below it (see ``ucp/__init__.py``). Inside it,
 a module imports only modules above it in this list, or beside it. Only for annotations, any may import ``engine``,
 ``endpoint_core`` and ``share``.
 """

@@ -97,7 +97,7 @@ class Event(IntEnum):
     WAKE = auto()
     #: The progress task has waited for the descriptor, which is readable.
     READABLE = auto()
-    #: A task has found something by polling, and goes on.
+    #: A task polls, or has found something by polling: the progress task need not look.
     POLLED = auto()
     #: The progress task runs.
     RUNS = auto()

@@ -51,7 +51,8 @@ class EndpointCore(Scope):
         #: What came of its UCP stream, once something came.
         self.stream_buffer: StreamBuffer | None = None
         self.stream_guard = ConflictDetector("another task is receiving from this stream")
-        #: Another endpoint for its operations (:func:`._connecting.connect_beside`), which ends with it.
+        #: Its memory endpoint: another endpoint for its operations (:func:`._connecting.connect_beside`), which ends
+        #: with it.
         self.beside: EndpointCore | None = None
         #: The other way round: the endpoint beside which this one is.
         self.main: EndpointCore | None = None
@@ -122,7 +123,7 @@ class EndpointCore(Scope):
         """Whether something has arrived over it for a Connection."""
         return self.lanes_when_greeted is not None
 
-    def greet(self) -> None:
+    def mark_greeted(self) -> None:
         """Something has arrived over it for a Connection. Known already: no effect."""
         if not self.greeted:
             self.lanes_when_greeted = self.lanes() or []
@@ -167,7 +168,7 @@ class EndpointCore(Scope):
         """Lets it fail when its peer's process ends, if that can be noticed."""
         if self.handle is None:
             return
-        with suppress(ProcessLookupError):  # then UCX has told, or will
+        with suppress(ProcessLookupError):  # then UCX has reported it, or will
             self.engine.peer_processes.watch(self.peer, self, self._process_ended)
 
     def _process_ended(self) -> None:
@@ -205,7 +206,7 @@ class EndpointCore(Scope):
             self._force_close()
 
     def _let_go(self) -> Any:
-        """Ends all waits, here and at the endpoints beside it. Returns UCX's endpoint, to be closed."""
+        """Ends all waits, here and at the endpoint beside it. Returns UCX's endpoint, to be closed."""
         contained(self.engine.peer_processes.forget, self.peer, self)
         contained(self.engine.receive_queue.endpoint_closing, self)
         handle, self.handle = self.handle, None
@@ -301,7 +302,7 @@ class EndpointCore(Scope):
 
 
 def with_endpoints_beside(scope: Scope) -> list[Scope]:
-    """An endpoint or a share in one, and the endpoint beside it that carries what is asked of it."""
+    """The scope, and the memory endpoint beside its endpoint if there is one."""
     beside = scope.endpoint.beside
     return [scope] if beside is None else [scope, beside]
 

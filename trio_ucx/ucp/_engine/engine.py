@@ -14,8 +14,9 @@ be progressed and armed again before all tasks sleep. Waiting tasks poll before 
 ``arming.py`` decides what progresses the worker next.
 
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
-the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel only a tag
-receive that has not matched; any other operation whose task is cancelled stays in the table, *detached*.
+the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel a tag
+receive that has not matched, and our C code what has not begun. Any other operation whose task is cancelled stays in
+the table, *detached*.
 
 *Missed events.* While something is awaited, a safety net (``progress.py``) looks once a second whether the worker has
 something to deliver although its descriptor is silent. It should never find anything; ``statistics().missed_events``
@@ -350,7 +351,7 @@ class Engine:
         for operation in list(self.in_flight.values()):
             contained(fail, operation)
         contained(lambda: self.receivers.stream_watchers.fail(failure()))
-        self.teardown.tell_broken(failure)
+        self.teardown.report_broken(failure)
         for endpoint in list(self.endpoints.values()):
             contained(endpoint.worker_broke, error)
 

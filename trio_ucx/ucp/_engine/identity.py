@@ -1,4 +1,4 @@
-"""Which worker it is, to its peers and to UCX."""
+"""Worker identity: UCX's attributes of a worker, and the address that its peers get."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class Identity:
             parsed, parsed_network = parse_worker_address(blob), parse_worker_address(network)
         except ValueError as error:
             unknown_layout, blob = str(error), network
-            logger.warning("a worker does without shared memory: its address has an %s", error)
+            logger.warning(
+                "trio_ucx cannot read the UCX address of a worker (%s): it can have no Connections, and uses no shared "
+                "memory with peers. Use UCX 1.13 to 1.22, without UCX_UNIFIED_MODE",
+                error,
+            )
         else:
             network = network if parsed_network.transports else b""
         return cls(

@@ -1,7 +1,8 @@
 """Operations in flight, and the scopes that they belong to.
 
 An :class:`Operation` owns its buffers until UCX has completed it, whatever became of the task that posted it. UCX can
-cancel only a tag receive that has not matched; any other operation whose task is cancelled is *detached*. A
+cancel a tag receive that has not matched, and our C code a transfer or a chain that has not begun. Any other operation
+whose task is cancelled is *detached*. A
 :class:`Scope` is an endpoint (``endpoint_core.py``), or a Connection's share in one (``share.py``).
 """
 

@@ -50,7 +50,7 @@ class Standing:
 
 
 class SharedEndpoint(Protocol):
-    """An endpoint that Connections share: :class:`~.operations.EndpointCore`."""
+    """An endpoint that Connections share: :class:`~.endpoint_core.EndpointCore`."""
 
     handle: Any
     peer_worker: PeerWorker[Any] | None
@@ -241,7 +241,7 @@ class PeerWorkers(Generic[E]):
         return worker
 
     def forget_unused(self, uid: int) -> None:
-        """Forgets a peer worker that only said it was there."""
+        """Forgets a peer worker to which no endpoint was made."""
         worker = self._workers.get(uid)
         if worker is not None and worker.is_unused:
             del self._workers[uid]

@@ -110,7 +110,7 @@ def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
 
 
 async def flush(scope: Scope) -> None:
-    """Flushes an endpoint, and the endpoints beside it. Always a checkpoint."""
+    """Flushes an endpoint, and the memory endpoint beside it. Always a checkpoint."""
     scope.operations.unflushed = False
     try:
         for one in with_endpoints_beside(scope):

@@ -96,7 +96,8 @@ def _waited() -> float:
 class SafetyNet:
     """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
 
-    The timer's time is real, not Trio's clock's, which ``autojump_clock`` would jump.
+    It also closes idle endpoints, and discards messages for which there was no memory. The timer's time is real, not
+    that of Trio's clock, which ``autojump_clock`` would jump.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -206,7 +207,7 @@ class Backoff:
 
 
 class ProgressTask:
-    """What of one worker's progress depends on Trio: see :class:`~.arming.Loop`, which this implements.
+    """The progress task of one worker and its hooks in Trio's loop: see :class:`~.arming.Loop`, which this implements.
 
     Attributes:
         efd: the worker's descriptor.

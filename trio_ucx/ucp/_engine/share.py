@@ -57,7 +57,9 @@ class Share(Scope):
             self._tell()
 
     def close(self, *, reusable: bool = False) -> None:
-        """Ends its operations with ClosedResourceError, and leaves the endpoint. Failed already: forgets what to call.
+        """Ends its operations with ClosedResourceError, and leaves the endpoint.
+
+        If it has failed already, this only drops ``on_end``.
 
         Args:
             reusable: as for :meth:`fail`.

@@ -55,7 +55,7 @@ class Teardown:
         self.kept: list[Callable[[], None]] = []
         self.on_closed: Callable[[], None] | None = None
 
-    def tell_broken(self, failure: Callable[[], Exception]) -> None:
+    def report_broken(self, failure: Callable[[], Exception]) -> None:
         """The worker broke: passes on a new exception each time."""
         for tell in list(self.on_broken.values()):
             contained(lambda tell=tell: tell(failure()))
@@ -107,7 +107,7 @@ def _send_answers(engine: Engine) -> Iterator[None]:
     queue of a peer that is gone or stopped is full; as long as they are, the worker cannot be armed, and must not be
     destroyed.
     """
-    if not engine.context.lent_memory:
+    if not engine.context.exposed_memory:
         return
     start = time.monotonic()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
@@ -129,7 +129,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         stuck: what is still under way, in words.
     """
     if engine.teardown.unanswered or engine.teardown.unreleased:
-        _leave_alone(engine, handle)  # a view of UCX's memory is still in use; a warning was given
+        _leave_alone(engine, handle)  # UCX has unsent answers, or a view of its memory is in use; a warning was given
     elif engine.uses_memory and (engine.endpoints or not STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")

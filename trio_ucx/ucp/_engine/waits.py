@@ -164,7 +164,7 @@ class Waiters:
     __slots__ = ("_queue",)
 
     def __init__(self) -> None:
-        #: In order; a dict, because those who are cancelled leave from the middle.
+        #: In order; a dict, because cancelled tasks leave from the middle.
         self._queue: dict[Signal, None] = {}
 
     def __bool__(self) -> bool:
@@ -191,7 +191,11 @@ class Waiters:
             first.finish(Error(error))
 
     async def wait(self, wait: Callable[[Signal], Awaitable[Any]] = Signal.wait) -> Any:
-        """Waits for a thing, with a worker's ``waiting.wait`` if it is in a hurry. Cancelling it loses none."""
+        """Waits for a thing. A cancelled wait takes none.
+
+        Args:
+            wait: how. A worker's ``waiting.wait`` polls before it parks.
+        """
         waiter = Signal()
         self._queue[waiter] = None
         try:
@@ -285,7 +289,7 @@ class Waiting:
             if not lib.tu_poll_continues(engine.handle):
                 break
             if trio.current_effective_deadline() == -math.inf:
-                break  # cancelled, which parking tells
+                break  # cancelled: parking raises that
             engine.arming.handle(Event.POLLED)  # the progress task need not look
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
         if isinstance(pending.outcome, Error):

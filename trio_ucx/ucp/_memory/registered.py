@@ -429,6 +429,6 @@ def _map(
             memory._handle = memory._served = None
             raise MemoryError(f"no memory to register {nbytes} bytes of memory")
     context.memories.add(memory)
-    context.lent_memory = True
+    context.exposed_memory = True
     live_handles.opened("memory")
     return memory

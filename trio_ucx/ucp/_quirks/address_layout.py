@@ -1,7 +1,8 @@
-"""The layout of UCX's worker addresses, as far as trio_ucx must read what UCX does not answer.
+"""What trio_ucx reads from UCX's worker addresses, because UCX does not tell it.
 
-That is: where this worker listens, and its kinds of shared memory, which it states to its peers in its
-``WorkerAddress``; and the same, with the part without shared memory, of programs without trio_ucx, which state nothing.
+Of this worker: where it listens, and its kinds of shared memory, which it states to its peers in its ``WorkerAddress``.
+Of programs without trio_ucx: the same, and the part without shared memory. Of a peer, for a memory endpoint: where the
+uid stands.
 
 The layout is private to UCX: that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both version 1 (the default) and
 version 2 (``UCX_ADDRESS_VERSION=v2``). An address with another layout is refused by an error that says where. All

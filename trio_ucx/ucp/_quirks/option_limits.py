@@ -1,4 +1,4 @@
-"""Values of UCX's options that cannot work: values that UCX must not get, and values that must be equal on both sides.
+"""Limits of UCX's options: values that UCX must not get, and values that must be equal on both sides.
 
 UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
 the user chose with ``config=`` and with the environment.

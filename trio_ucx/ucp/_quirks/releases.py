@@ -1,10 +1,10 @@
 """Differences between releases of UCX, and a warning about one that is newer than those that trio_ucx knows.
 
 What the other modules here rely on was measured, or read in UCX's sources, for the releases from 1.13 on. A newer one
-may have changed it. Nothing tells, so there is one warning at import. What depends on the release takes the safe way:
-shared memory is used only between two sides of the same unknown release (:mod:`.address_layout`), and a worker with
-operations that never end is left alone rather than destroyed (``_engine/shutdown.py``). A worker address whose layout
-changed is refused by the parser, whatever the release.
+may have changed it. trio_ucx cannot detect such a change, so it warns once, at import. What depends on the release
+takes the safe way: shared memory is used only between two sides of the same unknown release (:mod:`.address_layout`),
+and a worker with operations that never end is left alone rather than destroyed (``_engine/teardown.py``). A worker
+address whose layout changed is refused by the parser, whatever the release.
 
 It is needed as long as trio_ucx relies on what UCX does not promise. Test: ``tests/test_quirks.py``.
 """
@@ -27,7 +27,8 @@ def is_known(release: tuple[int, ...]) -> bool:
     return release[:2] <= NEWEST_KNOWN
 
 
-#: Whether a worker can be destroyed while operations on closed endpoints are pending: from 1.17 on; 1.13 aborts.
+#: Whether a worker can be destroyed while operations on closed endpoints are pending: from 1.17 on
+#: (1.13 aborts). Unknown releases count as harmful.
 STUCK_OPERATIONS_ARE_HARMLESS = ucx.version >= (1, 17) and is_known(ucx.version)
 
 

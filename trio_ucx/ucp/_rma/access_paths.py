@@ -4,8 +4,8 @@ Theory
 ======
 
 Over TCP, and over shared memory for memory that the owner did not allocate, UCX does puts, gets and atomics by messages
-of its own. The owner's UCX ends the process when the peer dies while answers are in flight. So two trio_ucx peers avoid
-them:
+of its own. The owner's UCX ends the process when the peer dies while answers are in flight. Two trio_ucx peers
+therefore avoid them:
 
 * Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and atomics are
   the CPU's instructions (``rma/mapped.c``).
@@ -118,15 +118,15 @@ def _end_of_shared_mapping(address: int) -> int:
 async def connect(core: EndpointCore, owner: Scope) -> None:
     """Waits until the endpoint is up. No checkpoint if it is known to be.
 
+    A remote key that is unpacked before an endpoint by socket address is up makes UCX 1.22 crash: UCX adapts the key to
+    the new lanes, and the connection manager's has no interface (ucp_ep_reconfig_internal).
+
     Args:
         owner: what the wait belongs to.
 
     Raises:
-        trio.ClosedResourceError, trio.BrokenResourceError: the endpoint, or the owner, has ended; marked as the
-            owner's loss.
-
-    On endpoints by socket address, a remote key that was unpacked before that makes UCX 1.22 crash: it adapts the key
-        to the new lanes, of which the connection manager's has no interface (ucp_ep_reconfig_internal).
+        trio.ClosedResourceError, trio.BrokenResourceError: the endpoint, or the owner, has ended. The error has the
+            owner's origin.
     """
     if not core.connected:
         operation = post_flush(core, owner)
