@@ -9,8 +9,10 @@ import select
 import signal
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -30,6 +32,8 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp._process import start_time, this_process
 
 #: UCX's own interval is 20 seconds.
 SOON = 5.0
@@ -343,6 +347,31 @@ async def test_peer_is_killed_before_its_memory_is_attached() -> None:
             await trio.sleep(0.02)
         await endpoint.tag_send(b"y", 1)
         await other.tag_receive(bytearray(1), 1)
+
+
+async def test_watches_of_one_process(worker: ucp.Worker) -> None:
+    """Each is called once when the process ends, unless it was forgotten, also by another one that is called."""
+    watches, called = internals(worker).peer_processes, list[str]()
+    child = await trio.lowlevel.open_process(["sleep", "60"])
+    process = attrs.evolve(this_process(), pid=child.pid, start=start_time(child.pid))
+    try:
+
+        def first_to_end(name: str, other: str) -> None:
+            called.append(name)
+            watches.forget(process, other)
+
+        for name, other in (("a", "b"), ("b", "a")):
+            assert watches.watch(process, name, partial(first_to_end, name, other))
+        assert watches.watch(process, "c", partial(called.append, "c"))
+        assert watches.watch(process, "d", partial(called.append, "d"))
+        watches.forget(process, "d")
+    finally:
+        child.kill()
+        await child.wait()
+    await until(lambda: len(called) >= 2)
+    await trio.testing.wait_all_tasks_blocked()
+    assert sorted(called) in (["a", "c"], ["b", "c"])
+    assert "pidfd" not in live_handles()
 
 
 def mapped() -> set[str]:

@@ -218,6 +218,46 @@ async def test_endpoint_ends_with_its_connection(worker: ucp.Worker, transports:
             each.abort()
 
 
+@pytest.mark.parametrize("how", ["abort", "aclose", "force"])
+async def test_ending_the_endpoint_of_a_broken_connection(worker: ucp.Worker, transports: str, how: str) -> None:
+    """It has no effect: what has arrived can be received, and the Connection must still be closed."""
+    async with open_two(transports) as (_, listener):
+        connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
+        peer = await listener.accept()
+        await peer.send(b"the last")
+        peer.abort()
+        with trio.fail_after(15):
+            await connection.wait_closed()
+        endpoint = connection.endpoint
+        if how == "abort":
+            endpoint.abort()
+        else:
+            await endpoint.aclose(ucp.CloseMode.FORCE if how == "force" else ucp.CloseMode.FLUSH)
+        assert await connection.receive() == b"the last"
+        await connection.aclose()
+
+
+async def test_refused_operations_do_not_hide_a_loss(transports: str) -> None:
+    """A refusal says nothing about the Connection: its close still raises that messages may be lost."""
+    config, features = {"TLS": transports}, ucp.DEFAULT_FEATURES | ucp.Feature.RMA
+    async with (
+        ucp.open_worker(config=config, features=features) as mine,
+        ucp.open_worker(config=config, features=features) as theirs,
+        open_pair(mine, theirs) as (connection, peer),
+    ):
+        memory = theirs.context.register(bytearray(200_000))
+        with connection.endpoint.attach(memory.descriptor) as remote:
+            memory.close()
+            with pytest.raises(ucp.UCXError, match="owner refused"):
+                await remote.get()
+        await connection.send(b"unread")
+        peer.abort()
+        with trio.fail_after(15):
+            await connection.wait_closed()
+        with pytest.raises(trio.BrokenResourceError, match="may not have been delivered"):
+            await connection.aclose()
+
+
 async def test_remote_memory_and_chains_end_with_their_connection(transports: str) -> None:
     """Though another Connection goes on: puts that have not begun are not done any more, and a chain stops."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64

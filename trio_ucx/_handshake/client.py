@@ -44,7 +44,7 @@ class Connector:
         self.exchange_options = exchange_options
         self.timeout = timeout
         #: What the client waits for, for the TimeoutError; "": messages over UCX.
-        self.stage = "the connection was not accepted"
+        self.stage = ""
         self._registry = registry
         self._options = options
         self._open_socket = open_socket
@@ -96,6 +96,7 @@ class Connector:
 
     async def _connect(self, isolate: bool) -> Link:
         handshake, options = self._handshake, self.exchange_options
+        self.stage = "the connection was not accepted"
         stream = ControlStream(await self._open_socket())
         exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)
         reason = ""

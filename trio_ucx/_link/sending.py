@@ -246,6 +246,8 @@ class Sending:
         try:
             data = wire.encode_frame(frame)
             verdict = self.transport.send_bytes(wire.CONTROL, data)
+            if verdict < 0:
+                raise share.error_of(verdict, "sending a message")
             if verdict:
                 try:
                     pins = Pinned(data)

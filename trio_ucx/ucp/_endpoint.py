@@ -436,6 +436,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         self._core.engine.run.check_thread()
         self._check_is_not_shared()
+        if self._is_of_connection:
+            return
         self._remember()
         self._scope.ending.begin_close()
         if self._core.engine.usable:
@@ -463,7 +465,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         check_mode(mode)
         self._core.engine.run.check_thread()
         self._check_is_not_shared()
-        if mode is CloseMode.FORCE:
+        if mode is CloseMode.FORCE or self._is_of_connection:
             self.abort()
             await trio.lowlevel.checkpoint()
         elif self.alive:
@@ -519,7 +521,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             return
         if self._is_of_connection:
             return
-        if self.alive:
+        scope = self._scope
+        if scope.ending.state is CloseState.OPEN and scope.handle is not None:
             dropped(self._core, f"unclosed {self!r}", self)
         elif self._core.stream_buffer is not None:
             self._core.engine.run.call_soon(self._core.close)  # it broke, and nobody can read any more what had arrived

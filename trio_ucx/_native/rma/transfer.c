@@ -130,6 +130,20 @@ static void dispose(tu_transfer_t *transfer)
     free(transfer);
 }
 
+/* Keeps a refused transfer until a flush reports it; not the oldest of many, whose scopes may have ended. */
+static void keep_refused(tu_transfers_t *transfers, tu_transfer_t *transfer)
+{
+    tu_transfer_t *oldest;
+
+    tu_list_append(&transfers->refused, &transfer->link);
+    if (++transfers->refusals > TU_MOST_REFUSALS) {
+        oldest = TU_LIST_FIRST(&transfers->refused, tu_transfer_t, link);
+        tu_list_remove(&oldest->link);
+        transfers->refusals--;
+        dispose(oldest);
+    }
+}
+
 /* The refused transfer of a scope; NULL: there is none. */
 static tu_transfer_t *find_refused(tu_transfers_t *transfers, uint64_t scope)
 {
@@ -176,7 +190,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
         transfer->status = status;
     }
     if (refused && find_refused(tu_transfers_of(endpoint), transfer->scope) == NULL) {
-        tu_list_append(&tu_transfers_of(endpoint)->refused, &transfer->link); /* until a flush reports it */
+        keep_refused(tu_transfers_of(endpoint), transfer);
     } else if (!transfer->sending && !transfer->receiving) {
         if (transfer->done != NULL) {
             tu_transfer_tell(transfer, transfer->status);
@@ -488,6 +502,7 @@ int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope)
     }
     status = refused->status;
     tu_list_remove(&refused->link);
+    transfers->refusals--;
     dispose(refused);
     return status;
 }

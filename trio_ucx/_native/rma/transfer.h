@@ -17,6 +17,7 @@
 
 /* Requests of one endpoint in flight, at most. */
 #define TU_REMOTE_WINDOW 64
+#define TU_MOST_REFUSALS 256 /* that are kept for a flush to report */
 
 /* The heads of the active messages, as they go over the wire. */
 typedef struct tu_remote_request {
@@ -87,6 +88,7 @@ struct tu_transfer {
 typedef struct tu_transfers {
     tu_list_t list;
     tu_list_t refused;         /* transfers that had completed before their owner refused them; one of each scope */
+    unsigned refusals;         /* how many those are */
     tu_transfer_t *waiting;    /* the first one that has not begun */
     unsigned begun;            /* requests that the owner has not answered */
     bool fence;                /* the next transfer waits for all before it */

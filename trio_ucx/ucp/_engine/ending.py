@@ -53,6 +53,11 @@ class Ending:
         self.state = CloseState.CLOSING
         return True
 
+    def note(self, error: Exception) -> None:
+        """An operation of the user's raises this error. Other errors than a broken connection do not count."""
+        if isinstance(error, trio.BrokenResourceError):
+            self.reported = True
+
     def broken(self, label: str, origin: object = None) -> trio.BrokenResourceError | None:
         """The exception for using it although it has failed; None if it has not.
 

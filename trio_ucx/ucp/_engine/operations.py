@@ -81,7 +81,7 @@ class Operation(Pending):
     def fail(self, error: Exception) -> None:
         """Finishes with an error. Its scope records whether a task gets that error."""
         if self.scope is not None and self.outcome is None and (self.awaited or self.notify is not None):
-            self.scope.ending.reported = True
+            self.scope.ending.note(error)
         self.finish(Error(error))
 
     def value(self, length: int, tag: int) -> Any:
@@ -333,10 +333,11 @@ class Scope:
             over: the endpoint that is to be used, if that may be the one beside its own.
         """
         problem = self.problem()
-        if problem is None and over is not None:
-            problem = over.problem(self.ending.origin)
         if problem is not None:
             self.ending.reported = True
+        elif over is not None:
+            problem = over.problem(self.ending.origin)
+        if problem is not None:
             raise problem
 
     def fail(self, error: UCXError) -> None:

@@ -84,10 +84,10 @@ class PeerProcesses:
             await trio.lowlevel.wait_readable(watch.fd)
         except trio.ClosedResourceError:
             return
-        if watch.fd >= 0:
+        while watch.callbacks and not self._closed:
+            contained(watch.callbacks.popitem()[1])  # which may forget others
+        if self._watches.get(process) is watch:
             self._close(process)
-            for ended in list(watch.callbacks.values()):
-                contained(ended)
 
     def _close(self, process: Process) -> None:
         watch = self._watches.pop(process)

@@ -91,8 +91,9 @@ def pending_operation(
     if verdict < 0:
         if core is None:
             raise error_from_status(verdict, doing)
-        core.ending.reported = True
-        raise core.error_of(verdict, doing)
+        error = core.error_of(verdict, doing)
+        core.ending.note(error)
+        raise error
     return None
 
 

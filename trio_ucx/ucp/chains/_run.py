@@ -251,8 +251,9 @@ class Target:
 
     def error(self, status: int, doing: str) -> Exception:
         refused, scope = refusal(status, doing), self.scope
-        scope.ending.reported = True
-        return refused if refused is not None and scope.problem() is None else scope.error_of(status, doing)
+        error = refused if refused is not None and scope.problem() is None else scope.error_of(status, doing)
+        scope.ending.note(error)
+        return error
 
 
 class Run(Operation):
