@@ -224,6 +224,9 @@ async def _sent_and_received(
 
 # ---- an exception anywhere ----
 
+#: UCX's own puts write to it without asking its owner, also when a fault has closed the memory meanwhile.
+WORD = bytearray(8)
+
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
     *("_batch", "_byte_stream", "_close_handshake", "_credit", "_tag_queue", "_wire"),
@@ -435,7 +438,7 @@ async def raw_operations(worker: ucp.Worker) -> None:
             chain.put(remote, b"data", offset=64, when=got.u64(0) == 10)
             await chain.run()
             chain.close()
-        with worker.context.register(bytearray(8)) as memory, client.attach(for_ucx(memory.descriptor)) as remote:
+        with worker.context.register(WORD) as memory, client.attach(for_ucx(memory.descriptor)) as remote:
             await remote.put(bytes(8))
             await remote.get()
 
