@@ -126,6 +126,7 @@ static void unlink_endpoint(tu_endpoint_t *endpoint)
     TU_LIST_FOR_EACH(extension, &endpoint->worker->extensions, link) {
         extension->endpoint_closing(endpoint);
     }
+    tu_long_endpoint_closing(endpoint);
     endpoint->ep = NULL;
     tu_list_remove(&endpoint->link);
 }

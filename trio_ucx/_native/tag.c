@@ -97,9 +97,13 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
 {
     tu_post_t post;
     ucp_tag_recv_info_t info;
-    int64_t verdict = begin_receive(&post, worker, buffers, &info);
+    int64_t verdict;
     ucs_status_ptr_t answer;
 
+    if (message & TU_IS_LONG) {
+        return tu_long_receive(worker, message, buffers);
+    }
+    verdict = begin_receive(&post, worker, buffers, &info);
     if (verdict != 0) {
         return verdict;
     }
