@@ -207,17 +207,38 @@ static void post_piece(tu_long_t *message)
     answered(message, ucp_tag_send_nbx(message->endpoint->ep, address, count, message->tag, &param));
 }
 
+static bool lacks_pieces(const tu_long_t *message)
+{
+    return message->reached < message->length && message->begun < TU_PIECES_AHEAD;
+}
+
 static void post_pieces(tu_long_t *message)
 {
-    if (message->busy) {
-        return;
-    }
+    tu_list_remove(&message->link);
+    tu_list_append(&message->worker->long_sent, &message->link);
     message->busy = true;
-    while (message->status == UCS_OK && message->reached < message->length && message->begun < TU_PIECES_AHEAD) {
+    while (message->status == UCS_OK && lacks_pieces(message)) {
         post_piece(message);
     }
     message->busy = false;
     end_if_over(message);
+}
+
+/* Posts the pieces that are next, after a progress. Not in a callback: there UCX may send a message before others that
+ * were posted earlier and wait for room (uct_mm_ep_process_pending updates cached_tail, by which a new message is sent
+ * at once). The receiver relies on the order. */
+static unsigned post_all(tu_hook_t *hook)
+{
+    tu_worker_t *worker = TU_ITEM(hook, tu_worker_t, long_hook);
+    unsigned moved      = 0;
+    tu_long_t *message;
+
+    tu_hook_remove(hook);
+    while ((message = TU_LIST_FIRST(&worker->long_sent, tu_long_t, link)) != NULL && lacks_pieces(message)) {
+        post_pieces(message);
+        moved++;
+    }
+    return moved;
 }
 
 static void piece_sent(void *request, ucs_status_t status, void *user_data)
@@ -227,13 +248,22 @@ static void piece_sent(void *request, ucs_status_t status, void *user_data)
     ucp_request_free(request);
     note(message, status);
     message->begun--;
-    post_pieces(message);
+    if (message->busy) {
+        return; /* who made it so posts the next ones */
+    }
+    if (message->status == UCS_OK && lacks_pieces(message)) {
+        tu_list_remove(&message->link);
+        tu_list_prepend(&message->worker->long_sent, &message->link); /* those that lack pieces come first */
+        tu_hook_add(message->worker, &message->worker->long_hook);
+    } else {
+        end_if_over(message);
+    }
 }
 
 static void give_up_sending(void *owner)
 {
     note(owner, UCS_ERR_CANCELED);
-    post_pieces(owner);
+    end_if_over(owner);
 }
 
 static void announce(tu_long_t *message, uint64_t tag)
@@ -281,8 +311,7 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
     }
     message->post.operation->cancel = give_up_sending;
     message->post.operation->owner  = message;
-    tu_list_append(&worker->long_sent, &message->link);
-    verdict = (int64_t)message->post.id;
+    verdict                         = (int64_t)message->post.id;
     post_pieces(message);
     return verdict;
 }
@@ -411,7 +440,14 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
     return verdict;
 }
 
-/* ---- the end ---- */
+/* ---- of a worker, and the end ---- */
+
+void tu_long_open(tu_worker_t *worker)
+{
+    tu_list_init(&worker->long_sent);
+    tu_list_init(&worker->long_received);
+    tu_hook_init(&worker->long_hook, post_all);
+}
 
 void tu_long_endpoint_closing(tu_endpoint_t *endpoint)
 {

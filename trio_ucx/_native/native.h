@@ -261,7 +261,8 @@ struct tu_worker {
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
     uint32_t long_count;       /* long messages that were sent */
-    tu_list_t long_sent;       /* that have not ended */
+    tu_list_t long_sent;       /* that have not ended; first those that lack pieces */
+    tu_hook_t long_hook;       /* in the list while there are such */
     tu_list_t long_received;   /* that were announced and have not ended */
     tu_long_t *long_spare;     /* for the next announcement; NULL: to be allocated */
 
@@ -333,6 +334,7 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 /* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
 #define TU_IS_LONG 1
 
+void tu_long_open(tu_worker_t *worker);
 bool tu_long_reserve(tu_worker_t *worker);
 void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
 void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length);

@@ -48,8 +48,7 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
     worker->loses_info      = !tu_ucx_has(1, 17);
     tu_list_init(&worker->hooks);
     tu_list_init(&worker->extensions);
-    tu_list_init(&worker->long_sent);
-    tu_list_init(&worker->long_received);
+    tu_long_open(worker);
     tu_list_init(&worker->endpoints);
     tu_list_init(&worker->closed);
     if (!tu_ring_create(worker)) {
