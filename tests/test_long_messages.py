@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def contiguous(size: int) -> tuple[Any, Callable[[], bytes], Callable[[bytes], N
 def listed(size: int) -> tuple[Any, Callable[[], bytes], Callable[[bytes], None]]:
     """Parts of very different lengths, which begin and end anywhere in the pieces."""
     cuts = [0, 3, 3, 100_000, 100_001, size // 2, size // 2 + 7, size]
-    parts = [bytearray(end - start) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [bytearray(end - start) for start, end in itertools.pairwise(cuts)]
 
     def fill(data: bytes) -> None:
         for part, start in zip(parts, cuts[:-1], strict=True):
@@ -204,7 +205,7 @@ async def test_abort_releases_buffers_while_others_use_the_endpoint(
 ) -> None:
     """Neither side waits for the rest of the message, and the other Connection of the endpoint goes on."""
     outgoing, incoming = bytearray(BIG), bytearray(BIG)
-    async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(worker, other) as (steady, steady_server):
+    async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(worker, other) as (steady, other_steady):
         for _ in range(5):
             async with open_pair(worker, other) as (client, server), trio.open_nursery() as nursery:
                 assert client.endpoint != steady.endpoint
@@ -222,7 +223,7 @@ async def test_abort_releases_buffers_while_others_use_the_endpoint(
                 assert_free(outgoing, incoming)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(steady.send, bytes(2 * LONG))
-                assert len(await steady_server.receive()) == 2 * LONG
+                assert len(await other_steady.receive()) == 2 * LONG
 
 
 async def test_close_does_not_wait_for_a_cancelled_one(worker: ucp.Worker) -> None:

@@ -5,6 +5,7 @@ Two workers in this process, without Trio; ``tu_test_refuse_memory`` makes alloc
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -237,7 +238,7 @@ def listed(data: bytearray) -> Kept:
     whole = ffi.from_buffer("char[]", data)
     cuts = [0, 5, len(data) // 2, len(data)]
     addresses = ffi.new("void *[]", [whole + start for start in cuts[:-1]])
-    lengths = ffi.new("size_t[]", [end - start for start, end in zip(cuts[:-1], cuts[1:], strict=True)])
+    lengths = ffi.new("size_t[]", [end - start for start, end in itertools.pairwise(cuts)])
     native = ffi.new("tu_buffers_t *", (3, addresses, lengths, lib.TU_MEMORY_HOST, ffi.NULL))
     return Kept(native, (whole, addresses, lengths))
 
