@@ -43,10 +43,10 @@ typedef struct tu_served tu_served_t;  /* memory that peers may get and put by m
 #define TU_PIECE_QUEUES 0xc0000000 /* these bits are set in the tag queues of pieces of long messages */
 #define TU_LONG 1048576        /* longer messages of Connections go in pieces */
 #define TU_PIECE 262144        /* the longest piece */
-#define TU_PIECES_AHEAD 4      /* pieces of a message that its sender has posted and the receiver has not received */
+#define TU_PIECES_AHEAD 6      /* the most pieces of a message that its sender has posted and that are not received */
 
 /* Nanoseconds for which progress, and sequences, may go on in one call from Python: other tasks wait meanwhile. */
-#define TU_SLICE 500000
+#define TU_SLICE 300000
 
 typedef struct tu_record {
     uint64_t kind;

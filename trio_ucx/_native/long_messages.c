@@ -15,6 +15,11 @@
 #include "little_endian.h"
 #include "native.h"
 
+/* Pieces that are posted at once while other messages come and go, which wait behind them; and for how many pieces after
+ * the last such message. */
+#define FEW_AHEAD 2
+#define FEW_FOR 64
+
 struct tu_long {
     tu_list_t link;            /* in the worker's lists: on their way out; announced; being received */
     tu_worker_t *worker;
@@ -24,6 +29,8 @@ struct tu_long {
     size_t piece;              /* length of each piece but the last */
     size_t reached;            /* up to here pieces were posted, or have arrived */
     unsigned begun;            /* pieces that UCX works on; the announcement counts as one */
+    uint64_t others;           /* the worker's count of other messages when the last piece was posted */
+    unsigned few;              /* pieces that are still to go a few at once */
     bool busy;                 /* pieces are being given to UCX: those that end meanwhile change nothing else */
     ucs_status_t status;       /* of the first piece that failed, or why it was given up */
     tu_post_t post;            /* its operation and its whole buffer, once it is sent or received */
@@ -186,6 +193,22 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
+static bool lacks_pieces(const tu_long_t *message)
+{
+    return message->reached < message->length && message->begun < (message->few > 0 ? FEW_AHEAD : TU_PIECES_AHEAD);
+}
+
+/* Notes whether other messages have come or gone since the last piece. */
+static void look_at_others(tu_long_t *message)
+{
+    if (message->others != message->worker->others) {
+        message->others = message->worker->others;
+        message->few    = FEW_FOR;
+    } else if (message->few > 0) {
+        message->few--;
+    }
+}
+
 static void piece_sent(void *request, ucs_status_t status, void *user_data);
 
 static void post_piece(tu_long_t *message)
@@ -200,16 +223,12 @@ static void post_piece(tu_long_t *message)
         note(message, status);
         return;
     }
+    look_at_others(message);
     param.cb.send     = piece_sent;
     param.user_data   = message;
     message->reached += length;
     message->begun++;
     answered(message, ucp_tag_send_nbx(message->endpoint->ep, address, count, message->tag, &param));
-}
-
-static bool lacks_pieces(const tu_long_t *message)
-{
-    return message->reached < message->length && message->begun < TU_PIECES_AHEAD;
 }
 
 static void post_pieces(tu_long_t *message)

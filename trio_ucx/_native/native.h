@@ -261,6 +261,7 @@ struct tu_worker {
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
 
     uint32_t long_count;       /* long messages that were sent */
+    uint64_t others;           /* other messages of Connections that were sent or have arrived */
     tu_list_t long_sent;       /* that have not ended; first those that lack pieces */
     tu_hook_t long_hook;       /* in the list while there are such */
     tu_list_t long_received;   /* that were announced and have not ended */

@@ -25,6 +25,7 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     void *addresses[1] = {(void *)(uintptr_t)address};
     tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length, .memory = memory};
 
+    endpoint->worker->others++;
     return tu_tag_send(endpoint, &one, tag, false);
 }
 

@@ -120,6 +120,7 @@ void tu_inbox_collect(tu_worker_t *worker)
             tu_long_piece_arrived(worker, message, info.sender_tag, info.length);
             continue;
         }
+        worker->others++;
         batch        = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
         announcement = (uint32_t)info.sender_tag == TU_LONG_QUEUE && info.length == TU_LONG_HEAD;
         if (!batch && info.length > worker->small) {
