@@ -271,6 +271,7 @@ class LongMessages:
 
     def receive(self, target: Kept) -> int:
         """Receives the first message that was announced."""
+        _KEPT.append(target)
         until(lambda: self.progress() or self.announced)
         handle = self.announced[0][5]
         received = ffi.new("tu_received_t *")
@@ -401,6 +402,24 @@ def test_given_up_between_two_pieces(long: LongMessages, who: str, begun: bool) 
     received = long.receive(buffers(again))
     assert long.end(sender, sent) == long.end(receiver, received) == Status.OK
     assert again == long.data
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 4))
+def test_one_of_two_is_given_up(long: LongMessages, moment: int) -> None:
+    """The other one arrives."""
+    sender, receiver = long.sender, long.receiver
+    targets = [bytearray(LENGTH), bytearray(LENGTH)]
+    sent = [long.send(FIRST), long.send(SECOND)]
+    received = [long.receive(buffers(target)) for target in targets]
+    for _ in range(moment):
+        lib.tu_worker_progress(sender.worker)
+        lib.tu_worker_progress(receiver.worker)
+    lib.tu_operation_cancel(sender.worker, sent[0])
+    assert long.end(sender, sent[0]) in (Status.OK, Status.CANCELED)
+    assert long.end(sender, sent[1]) == long.end(receiver, received[1]) == Status.OK
+    assert targets[1] == long.data
+    lib.tu_operation_cancel(receiver.worker, received[0])
+    assert long.end(receiver, received[0]) in (Status.OK, Status.CANCELED)
 
 
 def test_endpoint_closes_with_long_messages(long: LongMessages) -> None:

@@ -15,8 +15,8 @@
 #include "little_endian.h"
 #include "native.h"
 
-/* Pieces that are posted at once while other messages come and go, which wait behind them; and for how many pieces after
- * the last such message. */
+/* So many pieces are posted at once while other messages come and go, because these wait behind them; and this goes on
+ * for so many pieces after the last such message. */
 #define FEW_AHEAD 2
 #define FEW_FOR 64
 
@@ -40,7 +40,6 @@ struct tu_long {
     ucp_tag_message_h handles[TU_PIECES_AHEAD]; /* the first `held` are of pieces that wait for a receive */
 };
 
-/* Messages of up to TU_LONG bytes are none. */
 static size_t pieces_of(size_t length)
 {
     return (length + TU_PIECE - 1) / TU_PIECE;
@@ -250,10 +249,12 @@ static unsigned post_all(tu_hook_t *hook)
 {
     tu_worker_t *worker = TU_ITEM(hook, tu_worker_t, long_hook);
     unsigned moved      = 0;
+    tu_list_t ready;
     tu_long_t *message;
 
     tu_hook_remove(hook);
-    while ((message = TU_LIST_FIRST(&worker->long_sent, tu_long_t, link)) != NULL && lacks_pieces(message)) {
+    tu_list_move_all(&worker->long_ready, &ready);
+    while ((message = TU_LIST_FIRST(&ready, tu_long_t, link)) != NULL) {
         post_pieces(message);
         moved++;
     }
@@ -272,7 +273,7 @@ static void piece_sent(void *request, ucs_status_t status, void *user_data)
     }
     if (message->status == UCS_OK && lacks_pieces(message)) {
         tu_list_remove(&message->link);
-        tu_list_prepend(&message->worker->long_sent, &message->link); /* those that lack pieces come first */
+        tu_list_append(&message->worker->long_ready, &message->link);
         tu_hook_add(message->worker, &message->worker->long_hook);
     } else {
         end_if_over(message);
@@ -320,7 +321,7 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
     set_length(message, length);
     message->endpoint = endpoint;
     message->tag      = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);
-    message->busy  = true;
+    message->busy     = true;
     announce(message, tag);
     message->busy = false;
     if (message->status != UCS_OK && message->begun == 0) {
@@ -464,19 +465,26 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
 void tu_long_open(tu_worker_t *worker)
 {
     tu_list_init(&worker->long_sent);
+    tu_list_init(&worker->long_ready);
     tu_list_init(&worker->long_received);
     tu_hook_init(&worker->long_hook, post_all);
 }
 
-void tu_long_endpoint_closing(tu_endpoint_t *endpoint)
+static void give_up_all(tu_list_t *list, const tu_endpoint_t *endpoint)
 {
     tu_long_t *message, *after;
 
-    TU_LIST_FOR_EACH_SAFE(message, after, &endpoint->worker->long_sent, link) {
+    TU_LIST_FOR_EACH_SAFE(message, after, list, link) {
         if (message->endpoint == endpoint) {
             give_up_sending(message);
         }
     }
+}
+
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint)
+{
+    give_up_all(&endpoint->worker->long_sent, endpoint);
+    give_up_all(&endpoint->worker->long_ready, endpoint);
 }
 
 static void free_all(tu_list_t *list)
@@ -492,6 +500,7 @@ static void free_all(tu_list_t *list)
 void tu_long_worker_destroyed(tu_worker_t *worker)
 {
     free_all(&worker->long_sent);
+    free_all(&worker->long_ready);
     free_all(&worker->long_received);
     free(worker->long_spare);
 }

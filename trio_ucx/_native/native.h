@@ -262,8 +262,9 @@ struct tu_worker {
 
     uint32_t long_count;       /* long messages that were sent */
     uint64_t others;           /* other messages of Connections that were sent or have arrived */
-    tu_list_t long_sent;       /* that have not ended; first those that lack pieces */
-    tu_hook_t long_hook;       /* in the list while there are such */
+    tu_list_t long_sent;       /* that have not ended */
+    tu_list_t long_ready;      /* the same, which can go on with their next piece */
+    tu_hook_t long_hook;       /* in the list of hooks while there are such */
     tu_list_t long_received;   /* that were announced and have not ended */
     tu_long_t *long_spare;     /* for the next announcement; NULL: to be allocated */
 
