@@ -37,7 +37,7 @@ from trio_ucx.testing import live_handles
 
 #: The tags of a Connection's flow: its name, its messages.
 NAME, DATA = 0, 2
-#: Messages of one round of the flow "cycle", and seconds that opening and closing a connection may take there.
+#: Messages of one round of the flow "cycle", and seconds that each may take there: connecting, sending and closing.
 CYCLE_MESSAGES, CYCLE_TIMEOUT = 5, 4
 #: Kinds of flows on raw endpoints by worker address; the index is in the tag.
 RAW_KINDS = ("raw idle", "raw small", "raw large")
@@ -276,10 +276,14 @@ class Side:
                 async with trio_ucx.connect(
                     address, worker=worker, connect_timeout=CYCLE_TIMEOUT, close_timeout=CYCLE_TIMEOUT
                 ) as connection:
-                    await connection.send(b"cycle %d" % flow.sent, NAME)
-                    for number in range(CYCLE_MESSAGES):
-                        to = payload.Address("cycle", self.sends, number)
-                        await connection.send(payload.make(to, flow.sent, size_of("cycle", number * 10)), DATA)
+                    # Behind what other Connections send over the same endpoint, a send may wait until the peer is lost.
+                    with trio.move_on_after(CYCLE_TIMEOUT) as sending:
+                        await connection.send(b"cycle %d" % flow.sent, NAME)
+                        for number in range(CYCLE_MESSAGES):
+                            to = payload.Address("cycle", self.sends, number)
+                            await connection.send(payload.make(to, flow.sent, size_of("cycle", number * 10)), DATA)
+                    if sending.cancelled_caught:
+                        outcome = "the sends were cancelled"
             except (trio.BrokenResourceError, OSError) as error:
                 outcome = repr(error)
             self.cycles[flow.sent] = [outcome, start, time.monotonic()]

@@ -171,8 +171,8 @@ FINISH = 60.0
 PING = 1.0
 #: Seconds between the first and the last task of a flow that is told: a receiver first gets what has arrived.
 TOGETHER = 5.0
-#: Seconds for one round of the flow "cycle", whose timeouts are 4 seconds each.
-CYCLE = 8.0 + MARGIN
+#: Seconds for one round of the flow "cycle", whose three timeouts are 4 seconds each.
+CYCLE = 12.0 + MARGIN
 #: Seconds after a round was closed within which the far side's handler has taken its messages.
 TAKEN = 1.0
 DEFAULT, OFF = 20, 0
