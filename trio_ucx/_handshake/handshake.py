@@ -182,10 +182,6 @@ class Handshake:
         self._close_own_worker = lambda: owner._close_isolated(worker)
         self.registry = Registry.of(worker)
 
-    def move_to_suitable_worker(self) -> None:
-        """Moves to a worker that can have another connection. For the server, before it describes itself."""
-        self.registry = self.registry.suitable()
-
     def describe(self, shared_memory: SharedMemory) -> PeerDescription:
         """Returns the peer description that this side sends. From now on, messages for the connection come here."""
         sinks = self.registry.engine.tag_dispatch.sinks

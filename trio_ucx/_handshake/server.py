@@ -332,7 +332,10 @@ class Acceptor:
         client.has_place = True
         self._opening += 1
         self._check_room()
-        handshake.isolate() if options.isolate else handshake.move_to_suitable_worker()
+        if options.isolate:
+            handshake.isolate()
+        else:
+            handshake.registry = self.registry.suitable()
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
         exchange.welcome(description, handshake.standing())

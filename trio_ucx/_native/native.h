@@ -11,7 +11,7 @@
  * One thread uses a worker and everything that belongs to it. Python checks that; the C code does not. Only log.c and
  * what the headers of extensions name are shared by threads, and they have locks.
  *
- * Who owns what
+ * Ownership of memory
  *
  *   memory                      allocated by            freed by                       UCX may use it
  *   --------------------------  ----------------------  -----------------------------  --------------------------------

@@ -7,7 +7,7 @@
  *   report.c       tells Python what became of the requests
  *   crc32c.c       the checksum that expressions offer
  *
- * Who owns what:
+ * Ownership of memory:
  *
  *   memory                      allocated by            freed by                       UCX may use it
  *   --------------------------  ----------------------  -----------------------------  --------------------------------

@@ -9,7 +9,7 @@
  *
  * docs/wire.md describes the messages.
  *
- * The table of served memory in owner.c is shared by threads, and has a lock. Who owns what:
+ * The table of served memory in owner.c is shared by threads, and has a lock. Ownership of memory:
  *
  *   memory                      allocated by            freed by                       UCX may use it
  *   --------------------------  ----------------------  -----------------------------  --------------------------------

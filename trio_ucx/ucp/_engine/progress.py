@@ -93,6 +93,20 @@ def _waited() -> float:
     return perf_counter() - thread_time()
 
 
+async def wait_timer(engine: Engine, timer: int) -> bool:
+    """Waits until a timer of a worker's ends, and clears it. Returns False if the worker was closed."""
+    while engine.handle is not None:
+        try:
+            await trio.lowlevel.wait_readable(timer)
+        except trio.ClosedResourceError:
+            return False
+        if engine.handle is None:
+            return False  # the descriptor may be another's
+        if lib.tu_timer_ended(timer):  # else it was started again meanwhile, which must not be undone
+            return True
+    return False
+
+
 class SafetyNet:
     """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
 
@@ -125,15 +139,7 @@ class SafetyNet:
     async def run(self) -> None:
         engine = self._engine
         count = 0
-        while engine.handle is not None:
-            try:
-                await trio.lowlevel.wait_readable(self.timer)
-            except trio.ClosedResourceError:
-                return
-            if engine.handle is None:
-                return  # the descriptor may be another's
-            if not lib.tu_timer_ended(self.timer):
-                continue  # the timer was started again meanwhile
+        while await wait_timer(engine, self.timer):
             if self._interval == TIMER:
                 count = engine.progress_count
                 self._look_after(TIMER if engine.arming.timer_ended() else INTERVAL)

@@ -271,10 +271,11 @@ class DataPorts:
         if known is None:
             if len(self._known) >= MAX_PEERS:
                 self._known.clear()
-            known = self._known[host] = self._find_out_whether_it_keeps_out(host)
+            known = self._known[host] = self._compare(host)
         return known
 
-    def _find_out_whether_it_keeps_out(self, host: str) -> bool:
+    def _compare(self, host: str) -> bool:
+        """Computes what :meth:`_keeps_out` remembers."""
         address = ip_network(host)
         return any(port.family == family_of(host) for port in self._ports) and not any(
             network.version == address.version and address.subnet_of(network)  # type: ignore[arg-type]

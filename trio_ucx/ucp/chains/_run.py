@@ -16,6 +16,7 @@ from outcome import Error, Outcome, Value
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
+from .._engine.progress import wait_timer
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._quirks.descriptors import opened
@@ -325,16 +326,8 @@ class Timer:
         engine.run.spawn(self._run, f"trio_ucx chain timer (efd {engine.progress_task.efd})")
 
     async def _run(self) -> None:
-        engine = self._engine
-        while engine.handle is not None:
-            try:
-                await trio.lowlevel.wait_readable(self._fd)
-            except trio.ClosedResourceError:
-                return
-            if engine.handle is None:
-                return  # the descriptor may be another's
-            if lib.tu_timer_ended(self._fd):  # else C has started the timer again, which must not be undone
-                engine.progress()
+        while await wait_timer(self._engine, self._fd):
+            self._engine.progress()
 
     def _close(self) -> None:
         self._engine.teardown.at_end.pop(self._id, None)
