@@ -108,7 +108,7 @@ class SimulatedEngine:
     usable = True
     handle: Any = "worker"
     peer_is_hostile = False
-    context = SimpleNamespace(features=Feature.TAG)
+    context = SimpleNamespace(features=Feature.TAG, rendezvous_threshold=None)
 
     def __init__(self) -> None:
         self.tag_dispatch = SimulatedTagDispatch(self)
@@ -213,7 +213,7 @@ ABORT = "abort"
 
 
 class SimulatedTransport(Transport):
-    """UCX between two ends: the four calls of ``_link.transport``."""
+    """UCX between two ends: the calls of ``_link.transport``."""
 
     __slots__ = ("busy", "closing", "dying", "peer", "refuses", "refuses_receive", "threshold", "transfers", "wire")
     engine: Any
@@ -275,6 +275,10 @@ class SimulatedTransport(Transport):
             return moving.id
         write(pins, message.data)
         return 0
+
+    def give_up(self, id: int) -> None:
+        self.transfers = [moving for moving in self.transfers if moving.id != id]
+        self.dying.append(id)
 
     # ---- what happens ----
 

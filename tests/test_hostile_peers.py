@@ -93,15 +93,17 @@ BAD_FRAMES = {
     ),
     "batch of control frames": (wire.BATCH, wire.PACKED_HEAD.pack(wire.CONTROL, 1, 2) + b"\x02\x02"),
     "end of a reserved kind": (wire.CONTROL, b"\x06"),
-    "reserved queue": (wire.BATCH + 1, b"x"),
+    "reserved queue": (wire.LONG + 1, b"x"),
     "cut off batch": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 3) + bytes(20)),
     "no head of packed messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 1) + bytes(12)),
     "no packed messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 0)),
-    "batch for a reserved queue": (wire.BATCH, wire.PACKED_HEAD.pack(wire.BATCH + 1, 8, 1) + bytes(8)),
+    "batch for a reserved queue": (wire.BATCH, wire.PACKED_HEAD.pack(wire.LONG + 1, 8, 1) + bytes(8)),
     "batch in a batch": (wire.BATCH, wire.PACKED_HEAD.pack(wire.BATCH, 8, 1) + bytes(8)),
     "batch of noise for the library": (wire.BATCH, wire.PACKED_HEAD.pack(wire.CONTROL, 8, 1) + bytes(8)),
     "long batch": (wire.BATCH, bytes(wire.MAX_BATCH + 1)),
-    "last queue": (2**32 - 1, b"x"),
+    "last reserved queue": (wire.PIECES - 1, b"x"),
+    "announcement of another length": (wire.LONG, bytes(17)),
+    "announcement for a reserved queue": (wire.LONG, struct.pack("<IIQ", wire.CONTROL, wire.PIECES, 2**21)),
 }
 
 

@@ -5,6 +5,7 @@ Two workers in this process, without Trio; ``tu_test_refuse_memory`` makes alloc
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -225,6 +226,212 @@ def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]
         [record] = until(of_kind(receiver, lib.TU_RECORD_PACKED), sender, hostile)
         assert record[1:5] == (1, 0, 8, CLAIMED | 2)
         lib.tu_endpoint_free(hostile.endpoint)
+
+
+# ---- long messages ----
+
+LENGTH = 2 * lib.TU_LONG + 3
+FIRST, SECOND = CLAIMED | 1 << 32 | 1, CLAIMED | 1 << 32 | 2
+
+
+def listed(data: bytearray) -> Kept:
+    """A native list of three buffers; the C code describes the parts of each piece to UCX."""
+    whole = ffi.from_buffer("char[]", data)
+    cuts = [0, 5, len(data) // 2, len(data)]
+    addresses = ffi.new("void *[]", [whole + start for start in cuts[:-1]])
+    lengths = ffi.new("size_t[]", [end - start for start, end in itertools.pairwise(cuts)])
+    native = ffi.new("tu_buffers_t *", (3, addresses, lengths, lib.TU_MEMORY_HOST, ffi.NULL))
+    return Kept(native, (whole, addresses, lengths))
+
+
+@pytest.fixture
+def long() -> Iterator[LongMessages]:
+    with ExitStack() as stack:
+        sender, receiver = Side(stack, RNDV_THRESH="64k"), Side(stack, RNDV_THRESH="64k")
+        sender.connect(receiver)
+        yield LongMessages(sender, receiver)
+        lib.tu_endpoint_free(sender.endpoint)
+    _KEPT.clear()
+
+
+class LongMessages:
+    """Sends long messages from one side to the other."""
+
+    def __init__(self, sender: Side, receiver: Side) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.data = bytearray(bytes(range(251)) * (LENGTH // 251 + 1))[:LENGTH]
+        self.announced: list[tuple[int, ...]] = []
+        self.ended: dict[tuple[Side, int], int] = {}
+        lib.tu_worker_claim_messages(receiver.worker, CLAIMED, lib.TU_SMALL_MESSAGE)
+
+    def send(self, tag: int, data: Kept | None = None) -> int:
+        data = data or buffers(self.data)
+        _KEPT.append(data)
+        verdict: int = lib.tu_long_send(self.sender.endpoint, data.native, LENGTH, tag)
+        return verdict
+
+    def receive(self, target: Kept) -> int:
+        """Receives the first message that was announced."""
+        _KEPT.append(target)
+        until(lambda: self.progress() or self.announced)
+        handle = self.announced[0][5]
+        received = ffi.new("tu_received_t *")
+        verdict: int = lib.tu_message_receive(self.receiver.worker, handle, target.native, received)
+        if verdict != Status.NO_MEMORY:
+            del self.announced[0]
+        return verdict
+
+    def progress(self) -> None:
+        for side in (self.sender, self.receiver):
+            for record in side.progress():
+                if record[0] == lib.TU_RECORD_MESSAGE:
+                    self.announced.append(record)
+                else:
+                    assert record[0] == lib.TU_RECORD_OPERATION
+                    self.ended[side, record[1]] = -record[2]
+
+    def end(self, side: Side, operation: int) -> int:
+        """Waits for the end of an operation, and returns its status."""
+        assert operation > 0
+        until(lambda: self.progress() or (side, operation) in self.ended)
+        return self.ended.pop((side, operation))
+
+    def drop_rest(self) -> None:
+        assert self.receive(buffers(b"")) == Status.OK
+
+
+def test_long_message_is_announced_when_memory_is_back(long: LongMessages) -> None:
+    """There is memory for one announcement; the next one stays with UCX, which does not tell of it again."""
+    sender, receiver = long.sender, long.receiver
+    receiver.progress()
+    sent = [long.send(FIRST), long.send(SECOND)]
+    with few_allocations():
+        until(lambda: long.progress() or long.announced)
+        assert len(long.announced) == 1
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            sender.progress()
+            assert receiver.progress(arm=True) == []
+            assert receiver.armed[0] != lib.TU_ARMED
+    for tag, operation in zip((FIRST, SECOND), sent, strict=True):
+        until(lambda: long.progress() or long.announced)
+        assert long.announced[0][3:5] == (LENGTH, tag)
+        target = bytearray(LENGTH)
+        received = long.receive(buffers(target))
+        assert long.end(receiver, received) == long.end(sender, operation) == Status.OK
+        assert target == long.data
+
+
+def test_long_message_is_received_when_memory_is_back(long: LongMessages) -> None:
+    sender, receiver = long.sender, long.receiver
+    sent, target = long.send(FIRST), bytearray(LENGTH)
+    until(lambda: long.progress() or long.announced)
+    posted = receiver.fill()
+    with few_allocations():
+        assert long.receive(buffers(target)) == Status.NO_MEMORY
+    received = long.receive(buffers(target))
+    assert long.end(receiver, received) == long.end(sender, sent) == Status.OK
+    assert target == long.data
+    receiver.cancel(posted)
+
+
+def test_sender_runs_out_of_memory(long: LongMessages) -> None:
+    """At first nothing is sent; with more memory some pieces are, and the operation fails."""
+    sender, receiver = long.sender, long.receiver
+    statuses = []
+    for allocations in range(20):
+        with few_allocations(allocations):
+            sent = long.send(FIRST, listed(long.data))
+        if sent < 0:
+            statuses.append(sent)
+            continue
+        target = bytearray(LENGTH)
+        received = long.receive(buffers(target))
+        with few_allocations(0 if allocations < 12 else -1):
+            statuses.append(long.end(sender, sent))
+        if statuses[-1] == Status.OK:
+            assert long.end(receiver, received) == Status.OK
+            assert target == long.data
+        else:
+            lib.tu_operation_cancel(receiver.worker, received)
+            assert long.end(receiver, received) == Status.CANCELED
+    assert set(statuses) == {Status.NO_MEMORY, Status.OK}
+
+
+def test_receiver_runs_out_of_memory(long: LongMessages) -> None:
+    """The sender is rid of the message all the same."""
+    sender, receiver = long.sender, long.receiver
+    statuses = []
+    for allocations in range(20):
+        sent, target = long.send(FIRST), bytearray(LENGTH)
+        until(lambda: long.progress() or long.announced)
+        lib.tu_worker_reserve_scratch(receiver.worker)
+        with few_allocations(allocations):
+            received = long.receive(listed(target))
+            if received > 0:
+                statuses.append(long.end(receiver, received))
+        if received < 0:
+            statuses.append(received)
+            long.drop_rest()
+        assert long.end(sender, sent) == Status.OK
+        assert statuses[-1] != Status.OK or target == long.data
+    assert set(statuses) == {Status.NO_MEMORY, Status.OK}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_given_up_between_two_pieces(long: LongMessages, who: str, begun: bool) -> None:
+    """The operation ends with the pieces that UCX works on, and both workers are then rid of the message."""
+    sender, receiver = long.sender, long.receiver
+    sent, target = long.send(FIRST), bytearray(LENGTH)
+    until(lambda: long.progress() or long.announced)
+    if who == "receiver":
+        received = long.receive(buffers(target))
+        if begun:
+            lib.tu_worker_progress(receiver.worker)
+        lib.tu_operation_cancel(receiver.worker, received)
+        assert long.end(receiver, received) == Status.CANCELED
+        assert long.end(sender, sent) == Status.OK, "nobody wants the rest, which is no concern of the sender's"
+    else:
+        lib.tu_operation_cancel(sender.worker, sent)
+        received = long.receive(buffers(target))
+        assert long.end(sender, sent) == Status.CANCELED, "it has no pieces at UCX any more"
+        lib.tu_operation_cancel(receiver.worker, received)
+        assert long.end(receiver, received) == Status.CANCELED
+    again = bytearray(LENGTH)
+    sent = long.send(SECOND)
+    received = long.receive(buffers(again))
+    assert long.end(sender, sent) == long.end(receiver, received) == Status.OK
+    assert again == long.data
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 4))
+def test_one_of_two_is_given_up(long: LongMessages, moment: int) -> None:
+    """The other one arrives."""
+    sender, receiver = long.sender, long.receiver
+    targets = [bytearray(LENGTH), bytearray(LENGTH)]
+    sent = [long.send(FIRST), long.send(SECOND)]
+    received = [long.receive(buffers(target)) for target in targets]
+    for _ in range(moment):
+        lib.tu_worker_progress(sender.worker)
+        lib.tu_worker_progress(receiver.worker)
+    lib.tu_operation_cancel(sender.worker, sent[0])
+    assert long.end(sender, sent[0]) in (Status.OK, Status.CANCELED)
+    assert long.end(sender, sent[1]) == long.end(receiver, received[1]) == Status.OK
+    assert targets[1] == long.data
+    lib.tu_operation_cancel(receiver.worker, received[0])
+    assert long.end(receiver, received[0]) in (Status.OK, Status.CANCELED)
+
+
+def test_endpoint_closes_with_long_messages(long: LongMessages) -> None:
+    sender = long.sender
+    sent = [long.send(FIRST), long.send(SECOND)]
+    until(lambda: long.progress() or len(long.announced) == 2)
+    closing = lib.tu_endpoint_close(sender.endpoint, lib.TU_CLOSE_EXACT)
+    assert closing == Status.OK or long.end(sender, closing) == Status.OK
+    assert [long.end(sender, each) for each in sent] == [Status.CANCELED] * 2
+    long.drop_rest()
+    long.drop_rest()
 
 
 # ---- remote memory ----

@@ -25,6 +25,7 @@ class Mover:
         self.moving: list[tuple[Message, Receive | None]] = []
         self.consumed_ones: list[Message] = []
         self.discarded: list[Message] = []
+        self.given_up: list[Message] = []
         self.detached_receives: set[Receive] = set()
 
     def forget_idle(self, queue: TagQueue) -> None:
@@ -59,6 +60,9 @@ class Mover:
 
     def discard(self, message: Message) -> None:
         self.discarded.append(message)
+
+    def give_up(self, message: Message) -> None:
+        self.given_up.append(message)
 
     def detached(self, receive: Receive, detached: bool) -> None:
         (self.detached_receives.add if detached else self.detached_receives.remove)(receive)

@@ -45,6 +45,7 @@ class Message:
         self.queue = queue
         #: Whether UCX is known to have the whole message.
         self.whole = False
+        #: UCX's handle while it is HELD, the id of the operation while it is MOVING.
         self.handle = handle
         self.length = length
         self.state = State.HELD
@@ -132,6 +133,9 @@ class Mover(Protocol):
 
     def discard(self, message: Message) -> None:
         """Nobody wants a HELD message."""
+
+    def give_up(self, message: Message) -> None:
+        """Nobody will get a MOVING message: the rest of it need not arrive. Still calls ``TagQueue.moved`` later."""
 
     def detached(self, receive: Receive, detached: bool) -> None:
         """The buffer of a receive now belongs to the library, or no longer does."""
@@ -468,9 +472,14 @@ class TagQueue:
         self._drop(message)
 
     def _drop(self, message: Message) -> None:
+        self._let_go(message)
+        self.mover.consumed(message)
+
+    def _let_go(self, message: Message) -> None:
         if message.state is State.HELD:
             self.mover.discard(message)
-        self.mover.consumed(message)
+        elif message.state is State.MOVING:
+            self.mover.give_up(message)
 
     def _move(self, message: Message, receive: Receive) -> None:
         # A peer that dies may have written only part of a short message. A receive that waited for the rest would keep
@@ -592,5 +601,4 @@ class TagQueue:
             self.give_up(receive, error)
         messages, self.messages = self.messages, _NOTHING
         for message in messages:
-            if message.state is State.HELD:
-                self.mover.discard(message)
+            self._let_go(message)

@@ -2,11 +2,13 @@
 
 A connection begins with an exchange on the control socket (``_handshake/exchange.py``), in which each side chooses the
 id under which *it* wants to be written to. From then on everything over UCX is a tag message with the tag
-``id << 32 | queue``. Tag queues below 2**31 are the user's tags; of those above, three are in use:
+``id << 32 | queue``. Tag queues below 2**31 are the user's tags; of those above, some are in use:
 
     CONTROL   small frames: the greeting, credits, the close handshake
     STREAM    the byte stream; an empty message is its end
     BATCH     several small messages as one, taken apart before anything else looks at them
+    LONG      announcements of long messages, which are then as if the messages had arrived
+    PIECES    and above: pieces of long messages
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from typing import ClassVar
 import attrs
 
 MAGIC = b"trio_ucx"
-VERSION = 7
+VERSION = 8
 
 MAX_TAG = 2**31 - 1
 CONTROL = 2**31
 STREAM = 2**31 + 1
 BATCH = 2**31 + 2
+LONG = 2**31 + 3
+PIECES = 2**31 + 2**30
 
 #: The least window: a smaller one would hold hardly any message.
 MIN_WINDOW = 4096

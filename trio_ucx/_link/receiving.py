@@ -306,7 +306,7 @@ class Receiving:
             if memory is not None:
                 memory.release()
             raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
-        message.handle = 0
+        message.handle = max(verdict, 0)
         message.contents = contents
         message.state = State.READY if verdict == 0 else State.MOVING
         if verdict > 0:
@@ -325,6 +325,8 @@ class Receiving:
     def transfer_ended(self, message: Message, status: int) -> None:
         """UCX has finished writing a message to memory, or will not."""
         error: Exception | None = None
+        if status == Status.NO_MEMORY:
+            self.share.fail(UCXError(status, "receiving the next piece of a message"))  # the peer sends it once only
         if status != Status.OK:
             error = self.share.problem() or error_from_status(status, "receiving a message", self.share.ending.origin)
         queue = message.queue
@@ -345,6 +347,10 @@ class Receiving:
     def discard(self, message: Message) -> None:
         """See :class:`_tag_queue.Mover`."""
         self.transport.discard(message.handle)
+
+    def give_up(self, message: Message) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        self.transport.give_up(message.handle)
 
     def detached(self, receive: Receive, detached: bool) -> None:
         """See :class:`_tag_queue.Mover`."""
@@ -385,6 +391,7 @@ class Receiving:
 
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
+        gives_up = problem is not None and self.transferring()
         for queue in list(self.queues.values()):
             if problem is None:
                 queue.drop_held()
@@ -392,6 +399,8 @@ class Receiving:
                 queue.lose(problem)
             self._end_unserved(queue)
             self.forget_idle(queue)
+        if gives_up:
+            self.engine.progress()
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
@@ -409,10 +418,13 @@ class Receiving:
 
     def close(self, error: Exception) -> None:
         """The connection is closed: drops all messages."""
+        gives_up = self.transferring()
         for queue in list(self.queues.values()):
             queue.close(error)
         self.queues.clear()
         self._awaited.clear()
+        if gives_up:
+            self.engine.progress()
 
 
 class PendingReceive(Pending):

@@ -393,6 +393,11 @@ class SendOperation(Operation):
         finally:
             self.finish(Error(error))
 
+    def complete(self, status: int, length: int, tag: int) -> None:
+        super().complete(status, length, tag)
+        if status == Status.NO_MEMORY:
+            self.sending.share.fail(UCXError(status, "sending the next piece of a message"))  # the peer waits for it
+
     def finish(self, result: Outcome[Any]) -> None:
         if self.id and self.outcome is None and isinstance(result, Error) and not self.cancelled:
             self.sending.send_failed(reported=self.awaited or self.notify is not None)

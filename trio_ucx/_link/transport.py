@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from .._native import lib
 from ..ucp._engine.share import Share
 from ..ucp._memory.buffers import Pinned
@@ -16,11 +18,14 @@ class Transport:
     flight, which needs the memory until its record arrives; less than 0, a status.
     """
 
-    __slots__ = ("_prefix", "engine", "share")
+    __slots__ = ("_longest", "_prefix", "engine", "share")
 
     def __init__(self, share: Share, peer_id: int) -> None:
         self.share = share
         self.engine = share.engine
+        threshold = share.engine.context.rendezvous_threshold or 0
+        #: The longest message that does not go in pieces. Pieces must stay with their sender until they are received.
+        self._longest = lib.TU_LONG if 0 < threshold <= lib.TU_PIECE // 2 else sys.maxsize
         #: What the tags of our messages have in common.
         self._prefix = peer_id << 32
 
@@ -31,6 +36,8 @@ class Transport:
 
     def send(self, queue: int, pins: Pinned) -> int:
         share = self.share
+        if pins.size > self._longest:
+            return lib.tu_long_send(share.handle, pins.native_list(), pins.size, self._prefix | queue)
         if pins.many is None:
             return lib.tu_tag_send_one(share.handle, pins.address, pins.size, pins.memory, self._prefix | queue)
         return lib.tu_tag_send(share.handle, pins.native_list(), self._prefix | queue, False)
@@ -49,3 +56,9 @@ class Transport:
         engine = self.engine
         if engine.handle is not None:
             engine.tag_dispatch.discard(handle)
+
+    def give_up(self, id: int) -> None:
+        """A message that is being received is not wanted any more. A long one ends with its next piece."""
+        engine = self.engine
+        if engine.handle is not None:
+            lib.tu_operation_cancel(engine.handle, id)

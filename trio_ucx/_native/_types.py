@@ -54,6 +54,11 @@ class Lib(Protocol):
     TU_BATCH_QUEUE: int
     TU_LONGEST_BATCH: int
     TU_GROUP_HEAD: int
+    TU_LONG_QUEUE: int
+    TU_PIECE_QUEUES: int
+    TU_LONG: int
+    TU_PIECE: int
+    TU_SLICE: int
     TU_ARENA: int
     TU_AM_COPIED: int
     TU_AM_BORROWED: int
@@ -183,6 +188,8 @@ class Lib(Protocol):
         self, worker: WorkerHandle, message: int, address: CData, length: int, memory: int, received: CData, /
     ) -> int: ...
     def tu_tag_probe(self, worker: WorkerHandle, tag: int, mask: int, remove: bool, received: CData, /) -> int: ...
+
+    def tu_long_send(self, endpoint: EndpointHandle, buffers: CData, length: int, tag: int, /) -> int: ...
 
     def tu_am_open(
         self,

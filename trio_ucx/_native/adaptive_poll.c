@@ -18,7 +18,7 @@
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
 #define MOST_PENALTY 10
 #define SLICE 1000000          /* one call takes no longer: Trio looks at deadlines and signals in between */
-#define ROUNDS 16              /* progress calls between two looks at the clock */
+#define ROUNDS 16              /* progress calls that find nothing, between two looks at the clock */
 
 static uint64_t least(uint64_t one, uint64_t other)
 {
@@ -110,6 +110,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
         for (round = 0; round < ROUNDS && worker->used == 0; round++) {
             if (tu_inbox_progress(worker) != 0) {
                 tu_inbox_collect(worker);
+                break; /* it may have taken long */
             }
         }
         time = tu_now();

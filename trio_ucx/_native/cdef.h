@@ -36,6 +36,15 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_BATCH_QUEUE 0x80000002 /* the tag queue of batches: several small messages sent as one (docs/wire.md) */
 #define TU_LONGEST_BATCH 4096
 #define TU_GROUP_HEAD 8        /* bytes before each group of a batch: queue (4), length of a message (2), number (2) */
+#define TU_LONG_QUEUE 0x80000003 /* the tag queue of announcements of long messages */
+#define TU_LONG_HEAD 16        /* bytes of such: queue (4), queue of the pieces (4), length of the message (8) */
+#define TU_PIECE_QUEUES 0xc0000000 /* these bits are set in the tag queues of pieces of long messages */
+#define TU_LONG 1048576        /* longer messages of Connections go in pieces */
+#define TU_PIECE 262144        /* the longest piece */
+#define TU_PIECES_AHEAD 6      /* the most pieces of a message that its sender has posted and that are not received */
+
+/* Nanoseconds for which progress, and sequences, may go on in one call from Python: other tasks wait meanwhile. */
+#define TU_SLICE 300000
 
 typedef struct tu_record {
     uint64_t kind;
@@ -273,6 +282,9 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
+
+/* long_messages.c */
+int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_t length, uint64_t tag);
 
 /* active_messages.c */
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,

@@ -40,6 +40,20 @@ static inline uint32_t tu_le32_load(const char *from)
     return le32toh(wire);
 }
 
+static inline void tu_le32_store(char *to, uint32_t number)
+{
+    uint32_t wire = htole32(number);
+
+    memcpy(to, &wire, sizeof(wire));
+}
+
+static inline void tu_le64_store(char *to, uint64_t number)
+{
+    uint64_t wire = htole64(number);
+
+    memcpy(to, &wire, sizeof(wire));
+}
+
 static inline uint64_t tu_le64_load(const char *from)
 {
     uint64_t wire;

@@ -22,6 +22,8 @@
  *                                                       kept it, scratch_received      message
  *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
  *   operation->described        tu_post_begin           when the operation is over     until the operation is over
+ *   tu_long_t, what describes   tu_long_send,           when the message is over; the  as the argument of callbacks;
+ *   its pieces                  tu_inbox_collect        rest by tu_worker_destroy      what describes pieces
  *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
  *                                                       is over
  *   tu_endpoint_t               tu_endpoint_connect,    tu_endpoint_free; without      as the argument of callbacks;
@@ -64,8 +66,6 @@
 /* Such a message counts as at least so many bytes. UCX has 256 spare buffers for messages in shared memory; when they
  * are used up it needs more memory, and where there is none, messages are lost (uct_mm_iface_process_recv). */
 #define TU_BUFFER 4096
-/* Nanoseconds for which sequences may go on in one call from Python. */
-#define TU_SLICE 500000
 
 /* Nanoseconds, of a clock that never goes back. */
 static inline uint64_t tu_now(void)
@@ -203,6 +203,8 @@ typedef struct tu_poll {
     unsigned penalty;          /* log2 of `skip` after the next series of misses */
 } tu_poll_t;
 
+typedef struct tu_long tu_long_t;
+
 struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
@@ -240,6 +242,14 @@ struct tu_worker {
     void *extensions[TU_EXTENSION_COUNT]; /* the state of each */
     uint64_t next_room;        /* when to look for full send buffers again, in nanoseconds: endpoint.c */
     uint64_t next_look;        /* the same for sockets to which UCX has more to write */
+
+    uint32_t long_count;       /* long messages that were sent */
+    uint64_t others;           /* other messages of Connections that were sent or have arrived */
+    tu_list_t long_sent;       /* that have not ended */
+    tu_list_t long_ready;      /* the same, which can go on with their next piece */
+    tu_hook_t long_hook;       /* in the list of hooks while there are such */
+    tu_list_t long_received;   /* that were announced and have not ended */
+    tu_long_t *long_spare;     /* for the next announcement; NULL: to be allocated */
 
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
@@ -303,6 +313,19 @@ void tu_inbox_collect(tu_worker_t *worker);
 unsigned tu_inbox_progress(tu_worker_t *worker);
 /* Whether UCX may have messages that were not collected because there was no memory. */
 bool tu_inbox_lacks_memory(const tu_worker_t *worker);
+
+/* ---- long messages (long_messages.c) ---- */
+
+/* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
+#define TU_IS_LONG 1
+
+void tu_long_open(tu_worker_t *worker);
+bool tu_long_reserve(tu_worker_t *worker);
+void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
+void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length);
+int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_t *buffers);
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint);
+void tu_long_worker_destroyed(tu_worker_t *worker);
 
 /* ---- hooks (worker.c) ---- */
 
@@ -374,6 +397,8 @@ void tu_stream_collect(tu_worker_t *worker);
 /* The datatype of which a strided array is posted as one element, at the address of its description. */
 ucs_status_t tu_strided_datatype(ucp_datatype_t *out);
 tu_strided_t *tu_strided_copy(const tu_strided_t *strided);
+/* A description of `length` bytes of the array from position `offset` on. */
+tu_strided_t *tu_strided_part(const tu_strided_t *strided, size_t offset, size_t length);
 
 /* ---- socket addresses (sockaddr.c) ---- */
 

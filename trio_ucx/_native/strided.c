@@ -21,7 +21,9 @@ typedef struct dimension {
 
 struct tu_strided {
     char *base;
-    size_t size;               /* of the message */
+    size_t size;               /* of the array */
+    size_t skip;               /* the message begins behind so many bytes of the array */
+    size_t length;             /* of the message */
     size_t block;
     size_t dimensions;         /* 0: one block, all of it */
     dimension_t dimension[];
@@ -70,7 +72,8 @@ int tu_strided_create(void *address, size_t item, size_t dimensions, const size_
             strided->dimensions++;
         }
     }
-    *out = strided;
+    strided->length = strided->size;
+    *out            = strided;
     return UCS_OK;
 }
 
@@ -80,6 +83,17 @@ tu_strided_t *tu_strided_copy(const tu_strided_t *strided)
     tu_strided_t *copy = tu_malloc(size);
 
     return copy == NULL ? NULL : memcpy(copy, strided, size);
+}
+
+tu_strided_t *tu_strided_part(const tu_strided_t *strided, size_t offset, size_t length)
+{
+    tu_strided_t *part = tu_strided_copy(strided);
+
+    if (part != NULL) {
+        part->skip   += offset;
+        part->length  = length;
+    }
+    return part;
 }
 
 /* ---- between the array and packed bytes ---- */
@@ -186,7 +200,7 @@ static void transfer(const tu_strided_t *strided, size_t offset, char *packed, s
 
 static size_t within(const tu_strided_t *strided, size_t offset, size_t length)
 {
-    size_t rest = offset < strided->size ? strided->size - offset : 0;
+    size_t rest = offset < strided->length ? strided->length - offset : 0;
 
     return length < rest ? length : rest;
 }
@@ -194,14 +208,14 @@ static size_t within(const tu_strided_t *strided, size_t offset, size_t length)
 size_t tu_strided_pack(const tu_strided_t *strided, size_t offset, void *out, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, out, length, true);
+    transfer(strided, strided->skip + offset, out, length, true);
     return length;
 }
 
 size_t tu_strided_unpack(const tu_strided_t *strided, size_t offset, const void *data, size_t length)
 {
     length = within(strided, offset, length);
-    transfer(strided, offset, (char *)(uintptr_t)data, length, false);
+    transfer(strided, strided->skip + offset, (char *)(uintptr_t)data, length, false);
     return length;
 }
 
@@ -223,7 +237,7 @@ static void *start_unpack(void *context, void *buffer, size_t count)
 
 static size_t packed_size(void *state)
 {
-    return ((const tu_strided_t *)state)->size;
+    return ((const tu_strided_t *)state)->length;
 }
 
 static size_t pack(void *state, size_t offset, void *out, size_t length)

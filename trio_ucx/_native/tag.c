@@ -25,6 +25,7 @@ int64_t tu_tag_send_one(tu_endpoint_t *endpoint, const void *address, size_t len
     void *addresses[1] = {(void *)(uintptr_t)address};
     tu_buffers_t one   = {.count = 1, .addresses = addresses, .lengths = &length, .memory = memory};
 
+    endpoint->worker->others++;
     return tu_tag_send(endpoint, &one, tag, false);
 }
 
@@ -97,9 +98,13 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
 {
     tu_post_t post;
     ucp_tag_recv_info_t info;
-    int64_t verdict = begin_receive(&post, worker, buffers, &info);
+    int64_t verdict;
     ucs_status_ptr_t answer;
 
+    if (message & TU_IS_LONG) {
+        return tu_long_receive(worker, message, buffers);
+    }
+    verdict = begin_receive(&post, worker, buffers, &info);
     if (verdict != 0) {
         return verdict;
     }

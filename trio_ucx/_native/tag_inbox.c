@@ -101,14 +101,13 @@ void tu_inbox_collect(tu_worker_t *worker)
     ucp_tag_recv_info_t info;
     ucp_tag_message_h message;
     ucs_status_t status;
-    bool batch;
+    bool batch, announcement;
 
     if (worker->used == 0) {
         worker->arena_used = 0;
     }
-    tu_worker_reserve_scratch(worker);
     worker->behind = false;
-    while (worker->claimed_bit != 0 && worker->scratch != NULL) {
+    while (worker->claimed_bit != 0 && tu_worker_reserve_scratch(worker)) {
         if (!has_room(worker)) {
             worker->behind = true;
             return;
@@ -117,7 +116,13 @@ void tu_inbox_collect(tu_worker_t *worker)
         if (message == NULL) {
             return;
         }
-        batch = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
+        if ((info.sender_tag & TU_PIECE_QUEUES) == TU_PIECE_QUEUES) {
+            tu_long_piece_arrived(worker, message, info.sender_tag, info.length);
+            continue;
+        }
+        worker->others++;
+        batch        = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
+        announcement = (uint32_t)info.sender_tag == TU_LONG_QUEUE && info.length == TU_LONG_HEAD;
         if (!batch && info.length > worker->small) {
             tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
                            (uint64_t)(uintptr_t)message);
@@ -127,19 +132,18 @@ void tu_inbox_collect(tu_worker_t *worker)
         status = receive_to_scratch(worker, message, info.length);
         if (status == UCS_OK && batch) {
             status = unpack_batch(worker, info.sender_tag, info.length);
+        } else if (status == UCS_OK && announcement) {
+            tu_long_announced(worker, info.sender_tag, worker->scratch);
         } else if (status == UCS_OK) {
             pack(worker, info.sender_tag, info.length, 1, worker->scratch);
         }
         if (status != UCS_OK) {
             tu_ring_append(worker, TU_RECORD_PACKED, 0, status, info.length, info.sender_tag, 0);
         }
-        if (worker->scratch == NULL) {
-            return; /* the next call allocates another one */
-        }
     }
 }
 
 bool tu_inbox_lacks_memory(const tu_worker_t *worker)
 {
-    return worker->claimed_bit != 0 && worker->scratch == NULL;
+    return worker->claimed_bit != 0 && (worker->scratch == NULL || worker->long_spare == NULL);
 }

@@ -4,7 +4,6 @@
 #include "native.h"
 
 #define BUSY_RETRIES 4
-#define PROGRESS_BUDGET 4096 /* calls of ucp_worker_progress in a row, so that a peer that floods the worker does not stop Python */
 
 #define TU_EXTENSION(folder) extern const tu_extension_t tu_extension_##folder;
 TU_EXTENSIONS
@@ -30,6 +29,7 @@ static void worker_free(tu_worker_t *worker)
         tu_list_remove(&endpoint->link);
         free(endpoint);
     }
+    tu_long_worker_destroyed(worker);
     free(worker->ring);
     free(worker->scratch);
     free(worker);
@@ -55,6 +55,7 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
     worker->knows_user_data = tu_ucx_has(1, 18);
     worker->loses_info      = !tu_ucx_has(1, 17);
     tu_list_init(&worker->hooks);
+    tu_long_open(worker);
     tu_list_init(&worker->endpoints);
     tu_list_init(&worker->closed);
     if (!tu_ring_create(worker)) {
@@ -170,13 +171,13 @@ void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t smal
     worker->small       = small;
 }
 
-/* Allocates the buffer for small messages. False: there is no memory. */
+/* Allocates what is needed to receive a small message. False: there is no memory. */
 bool tu_worker_reserve_scratch(tu_worker_t *worker)
 {
     if (worker->scratch == NULL) {
         worker->scratch = tu_malloc(TU_LONGEST_BATCH);
     }
-    return worker->scratch != NULL;
+    return worker->scratch != NULL && tu_long_reserve(worker);
 }
 
 /* Takes up to `max` records, from which adaptive polling learns that something arrived. */
@@ -276,14 +277,15 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
-/* Makes UCX progress until nothing moves, collects messages, and takes up to `max` records. Arms only when there are
- * none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be armed: call
- * again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or -1 if arming
- * failed. */
+/* Makes UCX progress until nothing moves, or for TU_SLICE, collects messages, and takes up to `max` records. Arms only
+ * when there are none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be
+ * armed: call again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or
+ * -1 if arming failed. */
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
-    int budget     = PROGRESS_BUDGET;
+    uint64_t end   = tu_now() + TU_SLICE;
     int retries    = BUSY_RETRIES;
+    bool in_time   = true;
     uint64_t steps = worker->background.steps;
     unsigned moved;
     size_t count;
@@ -294,11 +296,11 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
         do {
             moved = tu_inbox_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
-        } while (moved != 0 && --budget > 0 && !worker->behind && worker->used < max &&
+        } while (moved != 0 && (in_time = tu_now() < end) && !worker->behind && worker->used < max &&
                  worker->collected < TU_BATCH_BYTES &&
                  worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || budget <= 0 || worker->background.ready > 0 || worker->background.copies > 0 ||
+        if (count > 0 || !arm || !in_time || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {
             return (int)count;
         }

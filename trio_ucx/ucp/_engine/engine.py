@@ -34,6 +34,7 @@ import collections
 import os
 import threading
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, NoReturn
 
 import trio
@@ -64,6 +65,8 @@ _BATCH = 256
 _FIELDS = lib.TU_RECORD_FIELDS
 #: How often one call progresses and delivers, at most, before it lets other tasks run.
 _ROUNDS = 8
+#: Seconds after which they end: other tasks wait meanwhile.
+_SLICE = lib.TU_SLICE * 1e-9
 
 assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
 
@@ -191,10 +194,13 @@ class Engine:
             if self.batches.batches:
                 self.batches.send_all()
             records, words, armed = self._buffers
+            end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, armed)
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
+                    if perf_counter() > end:
+                        break
                 elif self.failures:
                     deliver_failures(self)
                 elif count < 0:
