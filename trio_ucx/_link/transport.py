@@ -25,7 +25,7 @@ class Transport:
         self.engine = share.engine
         threshold = share.engine.context.rendezvous_threshold or 0
         #: The longest message that does not go in pieces. Pieces must stay with their sender until they are received.
-        self._longest = lib.TU_LONG if 0 < threshold <= lib.TU_PIECE // 2 else sys.maxsize
+        self._longest = lib.TU_LONG if 0 < threshold <= lib.TU_LONGEST_THRESHOLD else sys.maxsize
         #: What the tags of our messages have in common.
         self._prefix = peer_id << 32
 

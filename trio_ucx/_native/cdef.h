@@ -40,11 +40,11 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_LONG_HEAD 16        /* bytes of such: queue (4), queue of the pieces (4), length of the message (8) */
 #define TU_PIECE_QUEUES 0xc0000000 /* these bits are set in the tag queues of pieces of long messages */
 #define TU_LONG 1048576        /* longer messages of Connections go in pieces */
-#define TU_PIECE 262144        /* the longest piece */
-#define TU_PIECES_AHEAD 6      /* the most pieces of a message that its sender has posted and that are not received */
+#define TU_LONGEST_THRESHOLD 65536 /* with a larger rendezvous threshold there are no pieces: they are not much longer */
+#define TU_FIRST_PIECES 2      /* pieces that are sent with the announcement; more follow when one has been received */
 
 /* Nanoseconds for which progress, and sequences, may go on in one call from Python: other tasks wait meanwhile. */
-#define TU_SLICE 300000
+#define TU_SLICE 100000
 
 typedef struct tu_record {
     uint64_t kind;

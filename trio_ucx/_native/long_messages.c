@@ -1,9 +1,9 @@
 /* Long messages of Connections: they go in pieces, each a tag message of its own. So no call to UCX moves much at once,
  * and other messages get between.
  *
- * The sender announces the message, and posts the first pieces; whenever UCX is done with one, it posts the next. The
- * data of a piece stays with the sender until the receiver asks for it, because pieces are long enough for UCX's
- * rendezvous.
+ * The sender announces the message, and posts its first pieces. The data of a piece stays with the sender until the
+ * receiver asks for it, because pieces are long enough for UCX's rendezvous. So when the first piece is done, the
+ * receiver is receiving the message, and the sender posts more pieces as earlier ones end: see tu_pace_t.
  *
  * To the receiver's Python the announcement is the message: it gets the usual record, and receives or drops what the
  * record names. Until then C keeps UCX's handles of the pieces that have arrived. After that it receives each piece when
@@ -15,35 +15,60 @@
 #include "little_endian.h"
 #include "native.h"
 
-/* So many pieces are posted at once while other messages come and go, because these wait behind them; and this goes on
- * for so many pieces after the last such message. */
-#define FEW_AHEAD 2
-#define FEW_FOR 64
+/* The most pieces of an endpoint that UCX has, not counting the first ones of each message. With a round trip of 10 ms
+ * they are enough for 0.8 GB/s. */
+#define MOST_UNDER_WAY 64
+/* The pieces: small ones, and few in queues on the path, while other messages come and go, which wait behind them;
+ * larger ones, which cost less, when none has for a while. Both are a little less than multiples of TCP_TX_SEG_SIZE
+ * (64k), so that what UCX adds to each segment does not make one more of them. */
+#define SMALL_PIECE (2 * 63488)
+#define LARGE_PIECE (8 * 63488)
+#define QUEUED 2
+#define A_WHILE 50000000 /* nanoseconds */
+/* No piece is shorter: UCX would send it at once. */
+#define LEAST_PIECE TU_LONGEST_THRESHOLD
+
+/* How an endpoint's long messages share it. */
+struct tu_pace {
+    tu_endpoint_t *endpoint;
+    tu_list_t ready;           /* messages of which another piece may be posted, in turn */
+    tu_list_t rest;            /* those of which UCX has all that it may have now */
+    tu_hook_t hook;            /* in the worker's list while pieces may be posted */
+    unsigned under_way;        /* pieces that UCX works on, without the first ones of each message */
+    unsigned window;           /* how many of them there may be */
+    uint64_t fastest;          /* nanoseconds that a piece took, at least */
+    size_t piece;              /* the length of the next pieces */
+    uint64_t others;           /* the worker's count of other messages when a piece ended, */
+    uint64_t changed;          /* and when that was last another one than before */
+};
+
+/* A piece that can be received. */
+typedef struct arrived {
+    ucp_tag_message_h handle;
+    size_t length;
+} arrived_t;
 
 struct tu_long {
-    tu_list_t link;            /* in the worker's lists: on their way out; announced; being received */
+    tu_list_t link;            /* in one of its pace's lists; or, of a worker, in long_received or long_cut */
     tu_worker_t *worker;
-    tu_endpoint_t *endpoint;   /* NULL unless it is on its way out */
+    tu_pace_t *pace;           /* of the endpoint that it goes to; NULL once that is closed */
     uint64_t tag;              /* of its pieces */
     size_t length;
-    size_t piece;              /* length of each piece but the last */
     size_t reached;            /* up to here pieces were posted, or have arrived */
     unsigned begun;            /* pieces that UCX works on; the announcement counts as one */
-    uint64_t others;           /* the worker's count of other messages when the last piece was posted */
-    unsigned few;              /* pieces that are still to go a few at once */
     bool busy;                 /* pieces are being given to UCX: those that end meanwhile change nothing else */
     ucs_status_t status;       /* of the first piece that failed, or why it was given up */
     tu_post_t post;            /* its operation and its whole buffer, once it is sent or received */
     void **described;          /* what UCX reads of the pieces of a list or a strided array; else NULL */
-    char head[TU_LONG_HEAD];   /* the announcement on its way out */
+    size_t parts;              /* how many of those there are */
+    /* Of a message on its way out: */
+    char head[TU_LONG_HEAD];   /* the announcement */
+    unsigned posted, sent;     /* pieces that were posted; with which UCX is done */
+    uint64_t times[MOST_UNDER_WAY + TU_FIRST_PIECES]; /* when piece n was posted: at n modulo the size */
+    /* Of a message that nobody receives yet: */
     unsigned held;
-    ucp_tag_message_h handles[TU_PIECES_AHEAD]; /* the first `held` are of pieces that wait for a receive */
+    arrived_t arrived[TU_FIRST_PIECES]; /* the first `held` are pieces that have arrived */
 };
-
-static size_t pieces_of(size_t length)
-{
-    return (length + TU_PIECE - 1) / TU_PIECE;
-}
 
 static tu_long_t *new_message(tu_worker_t *worker)
 {
@@ -54,14 +79,6 @@ static tu_long_t *new_message(tu_worker_t *worker)
         message->worker = worker;
     }
     return message;
-}
-
-static void set_length(tu_long_t *message, size_t length)
-{
-    size_t count = pieces_of(length);
-
-    message->length = length;
-    message->piece  = count == 0 ? 0 : (length + count - 1) / count;
 }
 
 static void thrown_away(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data)
@@ -90,9 +107,9 @@ static void dispose(tu_long_t *message)
     size_t i;
 
     for (i = 0; i < message->held; i++) {
-        throw_away(message->worker, message->handles[i]);
+        throw_away(message->worker, message->arrived[i].handle);
     }
-    for (i = 0; message->described != NULL && i < pieces_of(message->length); i++) {
+    for (i = 0; message->described != NULL && i < message->parts; i++) {
         free(message->described[i]);
     }
     free(message->described);
@@ -158,7 +175,7 @@ static ucs_status_t next_part(tu_long_t *message, size_t length, void **address,
         return UCS_OK;
     }
     if (message->described == NULL) {
-        message->described = tu_calloc(pieces_of(message->length), sizeof(void *));
+        message->described = tu_calloc(message->length / LEAST_PIECE, sizeof(void *));
         if (message->described == NULL) {
             return UCS_ERR_NO_MEMORY;
         }
@@ -169,16 +186,9 @@ static ucs_status_t next_part(tu_long_t *message, size_t length, void **address,
         part   = tu_strided_part(whole->address, message->reached, length);
         *count = 1;
     }
-    message->described[message->reached / message->piece] = part;
+    message->described[message->parts++] = part;
     *address                                               = part;
     return part == NULL ? UCS_ERR_NO_MEMORY : UCS_OK;
-}
-
-static size_t next_length(const tu_long_t *message)
-{
-    size_t rest = message->length - message->reached;
-
-    return rest < message->piece ? rest : message->piece;
 }
 
 /* What UCX answered when it was given a piece. */
@@ -192,73 +202,61 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
-static bool lacks_pieces(const tu_long_t *message)
+/* Adapts the window to the path, when a piece has ended. What it took longer than the fastest one, it has waited in
+ * queues, behind others. (TCP Vegas finds its window in this way.) */
+static void adapt(tu_pace_t *pace, uint64_t posted)
 {
-    return message->reached < message->length && message->begun < (message->few > 0 ? FEW_AHEAD : TU_PIECES_AHEAD);
-}
+    uint64_t now    = tu_now();
+    uint64_t took   = now - posted;
+    uint64_t others = pace->endpoint->worker->others;
+    size_t piece;
+    uint64_t waited;
 
-/* Notes whether other messages have come or gone since the last piece. */
-static void look_at_others(tu_long_t *message)
-{
-    if (message->others != message->worker->others) {
-        message->others = message->worker->others;
-        message->few    = FEW_FOR;
-    } else if (message->few > 0) {
-        message->few--;
+    if (pace->others != others) {
+        pace->others  = others;
+        pace->changed = now;
+    }
+    piece = now - pace->changed < A_WHILE ? SMALL_PIECE : LARGE_PIECE;
+    if (pace->piece != piece) {
+        pace->piece   = piece;
+        pace->fastest = took;
+    } else if (took < pace->fastest) {
+        pace->fastest = took;
+    }
+    waited = pace->window * (took - pace->fastest);
+    if (waited < QUEUED * took && pace->window < MOST_UNDER_WAY) {
+        pace->window++;
+    } else if (waited > (QUEUED + 1) * took && pace->window > 1) {
+        pace->window--;
     }
 }
 
-static void piece_sent(void *request, ucs_status_t status, void *user_data);
-
-static void post_piece(tu_long_t *message)
+static uint64_t *time_of(tu_long_t *message, unsigned piece)
 {
-    ucp_request_param_t param = message->post.param;
-    size_t length             = next_length(message);
-    size_t count;
-    void *address;
-    ucs_status_t status = next_part(message, length, &address, &count);
+    return &message->times[piece % (MOST_UNDER_WAY + TU_FIRST_PIECES)];
+}
 
-    if (status != UCS_OK) {
-        note(message, status);
+/* UCX is done with a piece. The first ones may have waited for a receive: they say nothing about the path. */
+static void piece_over(tu_long_t *message, ucs_status_t status)
+{
+    tu_pace_t *pace = message->pace;
+    unsigned piece  = message->sent++;
+
+    message->begun--;
+    note(message, status);
+    if (pace == NULL) {
         return;
     }
-    look_at_others(message);
-    param.cb.send     = piece_sent;
-    param.user_data   = message;
-    message->reached += length;
-    message->begun++;
-    answered(message, ucp_tag_send_nbx(message->endpoint->ep, address, count, message->tag, &param));
-}
-
-static void post_pieces(tu_long_t *message)
-{
-    tu_list_remove(&message->link);
-    tu_list_append(&message->worker->long_sent, &message->link);
-    message->busy = true;
-    while (message->status == UCS_OK && lacks_pieces(message)) {
-        post_piece(message);
+    if (piece >= TU_FIRST_PIECES) {
+        pace->under_way--;
+        if (status == UCS_OK && message->reached < message->length) {
+            adapt(pace, *time_of(message, piece));
+        }
+    } else if (piece == 0 && message->reached < message->length) {
+        tu_list_remove(&message->link);
+        tu_list_append(&pace->ready, &message->link);
     }
-    message->busy = false;
-    end_if_over(message);
-}
-
-/* Posts the pieces that are next, after a progress. Not in a callback: there UCX may send a message before others that
- * were posted earlier and wait for room (uct_mm_ep_process_pending updates cached_tail, by which a new message is sent
- * at once). The receiver relies on the order. */
-static unsigned post_all(tu_hook_t *hook)
-{
-    tu_worker_t *worker = TU_ITEM(hook, tu_worker_t, long_hook);
-    unsigned moved      = 0;
-    tu_list_t ready;
-    tu_long_t *message;
-
-    tu_hook_remove(hook);
-    tu_list_move_all(&worker->long_ready, &ready);
-    while ((message = TU_LIST_FIRST(&ready, tu_long_t, link)) != NULL) {
-        post_pieces(message);
-        moved++;
-    }
-    return moved;
+    tu_hook_add(message->worker, &pace->hook);
 }
 
 static void piece_sent(void *request, ucs_status_t status, void *user_data)
@@ -266,18 +264,64 @@ static void piece_sent(void *request, ucs_status_t status, void *user_data)
     tu_long_t *message = user_data;
 
     ucp_request_free(request);
-    note(message, status);
-    message->begun--;
-    if (message->busy) {
-        return; /* who made it so posts the next ones */
+    piece_over(message, status);
+    end_if_over(message);
+}
+
+static void post_piece(tu_long_t *message)
+{
+    ucp_request_param_t param = message->post.param;
+    size_t rest               = message->length - message->reached;
+    size_t length             = rest < message->pace->piece + LEAST_PIECE ? rest : message->pace->piece;
+    size_t count;
+    void *address;
+    ucs_status_ptr_t answer;
+    ucs_status_t status = next_part(message, length, &address, &count);
+
+    if (status != UCS_OK) {
+        note(message, status);
+        return;
     }
-    if (message->status == UCS_OK && lacks_pieces(message)) {
+    param.cb.send     = piece_sent;
+    param.user_data   = message;
+    message->reached += length;
+    message->begun++;
+    if (message->posted >= TU_FIRST_PIECES) {
+        message->pace->under_way++;
+    }
+    *time_of(message, message->posted++) = tu_now();
+    answer = ucp_tag_send_nbx(message->pace->endpoint->ep, address, count, message->tag, &param);
+    if (!UCS_PTR_IS_PTR(answer)) { /* else its callback comes, or has come already */
+        piece_over(message, UCS_PTR_RAW_STATUS(answer));
+    }
+}
+
+/* Posts the pieces that are next, of each message in turn, after a progress. Not in a callback: there UCX may send a
+ * message before others that were posted earlier and wait for room (uct_mm_ep_process_pending updates cached_tail, by
+ * which a new message is sent at once). The receiver relies on the order. */
+static unsigned post_next(tu_hook_t *hook)
+{
+    tu_pace_t *pace = TU_ITEM(hook, tu_pace_t, hook);
+    unsigned moved  = 0;
+    tu_long_t *message;
+
+    tu_hook_remove(hook);
+    while (pace->under_way < pace->window && (message = TU_LIST_FIRST(&pace->ready, tu_long_t, link)) != NULL) {
         tu_list_remove(&message->link);
-        tu_list_append(&message->worker->long_ready, &message->link);
-        tu_hook_add(message->worker, &message->worker->long_hook);
-    } else {
+        tu_list_append(&pace->rest, &message->link);
+        if (message->status == UCS_OK && message->reached < message->length) {
+            message->busy = true;
+            post_piece(message);
+            message->busy = false;
+            moved++;
+        }
+        if (message->status == UCS_OK && message->reached < message->length) {
+            tu_list_remove(&message->link);
+            tu_list_append(&pace->ready, &message->link);
+        }
         end_if_over(message);
     }
+    return moved;
 }
 
 static void give_up_sending(void *owner)
@@ -286,11 +330,42 @@ static void give_up_sending(void *owner)
     end_if_over(owner);
 }
 
+/* The pace of an endpoint. NULL: there is no memory. */
+static tu_pace_t *pace_of(tu_endpoint_t *endpoint)
+{
+    tu_pace_t *pace = endpoint->pace;
+
+    if (pace == NULL) {
+        pace = tu_calloc(1, sizeof(*pace));
+        if (pace == NULL) {
+            return NULL;
+        }
+        pace->endpoint = endpoint;
+        pace->window   = 1;
+        pace->piece    = LARGE_PIECE;
+        tu_list_init(&pace->ready);
+        tu_list_init(&pace->rest);
+        tu_hook_init(&pace->hook, post_next);
+        endpoint->pace = pace;
+    }
+    return pace;
+}
+
+static void announcement_sent(void *request, ucs_status_t status, void *user_data)
+{
+    tu_long_t *message = user_data;
+
+    ucp_request_free(request);
+    note(message, status);
+    message->begun--;
+    end_if_over(message);
+}
+
 static void announce(tu_long_t *message, uint64_t tag)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-        .cb.send      = piece_sent,
+        .cb.send      = announcement_sent,
         .memory_type  = UCS_MEMORY_TYPE_HOST,
         .user_data    = message,
     };
@@ -299,7 +374,7 @@ static void announce(tu_long_t *message, uint64_t tag)
     tu_le32_store(message->head + 4, (uint32_t)message->tag);
     tu_le64_store(message->head + 8, message->length);
     message->begun++;
-    answered(message, ucp_tag_send_nbx(message->endpoint->ep, message->head, sizeof(message->head),
+    answered(message, ucp_tag_send_nbx(message->pace->endpoint->ep, message->head, sizeof(message->head),
                                        (tag & ~(uint64_t)UINT32_MAX) | TU_LONG_QUEUE, &param));
 }
 
@@ -307,7 +382,8 @@ static void announce(tu_long_t *message, uint64_t tag)
 int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_t length, uint64_t tag)
 {
     tu_worker_t *worker = endpoint->worker;
-    tu_long_t *message  = new_message(worker);
+    tu_pace_t *pace     = pace_of(endpoint);
+    tu_long_t *message  = pace == NULL ? NULL : new_message(worker);
     int64_t verdict;
 
     if (message == NULL) {
@@ -318,12 +394,13 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
         free(message);
         return verdict;
     }
-    set_length(message, length);
-    message->endpoint = endpoint;
-    message->tag      = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);
-    message->busy     = true;
+    pace->fastest = UINT64_MAX; /* the path may have changed */
+    message->length = length;
+    message->pace = pace;
+    message->tag  = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);
+    message->busy = true;
+    tu_list_append(&pace->rest, &message->link);
     announce(message, tag);
-    message->busy = false;
     if (message->status != UCS_OK && message->begun == 0) {
         verdict = tu_post_end(&message->post, UCS_STATUS_PTR(message->status));
         dispose(message);
@@ -332,7 +409,11 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
     message->post.operation->cancel = give_up_sending;
     message->post.operation->owner  = message;
     verdict                         = (int64_t)message->post.id;
-    post_pieces(message);
+    while (message->status == UCS_OK && message->posted < TU_FIRST_PIECES && message->reached < message->length) {
+        post_piece(message);
+    }
+    message->busy = false;
+    end_if_over(message);
     return verdict;
 }
 
@@ -355,7 +436,7 @@ void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head)
 
     worker->long_spare = NULL;
     message->tag       = prefix | tu_le32_load(head + 4);
-    set_length(message, tu_le64_load(head + 8));
+    message->length    = tu_le64_load(head + 8);
     tu_list_prepend(&worker->long_received, &message->link); /* its first pieces are next */
     tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, message->length, prefix | tu_le32_load(head),
                    (uint64_t)(uintptr_t)message | TU_IS_LONG);
@@ -373,18 +454,21 @@ static void piece_received(void *request, ucs_status_t status, const ucp_tag_rec
 }
 
 /* Receives the next piece. It ends the message if that fails. */
-static void receive_piece(tu_long_t *message, ucp_tag_message_h handle)
+static void receive_piece(tu_long_t *message, const arrived_t *arrived)
 {
     ucp_request_param_t param = message->post.param;
-    size_t length             = next_length(message);
+    size_t length             = arrived->length;
     size_t count;
     void *address;
 
+    if (length < LEAST_PIECE || length > message->length - message->reached) {
+        note(message, UCS_ERR_INVALID_PARAM);
+    }
     if (message->status == UCS_OK) {
         note(message, next_part(message, length, &address, &count));
     }
     if (message->status != UCS_OK) {
-        throw_away(message->worker, handle);
+        throw_away(message->worker, arrived->handle);
         return;
     }
     param.cb.recv     = piece_received;
@@ -392,13 +476,14 @@ static void receive_piece(tu_long_t *message, ucp_tag_message_h handle)
     message->reached += length;
     message->begun++;
     message->busy     = true;
-    answered(message, ucp_tag_msg_recv_nbx(message->worker->worker, address, count, handle, &param));
+    answered(message, ucp_tag_msg_recv_nbx(message->worker->worker, address, count, arrived->handle, &param));
     message->busy     = false;
 }
 
 /* A piece arrived. */
 void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length)
 {
+    arrived_t arrived = {.handle = handle, .length = length};
     tu_long_t *message;
 
     TU_LIST_FOR_EACH(message, &worker->long_received, link) {
@@ -409,13 +494,10 @@ void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64
     if (&message->link == &worker->long_received) {
         throw_away(worker, handle);
     } else if (message->post.operation != NULL) {
-        if (length != next_length(message)) {
-            note(message, UCS_ERR_INVALID_PARAM);
-        }
-        receive_piece(message, handle);
+        receive_piece(message, &arrived);
         end_if_over(message);
-    } else if (message->held < TU_PIECES_AHEAD) {
-        message->handles[message->held++] = handle;
+    } else if (message->held < TU_FIRST_PIECES) {
+        message->arrived[message->held++] = arrived;
     } else {
         note(message, UCS_ERR_INVALID_PARAM);
         throw_away(worker, handle);
@@ -453,7 +535,7 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
     tu_list_prepend(&worker->long_received, &message->link); /* before all that nobody receives yet */
     verdict = (int64_t)message->post.id;
     for (i = 0; i < message->held; i++) {
-        receive_piece(message, message->handles[i]);
+        receive_piece(message, &message->arrived[i]);
     }
     message->held = 0;
     end_if_over(message);
@@ -464,27 +546,34 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
 
 void tu_long_open(tu_worker_t *worker)
 {
-    tu_list_init(&worker->long_sent);
-    tu_list_init(&worker->long_ready);
     tu_list_init(&worker->long_received);
-    tu_hook_init(&worker->long_hook, post_all);
+    tu_list_init(&worker->long_cut);
 }
 
-static void give_up_all(tu_list_t *list, const tu_endpoint_t *endpoint)
+/* Gives up the messages on their way out. UCX may be done with their pieces later than with the endpoint. */
+static void cut_all(tu_list_t *list)
 {
-    tu_long_t *message, *after;
+    tu_long_t *message;
 
-    TU_LIST_FOR_EACH_SAFE(message, after, list, link) {
-        if (message->endpoint == endpoint) {
-            give_up_sending(message);
-        }
+    while ((message = TU_LIST_FIRST(list, tu_long_t, link)) != NULL) {
+        tu_list_remove(&message->link);
+        tu_list_append(&message->worker->long_cut, &message->link);
+        message->pace = NULL;
+        give_up_sending(message);
     }
 }
 
 void tu_long_endpoint_closing(tu_endpoint_t *endpoint)
 {
-    give_up_all(&endpoint->worker->long_sent, endpoint);
-    give_up_all(&endpoint->worker->long_ready, endpoint);
+    tu_pace_t *pace = endpoint->pace;
+
+    if (pace != NULL) {
+        cut_all(&pace->ready);
+        cut_all(&pace->rest);
+        tu_hook_remove(&pace->hook);
+        endpoint->pace = NULL;
+        free(pace);
+    }
 }
 
 static void free_all(tu_list_t *list)
@@ -499,8 +588,12 @@ static void free_all(tu_list_t *list)
 
 void tu_long_worker_destroyed(tu_worker_t *worker)
 {
-    free_all(&worker->long_sent);
-    free_all(&worker->long_ready);
+    tu_endpoint_t *endpoint;
+
+    TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
+        tu_long_endpoint_closing(endpoint);
+    }
+    free_all(&worker->long_cut);
     free_all(&worker->long_received);
     free(worker->long_spare);
 }

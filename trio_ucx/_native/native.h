@@ -204,6 +204,7 @@ typedef struct tu_poll {
 } tu_poll_t;
 
 typedef struct tu_long tu_long_t;
+typedef struct tu_pace tu_pace_t;
 
 struct tu_worker {
     ucp_worker_h worker;
@@ -245,10 +246,8 @@ struct tu_worker {
 
     uint32_t long_count;       /* long messages that were sent */
     uint64_t others;           /* other messages of Connections that were sent or have arrived */
-    tu_list_t long_sent;       /* that have not ended */
-    tu_list_t long_ready;      /* the same, which can go on with their next piece */
-    tu_hook_t long_hook;       /* in the list of hooks while there are such */
     tu_list_t long_received;   /* that were announced and have not ended */
+    tu_list_t long_cut;        /* that were sent and have not ended although their endpoint is closed */
     tu_long_t *long_spare;     /* for the next announcement; NULL: to be allocated */
 
     tu_list_t endpoints;
@@ -262,6 +261,7 @@ struct tu_endpoint {
     uint64_t id;
     bool error_handling;
     bool failed;               /* its record is in the ring, or was; no room is reserved for one any more */
+    tu_pace_t *pace;           /* of the long messages sent there; NULL: none were */
     bool unread;               /* it has stream data for which the ring had no room */
     void *extensions[TU_EXTENSION_COUNT]; /* what each keeps for it, and frees in `endpoint_closing` */
     tu_list_t link;            /* in the worker's endpoints, or in its closed ones */
