@@ -583,7 +583,7 @@ async def send(endpoint, data):
 
 async def main(rounds, chance):
     config = {"TLS": "tcp", "RNDV_THRESH": "inf", "LOG_LEVEL": "fatal"}
-    data = bytes(2**24)
+    data = bytes(2**22)  # all of it can be written in WRITING_TIME
     async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
         before = sockets()
         for _ in range(rounds):
