@@ -18,12 +18,15 @@
 /* The most pieces of an endpoint that UCX has, not counting the first ones of each message. With a round trip of 10 ms
  * they are enough for 0.8 GB/s. */
 #define MOST_UNDER_WAY 64
-/* The pieces: small ones, and few in queues on the path, while other messages come and go, which wait behind them;
- * larger ones, which cost less, when none has for a while. Both are a little less than multiples of TCP_TX_SEG_SIZE
- * (64k), so that what UCX adds to each segment does not make one more of them. */
+/* The pieces: small ones while other messages come and go, larger ones, which cost less, when none has for a while. Both
+ * are a little less than multiples of TCP_TX_SEG_SIZE (64k), so that what UCX adds to each segment does not make one
+ * more of them. */
 #define SMALL_PIECE (2 * 63488)
 #define LARGE_PIECE (8 * 63488)
-#define QUEUED 2
+/* Nanoseconds for which pieces are to wait in queues on the path, about; other messages wait as long. Those alone are
+ * for the bandwidth: it needs full queues. */
+#define QUEUED_BESIDE_OTHERS 50000
+#define QUEUED_ALONE 500000
 #define A_WHILE 50000000 /* nanoseconds */
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
@@ -130,7 +133,9 @@ static void end_if_over(tu_long_t *message)
     if (message->busy || message->begun > 0 || (message->status == UCS_OK && message->reached < message->length)) {
         return;
     }
-    tu_operation_done(message->post.operation, NULL, message->status, message->length, 0);
+    if (message->post.operation != NULL) {
+        tu_operation_done(message->post.operation, NULL, message->status, message->length, 0);
+    }
     dispose(message);
 }
 
@@ -203,30 +208,31 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 /* ---- sending ---- */
 
 /* Adapts the window to the path, when a piece has ended. What it took longer than the fastest one, it has waited in
- * queues, behind others. (TCP Vegas finds its window in this way.) */
+ * queues, behind others. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
 static void adapt(tu_pace_t *pace, uint64_t posted)
 {
     uint64_t now    = tu_now();
     uint64_t took   = now - posted;
     uint64_t others = pace->endpoint->worker->others;
+    uint64_t waited, target;
     size_t piece;
-    uint64_t waited;
+    bool alone;
 
     if (pace->others != others) {
         pace->others  = others;
         pace->changed = now;
     }
-    piece = now - pace->changed < A_WHILE ? SMALL_PIECE : LARGE_PIECE;
-    if (pace->piece != piece) {
+    alone  = now - pace->changed >= A_WHILE;
+    piece  = alone ? LARGE_PIECE : SMALL_PIECE;
+    target = alone ? QUEUED_ALONE : QUEUED_BESIDE_OTHERS;
+    if (pace->piece != piece || took < pace->fastest) {
         pace->piece   = piece;
         pace->fastest = took;
-    } else if (took < pace->fastest) {
-        pace->fastest = took;
     }
-    waited = pace->window * (took - pace->fastest);
-    if (waited < QUEUED * took && pace->window < MOST_UNDER_WAY) {
+    waited = took - pace->fastest;
+    if (waited < target && pace->window < MOST_UNDER_WAY) {
         pace->window++;
-    } else if (waited > (QUEUED + 1) * took && pace->window > 1) {
+    } else if (waited > 2 * target && pace->window > 1) {
         pace->window--;
     }
 }
@@ -550,8 +556,10 @@ void tu_long_open(tu_worker_t *worker)
     tu_list_init(&worker->long_cut);
 }
 
-/* Gives up the messages on their way out. UCX may be done with their pieces later than with the endpoint. */
-static void cut_all(tu_list_t *list)
+/* Gives up the messages on their way out. UCX may be done with their pieces later than with the endpoint; if it copies
+ * them, that is when the peer has read our last messages, or when the worker is destroyed. But then it reads nothing
+ * any more from a buffer once the endpoint is closed. */
+static void cut_all(tu_list_t *list, bool copies)
 {
     tu_long_t *message;
 
@@ -559,17 +567,23 @@ static void cut_all(tu_list_t *list)
         tu_list_remove(&message->link);
         tu_list_append(&message->worker->long_cut, &message->link);
         message->pace = NULL;
-        give_up_sending(message);
+        note(message, UCS_ERR_CANCELED);
+        if (copies && message->begun > 0) {
+            tu_operation_done(message->post.operation, NULL, message->status, 0, 0);
+            message->post.operation = NULL;
+        }
+        end_if_over(message);
     }
 }
 
-void tu_long_endpoint_closing(tu_endpoint_t *endpoint)
+/* copies: UCX only copies what it sends over the endpoint, and is about to close it by force. */
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies)
 {
     tu_pace_t *pace = endpoint->pace;
 
     if (pace != NULL) {
-        cut_all(&pace->ready);
-        cut_all(&pace->rest);
+        cut_all(&pace->ready, copies);
+        cut_all(&pace->rest, copies);
         tu_hook_remove(&pace->hook);
         endpoint->pace = NULL;
         free(pace);
@@ -591,7 +605,7 @@ void tu_long_worker_destroyed(tu_worker_t *worker)
     tu_endpoint_t *endpoint;
 
     TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
-        tu_long_endpoint_closing(endpoint);
+        tu_long_endpoint_closing(endpoint, false);
     }
     free_all(&worker->long_cut);
     free_all(&worker->long_received);

@@ -215,6 +215,7 @@ struct tu_worker {
     uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
 
+    uint64_t failed;           /* operations that have failed */
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
     size_t small;              /* claimed messages of up to so many bytes are packed into the arena */
@@ -302,6 +303,7 @@ size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 /* ---- query.c ---- */
 
 bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint);
+bool tu_endpoint_copies(tu_endpoint_t *endpoint);
 
 /* ---- sockets.c ---- */
 
@@ -324,7 +326,7 @@ bool tu_long_reserve(tu_worker_t *worker);
 void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
 void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length);
 int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_t *buffers);
-void tu_long_endpoint_closing(tu_endpoint_t *endpoint);
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies);
 void tu_long_worker_destroyed(tu_worker_t *worker);
 
 /* ---- hooks (worker.c) ---- */

@@ -80,6 +80,7 @@ void tu_operation_done(tu_operation_t *operation, void *request, ucs_status_t st
     uint64_t id         = operation->id;
 
     operation_release(operation);
+    worker->failed += status != UCS_OK && status != UCS_ERR_CANCELED;
     tu_ring_append(worker, TU_RECORD_OPERATION, id, status, length, tag, 0);
     if (request != NULL) {
         ucp_request_free(request);

@@ -104,6 +104,25 @@ bool tu_endpoint_uses_tcp(tu_endpoint_t *endpoint)
     return false;
 }
 
+/* Whether UCX copies all that it sends over it through shared memory; not if UCX cannot say. */
+bool tu_endpoint_copies(tu_endpoint_t *endpoint)
+{
+    tu_transport_entry_t entries[MAX_LANES];
+    unsigned i, count;
+    const char *name;
+
+    if (query_lanes(endpoint, entries, &count) != UCS_OK) {
+        return false;
+    }
+    for (i = 0; i < count; i++) {
+        name = entries[i].transport_name;
+        if (strcmp(name, "sysv") != 0 && strcmp(name, "posix") != 0 && strcmp(name, "self") != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Writes "transport/device" for each lane, one a line. Needs UCX 1.14. */
 int tu_endpoint_transports(tu_endpoint_t *endpoint, char *out, size_t size)
 {

@@ -283,10 +283,11 @@ unsigned tu_worker_progress(tu_worker_t *worker)
  * -1 if arming failed. */
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
 {
-    uint64_t end   = tu_now() + TU_SLICE;
-    int retries    = BUSY_RETRIES;
-    bool in_time   = true;
-    uint64_t steps = worker->background.steps;
+    uint64_t end    = tu_now() + TU_SLICE;
+    int retries     = BUSY_RETRIES;
+    bool in_time    = true;
+    uint64_t steps  = worker->background.steps;
+    uint64_t failed = worker->failed;
     unsigned moved;
     size_t count;
 
@@ -296,7 +297,9 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
         do {
             moved = tu_inbox_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
-        } while (moved != 0 && (in_time = tu_now() < end) && !worker->behind && worker->used < max &&
+            /* When an operation has failed, its endpoint's failure comes next, and Python must get both at once. */
+            in_time = moved == 0 || tu_now() < end || worker->failed != failed;
+        } while (moved != 0 && in_time && !worker->behind && worker->used < max &&
                  worker->collected < TU_BATCH_BYTES &&
                  worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
         count = take_records(worker, out, max);

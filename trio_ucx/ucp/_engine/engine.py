@@ -199,7 +199,7 @@ class Engine:
                 count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, armed)
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
-                    if perf_counter() > end:
+                    if perf_counter() > end and not self.failures:
                         break
                 elif self.failures:
                     deliver_failures(self)

@@ -95,28 +95,27 @@ def drain(engine: Engine) -> Iterator[None]:
         if time.monotonic() > start + DRAIN_TIMEOUT:
             break
     yield
-    yield from _progress_until_quiet(engine)
+    engine.progress_and_deliver(arm=False)
+    yield from _send_answers(engine)
 
 
-def _progress_until_quiet(engine: Engine) -> Iterator[None]:
-    """Takes what peers have sent, and sends what UCX still has to send.
+def _send_answers(engine: Engine) -> Iterator[None]:
+    """Sends what UCX still has to send, and would crash over when the worker is destroyed.
 
-    A peer over shared memory that closes its endpoint needs room in our queue, or UCX completes none of its requests
-    before its worker ends.
-
-    What UCX has to send is answers to peers that read our memory, which are no operations of ours. UCX would crash over
-    them when the worker is destroyed: it takes what a get's answer keeps in its request for the description of a buffer
-    (ucp_request_send_state_ff). They are left when the shared-memory queue of a peer that is gone or stopped is full; as
-    long as they are, the worker cannot be armed, and must not be destroyed.
+    That is answers to peers that read our memory, which are no operations of ours: UCX takes what a get's answer keeps
+    in its request for the description of a buffer (ucp_request_send_state_ff). They are left when the shared-memory
+    queue of a peer that is gone or stopped is full; as long as they are, the worker cannot be armed, and must not be
+    destroyed.
     """
+    if not engine.context.exposed_memory:
+        return
     start = time.monotonic()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
         if time.monotonic() > start + STUCK_TIMEOUT:
-            if engine.context.exposed_memory:
-                engine.teardown.unanswered = True
-                warn_resource(
-                    "a UCX worker was left alone: a peer that is not reading has not taken all replies to its requests"
-                )
+            engine.teardown.unanswered = True
+            warn_resource(
+                "a UCX worker was left alone: a peer that is not reading has not taken all replies to its requests"
+            )
             return
         yield
         time.sleep(0.0002)
