@@ -17,6 +17,7 @@ import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._native import lib
+from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 LONG = lib.TU_LONG
 BIG = 2**26
@@ -268,3 +269,26 @@ async def test_killed_peer(worker: ucp.Worker, transports: str) -> None:
             await connection.wait_buffers_released()
         assert_free(outgoing, incoming)
         await nothing_happens()
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS, indirect=True)
+async def test_suspended_peer(worker: ucp.Worker, transports: str) -> None:
+    """It does not answer to the first pieces, and its shared-memory queue is full. UCX completes them only when it has
+    read that; the buffer is released all the same.
+    """
+    buffer = bytearray(BIG)
+    async with open_peer("silent", 2**27, transports=transports) as peer:
+        [address, _] = await peer.hear()
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        await peer.stop()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(quiet, connection.send, buffer, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(600):
+                connection.send_nowait(bytes(4000), 2)
+            await nothing_happens()
+            connection.abort()
+        with Stopwatch(WRITING_TIME + PROMPT), trio.fail_after(10):
+            await connection.wait_buffers_released()
+        assert_free(buffer)
+        peer.resume()

@@ -295,7 +295,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         It returns when the peer has received each large message whose send was cancelled, or has dropped it because the
         connection has ended; at most half a second after the last connection between the same two workers has ended, by
         :meth:`aclose`, :meth:`abort` or the loss of the peer. (Until then it waits for a peer that is suspended.) If a
-        local peer was killed while large messages moved over shared memory, it may return only when the worker closes.
+        local peer was killed while large messages moved over shared memory, it may return only when the worker closes:
+        for sends of up to 1 MiB, and for receives.
 
         Cancellation: it has no effect.
 

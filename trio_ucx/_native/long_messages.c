@@ -25,7 +25,7 @@
 #define LARGE_PIECE (8 * 63488)
 /* Nanoseconds for which pieces are to wait in queues on the path, about; other messages wait as long. Those alone are
  * for the bandwidth: it needs full queues. */
-#define QUEUED_BESIDE_OTHERS 50000
+#define QUEUED_BESIDE_OTHERS 30000
 #define QUEUED_ALONE 500000
 #define A_WHILE 50000000 /* nanoseconds */
 /* No piece is shorter: UCX would send it at once. */
@@ -39,6 +39,7 @@ struct tu_pace {
     tu_hook_t hook;            /* in the worker's list while pieces may be posted */
     unsigned under_way;        /* pieces that UCX works on, without the first ones of each message */
     unsigned window;           /* how many of them there may be */
+    uint64_t shrunk;           /* when the window became smaller */
     uint64_t fastest;          /* nanoseconds that a piece took, at least */
     size_t piece;              /* the length of the next pieces */
     uint64_t others;           /* the worker's count of other messages when a piece ended, */
@@ -222,18 +223,25 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
         pace->others  = others;
         pace->changed = now;
     }
-    alone  = now - pace->changed >= A_WHILE;
-    piece  = alone ? LARGE_PIECE : SMALL_PIECE;
-    target = alone ? QUEUED_ALONE : QUEUED_BESIDE_OTHERS;
+    alone = now - pace->changed >= A_WHILE;
+    piece = alone ? LARGE_PIECE : SMALL_PIECE;
     if (pace->piece != piece || took < pace->fastest) {
         pace->piece   = piece;
         pace->fastest = took;
     }
+    if (posted < pace->shrunk) {
+        return; /* it waited behind more than there are now */
+    }
     waited = took - pace->fastest;
+    target = alone ? QUEUED_ALONE : QUEUED_BESIDE_OTHERS;
+    if (target < pace->fastest / 4) {
+        target = pace->fastest / 4; /* on a long line times vary as much */
+    }
     if (waited < target && pace->window < MOST_UNDER_WAY) {
         pace->window++;
     } else if (waited > 2 * target && pace->window > 1) {
-        pace->window--;
+        pace->window -= pace->window < 4 ? 1 : pace->window / 4;
+        pace->shrunk  = now;
     }
 }
 
