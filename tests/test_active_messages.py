@@ -34,8 +34,8 @@ from trio_ucx.ucp._engine import engine as _engine
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull
 
-#: On both sides of what UCX sends at once, and of its rendezvous (RNDV_THRESH is 64 KiB).
-SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 65537, 2**20]
+#: On both sides of what UCX sends at once, and of its rendezvous (RNDV_THRESH is 65 KiB).
+SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 66559, 66560, 2**20]
 #: Long enough for the data to be borrowed from UCX, whatever the transport.
 BORROWED = 100_000
 LARGE = 2**20

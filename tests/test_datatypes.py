@@ -21,7 +21,7 @@ from trio_ucx.ucp import Status, Strided
 from trio_ucx.ucp._memory.buffers import Pinned
 
 #: Around the edge between eager and rendezvous, and far beyond the size of one fragment.
-SIZES = [0, 1, 1000, 65535, 65536, 65537, 2**20, 4 * 2**20]
+SIZES = [0, 1, 1000, 65535, 65536, 66559, 66560, 2**20, 4 * 2**20]
 
 Array = Any
 

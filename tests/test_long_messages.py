@@ -22,7 +22,7 @@ from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 LONG = lib.TU_LONG
 BIG = 2**26
 #: Below, at and above the length from which on messages go in pieces, and lengths that pieces of one size do not make.
-SIZES = [LONG - 1, LONG, LONG + 1, 2 * LONG + 17, 5 * 507904, 5 * 507904 + 65536, 2**24 + 3]
+SIZES = [LONG - 1, LONG, LONG + 1, 2 * LONG + 17, 5 * 507904, 5 * 507904 + lib.TU_LONGEST_THRESHOLD, 2**24 + 3]
 
 
 async def quiet(function: Callable[..., Awaitable[object]], *arguments: object) -> None:

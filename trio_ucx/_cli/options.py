@@ -127,7 +127,7 @@ OPTIONS: Mapping[str, Option] = {
         Option(
             "RNDV_THRESH",
             "from how many bytes on messages stay with the sender until they are received",
-            same("RNDV_THRESH", "64k", "16k", "32k", "256k"),
+            same("RNDV_THRESH", "65k", "16k", "32k", "256k"),
             (*GENERAL, *latencies(32 * 2**10, 128 * 2**10), *bandwidths(128 * 2**10)),
             warning="Messages below RNDV_THRESH are held by the receiver before they are received, and count in full "
             "against the window of their connection.",

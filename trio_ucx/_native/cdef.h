@@ -40,7 +40,7 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_LONG_HEAD 16        /* bytes of such: queue (4), queue of the pieces (4), length of the message (8) */
 #define TU_PIECE_QUEUES 0xc0000000 /* these bits are set in the tag queues of pieces of long messages */
 #define TU_LONG 1048576        /* longer messages of Connections go in pieces */
-#define TU_LONGEST_THRESHOLD 65536 /* with a larger rendezvous threshold there are no pieces: they are not much longer */
+#define TU_LONGEST_THRESHOLD 66560 /* with a larger rendezvous threshold there are no pieces: they are not much longer */
 #define TU_FIRST_PIECES 2      /* pieces that are sent with the announcement; more follow when one has been received */
 
 /* Nanoseconds for which progress, and sequences, may go on in one call from Python: other tasks wait meanwhile. */
@@ -284,6 +284,7 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
 
 /* long_messages.c */
+bool tu_long_lingers(const tu_worker_t *worker);
 int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_t length, uint64_t tag);
 
 /* active_messages.c */

@@ -15,8 +15,9 @@
 #include "little_endian.h"
 #include "native.h"
 
-/* The most pieces of an endpoint that UCX has, not counting the first ones of each message. With a round trip of 10 ms
- * they are enough for 0.8 GB/s. */
+/* The least and the most pieces of an endpoint that UCX has, not counting the first ones of each message. With one, the
+ * path is idle while the next one is asked for. With a round trip of 10 ms, 64 are enough for 0.8 GB/s. */
+#define LEAST_UNDER_WAY 2
 #define MOST_UNDER_WAY 64
 /* The pieces: small ones while other messages come and go, larger ones, which cost less, when none has for a while. Both
  * are a little less than multiples of TCP_TX_SEG_SIZE (64k), so that what UCX adds to each segment does not make one
@@ -239,7 +240,7 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     }
     if (waited < target && pace->window < MOST_UNDER_WAY) {
         pace->window++;
-    } else if (waited > 2 * target && pace->window > 1) {
+    } else if (waited > 2 * target && pace->window > LEAST_UNDER_WAY) {
         pace->window -= pace->window < 4 ? 1 : pace->window / 4;
         pace->shrunk  = now;
     }
@@ -355,7 +356,7 @@ static tu_pace_t *pace_of(tu_endpoint_t *endpoint)
             return NULL;
         }
         pace->endpoint = endpoint;
-        pace->window   = 1;
+        pace->window   = LEAST_UNDER_WAY;
         pace->piece    = LARGE_PIECE;
         tu_list_init(&pace->ready);
         tu_list_init(&pace->rest);
@@ -596,6 +597,12 @@ void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies)
         endpoint->pace = NULL;
         free(pace);
     }
+}
+
+/* Whether UCX still has pieces of messages that were given up. */
+bool tu_long_lingers(const tu_worker_t *worker)
+{
+    return !tu_list_is_empty(&worker->long_cut);
 }
 
 static void free_all(tu_list_t *list)

@@ -317,11 +317,6 @@ class Engine:
 
     # ---- memory ----
 
-    @property
-    def uses_memory(self) -> bool:
-        """Whether UCX may still use the memory of operations."""
-        return bool(self.in_flight or self.teardown.unrecorded)
-
     def keep(self, id: int, what: object) -> None:
         """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
         if id not in self.in_flight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..._native import lib
@@ -79,11 +80,18 @@ class Teardown:
         self.kept.clear()
 
 
+def _uses_memory(engine: Engine, handle: Any) -> bool:
+    """Whether UCX may still use the memory of operations, or holds registrations of it."""
+    return bool(engine.in_flight or engine.teardown.unrecorded or lib.tu_long_lingers(handle))
+
+
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
     start = time.monotonic()
     engine.progress_and_deliver(arm=False)
-    while engine.uses_memory and time.monotonic() < start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
+    while _uses_memory(engine, engine.handle):
+        if time.monotonic() > start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
+            break
         yield
         time.sleep(0.0002)
         engine.progress_and_deliver(arm=False)
@@ -128,13 +136,14 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         handle: UCX's, which the engine has forgotten.
         stuck: what is still under way, in words.
     """
+    uses_memory = _uses_memory(engine, handle)
     if engine.teardown.unanswered or engine.teardown.unreleased:
         _leave_alone(engine, handle)  # UCX has unsent answers, or a view of its memory is in use; a warning was given
-    elif engine.uses_memory and (engine.endpoints or not STUCK_OPERATIONS_ARE_HARMLESS):
+    elif uses_memory and (engine.endpoints or not STUCK_OPERATIONS_ARE_HARMLESS):
         _leave_alone(engine, handle)  # UCX may still touch those buffers: keep them for ever
         warn_resource(f"a UCX worker was left alone, {len(engine.in_flight)} operation(s) did not end{stuck}")
-    elif engine.uses_memory and (others := _operations_of_others(engine)):
-        _postpone(engine, handle, others)
+    elif uses_memory and (wait := _registrations_of_others(engine)):
+        _postpone(engine, handle, wait)
     else:
         _destroy(engine, handle)
     engine.context.destroy_postponed()
@@ -156,14 +165,26 @@ def _destroy(engine: Engine, handle: Any) -> None:
         engine.teardown.on_closed()
 
 
-def _operations_of_others(engine: Engine) -> list[Operation]:
-    """The operations in flight at the context's other workers."""
-    others = [other for other in list(engine.context.workers) if other.handle is not None]
-    return [operation for other in others for operation in list(other.in_flight.values()) if operation.pins is not None]
+def _registrations_of_others(engine: Engine) -> list[Callable[[], bool]]:
+    """What holds registrations of memory at the context's other workers: functions that say whether it still does."""
+    held: list[Callable[[], bool]] = []
+    for other in list(engine.context.workers):
+        if other.handle is not None:
+            held += [partial(_in_flight, one) for one in list(other.in_flight.values()) if one.pins is not None]
+            held += [partial(_lingers, other)] * _lingers(other)
+    return held
 
 
-def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
-    """Destroys a worker only when these operations have ended.
+def _in_flight(operation: Operation) -> bool:
+    return operation.id in operation.engine.in_flight
+
+
+def _lingers(engine: Engine) -> bool:
+    return engine.handle is not None and lib.tu_long_lingers(engine.handle)
+
+
+def _postpone(engine: Engine, handle: Any, held: list[Callable[[], bool]]) -> None:
+    """Destroys a worker only when none of these holds registrations of memory any more.
 
     The workers of a context share the registrations of memory. When an endpoint is closed, UCX ends its large
     transfers only after everybody else has ended theirs of the same buffer; then it takes the worker's memory, and
@@ -171,7 +192,7 @@ def _postpone(engine: Engine, handle: Any, others: list[Operation]) -> None:
     """
 
     def destroy_if_possible() -> bool:
-        if any(operation.id in operation.engine.in_flight for operation in others):
+        if any(still() for still in held):
             return False
         while lib.tu_worker_progress(handle):
             pass

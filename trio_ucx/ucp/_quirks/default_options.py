@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from ..._native import ucx
 from .releases import WELL_CONFIGURABLE
 
-#: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received.
-RENDEZVOUS_THRESHOLD = 64 * 1024
+#: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received. A
+#: little more than 64 KiB, a common length, because without polling a rendezvous takes twice as long.
+RENDEZVOUS_THRESHOLD = 65 * 1024
 
 #: The first UCX that has no keys for memory reached over TCP.
 TCP_WITHOUT_KEYS = (1, 19)
