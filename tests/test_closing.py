@@ -628,14 +628,15 @@ async def test_aborts_with_much_under_way(transports: str, rounds: Rounds) -> No
 
 
 @pytest.mark.cut_off
-async def test_two_workers_that_send_the_same_memory(transports: str) -> None:
+@pytest.mark.parametrize("size", [2**20, 2**22], ids=["in one", "in pieces"])
+async def test_two_workers_that_send_the_same_memory(transports: str, size: int) -> None:
     """UCX ends a large send of a closed endpoint only when the context's others have ended theirs of the same memory.
 
     The worker of the closed one must not be destroyed before that: UCX 1.22 would use freed memory.
     """
-    data = bytearray(2**20)
+    data = bytearray(size)
     with ucp.open_context({"TLS": transports}) as context:
-        async with open_peer("silent", transports=transports) as peer, ucp.open_worker(context=context) as lasting:
+        async with open_peer("silent", 2**24, transports=transports) as peer, ucp.open_worker(context=context) as lasting:
             [address, _] = await peer.hear()
 
             async def send(connection: trio_ucx.Connection) -> None:
