@@ -636,7 +636,10 @@ async def test_two_workers_that_send_the_same_memory(transports: str, size: int)
     """
     data = bytearray(size)
     with ucp.open_context({"TLS": transports}) as context:
-        async with open_peer("silent", 2**24, transports=transports) as peer, ucp.open_worker(context=context) as lasting:
+        async with (
+            open_peer("silent", 2**24, transports=transports) as peer,
+            ucp.open_worker(context=context) as lasting,
+        ):
             [address, _] = await peer.hear()
 
             async def send(connection: trio_ucx.Connection) -> None:
