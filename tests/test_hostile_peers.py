@@ -104,6 +104,8 @@ BAD_FRAMES = {
     "last reserved queue": (wire.PIECES - 1, b"x"),
     "announcement of another length": (wire.LONG, bytes(17)),
     "announcement for a reserved queue": (wire.LONG, struct.pack("<IIQ", wire.CONTROL, wire.PIECES, 2**21)),
+    "announcement of a short message": (wire.LONG, struct.pack("<IIQ", 0, wire.PIECES, 5)),
+    "announcement of too long a message": (wire.LONG, struct.pack("<IIQ", wire.STREAM, wire.PIECES, 2**63)),
 }
 
 
@@ -122,6 +124,35 @@ async def test_garbage_among_messages(worker: ucp.Worker, what: str) -> None:
             await server.receive()
         with pytest.raises(trio.BrokenResourceError, match="cut off"):
             await server.send_all(b"x")
+        client.abort()
+
+
+#: Pieces of a message of 2 MiB of which each is good for itself, and not all together.
+BAD_PIECES = {
+    "short": [1000],
+    "too long": [2**21 + 1],
+    "too many before the first is received": [70_000] * 3,
+    "longer than the rest": [2**20, 2**20 + 1],
+}
+
+
+@pytest.mark.parametrize("what", BAD_PIECES)
+async def test_pieces_that_do_not_fit(worker: ucp.Worker, what: str) -> None:
+    async with unharmed(worker), open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+
+        async def cheat(queue: int, data: bytes) -> None:
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await send_to_queue(client, queue, data)
+
+        nursery.start_soon(cheat, wire.LONG, struct.pack("<IIQ", 1, wire.PIECES, 2**21))
+        await server.wait_message(1)
+        for size in BAD_PIECES[what]:
+            nursery.start_soon(cheat, wire.PIECES, bytes(size))
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        with trio.fail_after(15), pytest.raises((trio.BrokenResourceError, ucp.UCXError)):
+            await server.receive_into(bytearray(2**21), 1)
+        with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match="cut off"):
+            await server.receive(2)
         client.abort()
 
 

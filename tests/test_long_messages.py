@@ -265,10 +265,13 @@ async def test_killed_peer(worker: ucp.Worker, transports: str) -> None:
             with trio.fail_after(10):
                 await connection.wait_closed()
         connection.abort()
-        with Stopwatch(PROMPT):
-            await connection.wait_buffers_released()
-        assert_free(outgoing, incoming)
-        await nothing_happens()
+        if transports == "tcp":
+            with Stopwatch(PROMPT), trio.fail_after(10):
+                await connection.wait_buffers_released()
+            assert_free(outgoing, incoming)
+        else:  # a receive may keep its buffer until the worker closes: docs/reliability.md
+            await nothing_happens()
+            assert_free(outgoing)
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS, indirect=True)

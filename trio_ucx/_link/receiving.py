@@ -16,6 +16,7 @@ from outcome import Error, Value
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
+from .._native import lib
 from .._tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
@@ -327,6 +328,8 @@ class Receiving:
         error: Exception | None = None
         if status == Status.NO_MEMORY:
             self.share.fail(UCXError(status, "receiving the next piece of a message"))  # the peer sends it once only
+        if status == Status.INVALID_PARAM and message.length > lib.TU_LONG:
+            self._refuse(wire.ProtocolError("it sent a piece of a long message that does not fit"))
         if status != Status.OK:
             error = self.share.problem() or error_from_status(status, "receiving a message", self.share.ending.origin)
         queue = message.queue

@@ -10,6 +10,7 @@
  * it arrives. It throws away pieces of messages that were dropped or given up, so the sender is rid of them.
  *
  * Either side gives a message up between two pieces when its Connection or its endpoint ends. */
+#include <limits.h>
 #include <string.h>
 
 #include "little_endian.h"
@@ -444,17 +445,22 @@ bool tu_long_reserve(tu_worker_t *worker)
 }
 
 /* An announcement arrived, and tu_long_reserve has been called. */
-void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head)
+ucs_status_t tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head)
 {
     tu_long_t *message = worker->long_spare;
     uint64_t prefix    = tag & ~(uint64_t)UINT32_MAX;
+    uint64_t length    = tu_le64_load(head + 8);
 
+    if (length < LEAST_PIECE || length > SSIZE_MAX) {
+        return UCS_ERR_INVALID_PARAM;
+    }
     worker->long_spare = NULL;
     message->tag       = prefix | tu_le32_load(head + 4);
-    message->length    = tu_le64_load(head + 8);
+    message->length    = length;
     tu_list_prepend(&worker->long_received, &message->link); /* its first pieces are next */
     tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, message->length, prefix | tu_le32_load(head),
                    (uint64_t)(uintptr_t)message | TU_IS_LONG);
+    return UCS_OK;
 }
 
 static void piece_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *user_data)

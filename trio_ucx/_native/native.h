@@ -323,7 +323,7 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 
 void tu_long_open(tu_worker_t *worker);
 bool tu_long_reserve(tu_worker_t *worker);
-void tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
+ucs_status_t tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
 void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length);
 int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_t *buffers);
 void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies);

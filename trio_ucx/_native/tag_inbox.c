@@ -133,7 +133,7 @@ void tu_inbox_collect(tu_worker_t *worker)
         if (status == UCS_OK && batch) {
             status = unpack_batch(worker, info.sender_tag, info.length);
         } else if (status == UCS_OK && announcement) {
-            tu_long_announced(worker, info.sender_tag, worker->scratch);
+            status = tu_long_announced(worker, info.sender_tag, worker->scratch);
         } else if (status == UCS_OK) {
             pack(worker, info.sender_tag, info.length, 1, worker->scratch);
         }

@@ -4,6 +4,7 @@
 #include "native.h"
 
 #define BUSY_RETRIES 4
+#define FAILING 1000000 /* nanoseconds in which the failure of an endpoint follows that of its operations */
 
 #define TU_EXTENSION(folder) extern const tu_extension_t tu_extension_##folder;
 TU_EXTENSIONS
@@ -19,6 +20,7 @@ static void worker_free(tu_worker_t *worker)
     tu_endpoint_t *endpoint;
     int i;
 
+    tu_long_worker_destroyed(worker);
     tu_operations_free(worker);
     for (i = TU_EXTENSION_COUNT; i-- > 0;) {
         if (worker->extensions[i] != NULL) {
@@ -29,7 +31,6 @@ static void worker_free(tu_worker_t *worker)
         tu_list_remove(&endpoint->link);
         free(endpoint);
     }
-    tu_long_worker_destroyed(worker);
     free(worker->ring);
     free(worker->scratch);
     free(worker);
@@ -297,8 +298,8 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
         do {
             moved = tu_inbox_progress(worker);
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
-            /* When an operation has failed, its endpoint's failure comes next, and Python must get both at once. */
-            in_time = moved == 0 || tu_now() < end || worker->failed != failed;
+            /* When an operation has failed, its endpoint's failure comes next, and Python should get both at once. */
+            in_time = moved == 0 || tu_now() < end + (worker->failed != failed ? FAILING : 0);
         } while (moved != 0 && in_time && !worker->behind && worker->used < max &&
                  worker->collected < TU_BATCH_BYTES &&
                  worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
