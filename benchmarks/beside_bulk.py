@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ DIRECTIONS = {"out": "bulk out", "both": "bulk both ways"}
 #: Seconds that one measurement may take beside what was asked for.
 LIMIT = 60.0
 
-#: The figures of a measurement, and whether Trio's sockets are the measure for them.
+#: The figures of a measurement.
 FIGURES = {
     "same p50": "pings from the bulk's process, us, p50",
     "same p99": "the same, p99",
@@ -70,9 +69,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 class Sockets:
     """Trio's streams. What a connection is for is its first 8 bytes."""
-
-    def __init__(self, kind: str) -> None:
-        pass
 
     @asynccontextmanager
     async def open(self, port: int, purpose: bytes) -> AsyncIterator[trio.abc.Stream]:
@@ -112,8 +108,8 @@ class Sockets:
 class Ours:
     """Connections of trio_ucx. What a connection is for is its first message."""
 
-    def __init__(self, kind: str) -> None:
-        self._options: Any = {"shared_memory": kind == "shm"}
+    def __init__(self, *, shared_memory: bool) -> None:
+        self._options: Any = {"shared_memory": shared_memory}
 
     @asynccontextmanager
     async def open(self, port: int, purpose: bytes) -> AsyncIterator[Any]:
@@ -146,7 +142,7 @@ class Ours:
 
 
 def library(kind: str) -> Sockets | Ours:
-    return Sockets(kind) if kind == "trio" else Ours(kind)
+    return Sockets() if kind == "trio" else Ours(shared_memory=kind == "shm")
 
 
 # ---- the three processes ----
@@ -168,12 +164,7 @@ class Steps(trio.abc.Instrument):
         self.found.clear()
 
     def figures(self, where: str) -> dict[str, float]:
-        ordered = sorted(self.found)
-        return {f"{where} p99.9": percentile(ordered, 0.999), f"{where} max": ordered[-1]}
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+        return {f"{where} p99.9": statistics.quantiles(self.found, n=1000)[-1], f"{where} max": max(self.found)}
 
 
 async def serve(kind: str, steps: Steps) -> None:
@@ -211,8 +202,7 @@ async def ping(lib: Sockets | Ours, port: int, seconds: float, name: str) -> dic
             await lib.receive(connection)
             took.append((time.perf_counter() - begin) * 1e6)
             await trio.sleep(PAUSE)
-    took.sort()
-    return {f"{name} p50": percentile(took, 0.5), f"{name} p99": percentile(took, 0.99)}
+    return {f"{name} p50": statistics.median(took), f"{name} p99": statistics.quantiles(took, n=100)[-1]}
 
 
 async def call(kind: str, port: int, direction: str, seconds: float, steps: Steps) -> dict[str, float]:
@@ -289,7 +279,7 @@ def run(role: str, kind: str, direction: str, seconds: float) -> None:
 
 def marked(name: str, value: float, trios: float | None, before: float | None) -> str:
     """What the figure is compared with, and whether it reaches the mark."""
-    if "p50" in name or name in ("same p99", "third p99"):
+    if name.startswith(("same", "third")):
         return "" if not trios else f"{value / trios:6.2f} x Trio's {'ok' if value <= PINGS * trios else 'MISSED'}"
     if name == "GB/s":
         return "" if not before else f"{value / before:6.2f} x before {'ok' if value >= BULK * before else 'MISSED'}"

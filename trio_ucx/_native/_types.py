@@ -58,7 +58,6 @@ class Lib(Protocol):
     TU_PIECE_QUEUES: int
     TU_LONG: int
     TU_LONGEST_THRESHOLD: int
-    TU_FIRST_PIECES: int
     TU_SLICE: int
     TU_ARENA: int
     TU_AM_COPIED: int

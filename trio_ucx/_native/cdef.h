@@ -37,11 +37,9 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_LONGEST_BATCH 4096
 #define TU_GROUP_HEAD 8        /* bytes before each group of a batch: queue (4), length of a message (2), number (2) */
 #define TU_LONG_QUEUE 0x80000003 /* the tag queue of announcements of long messages */
-#define TU_LONG_HEAD 16        /* bytes of such: queue (4), queue of the pieces (4), length of the message (8) */
 #define TU_PIECE_QUEUES 0xc0000000 /* these bits are set in the tag queues of pieces of long messages */
 #define TU_LONG 1048576        /* longer messages of Connections go in pieces */
 #define TU_LONGEST_THRESHOLD 66560 /* with a larger rendezvous threshold there are no pieces: they are not much longer */
-#define TU_FIRST_PIECES 2      /* pieces that are sent with the announcement; more follow when one has been received */
 
 /* Nanoseconds for which progress, and sequences, may go on in one call from Python: other tasks wait meanwhile. */
 #define TU_SLICE 100000

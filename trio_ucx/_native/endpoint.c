@@ -121,7 +121,7 @@ int tu_endpoint_from_request(tu_worker_t *worker, uint64_t id, uint64_t request,
 static void unlink_endpoint(tu_endpoint_t *endpoint)
 {
     tu_extensions_closing(endpoint);
-    tu_long_endpoint_closing(endpoint, endpoint->error_handling && tu_endpoint_copies(endpoint));
+    tu_long_endpoint_closing(endpoint, endpoint->error_handling);
     endpoint->ep = NULL;
     tu_list_remove(&endpoint->link);
 }

@@ -32,6 +32,8 @@
 #define A_WHILE 50000000 /* nanoseconds */
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
+/* Pieces that are sent with the announcement; more follow when the first has been received. */
+#define FIRST_PIECES 2
 
 /* How an endpoint's long messages share it. */
 struct tu_pace {
@@ -70,10 +72,10 @@ struct tu_long {
     /* Of a message on its way out: */
     char head[TU_LONG_HEAD];   /* the announcement */
     unsigned posted, sent;     /* pieces that were posted; with which UCX is done */
-    uint64_t times[MOST_UNDER_WAY + TU_FIRST_PIECES]; /* when piece n was posted: at n modulo the size */
+    uint64_t times[MOST_UNDER_WAY + FIRST_PIECES]; /* when piece n was posted: at n modulo the size */
     /* Of a message that nobody receives yet: */
     unsigned held;
-    arrived_t arrived[TU_FIRST_PIECES]; /* the first `held` are pieces that have arrived */
+    arrived_t arrived[FIRST_PIECES]; /* the first `held` are pieces that have arrived */
 };
 
 static tu_long_t *new_message(tu_worker_t *worker)
@@ -130,16 +132,41 @@ static void note(tu_long_t *message, ucs_status_t status)
     }
 }
 
+/* Whether there are more pieces to be posted or received. */
+static bool has_more(const tu_long_t *message)
+{
+    return message->status == UCS_OK && message->reached < message->length;
+}
+
 /* Ends the operation if nothing is left to be done. */
 static void end_if_over(tu_long_t *message)
 {
-    if (message->busy || message->begun > 0 || (message->status == UCS_OK && message->reached < message->length)) {
+    if (message->busy || message->begun > 0 || has_more(message)) {
         return;
     }
     if (message->post.operation != NULL) {
         tu_operation_done(message->post.operation, NULL, message->status, message->length, 0);
     }
     dispose(message);
+}
+
+/* UCX is done with a piece, or with the announcement. */
+static void ended(tu_long_t *message, ucs_status_t status)
+{
+    message->begun--;
+    note(message, status);
+}
+
+static void give_up(void *message)
+{
+    note(message, UCS_ERR_CANCELED);
+    end_if_over(message);
+}
+
+static void move_to(tu_list_t *list, tu_long_t *message)
+{
+    tu_list_remove(&message->link);
+    tu_list_append(list, &message->link);
 }
 
 /* ---- the buffer of a piece ---- */
@@ -195,7 +222,7 @@ static ucs_status_t next_part(tu_long_t *message, size_t length, void **address,
         *count = 1;
     }
     message->described[message->parts++] = part;
-    *address                                               = part;
+    *address                             = part;
     return part == NULL ? UCS_ERR_NO_MEMORY : UCS_OK;
 }
 
@@ -203,8 +230,7 @@ static ucs_status_t next_part(tu_long_t *message, size_t length, void **address,
 static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 {
     if (!UCS_PTR_IS_PTR(answer)) { /* else its callback comes, or has come already */
-        message->begun--;
-        note(message, UCS_PTR_RAW_STATUS(answer));
+        ended(message, UCS_PTR_RAW_STATUS(answer));
     }
 }
 
@@ -249,7 +275,7 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
 
 static uint64_t *time_of(tu_long_t *message, unsigned piece)
 {
-    return &message->times[piece % (MOST_UNDER_WAY + TU_FIRST_PIECES)];
+    return &message->times[piece % (MOST_UNDER_WAY + FIRST_PIECES)];
 }
 
 /* UCX is done with a piece. The first ones may have waited for a receive: they say nothing about the path. */
@@ -258,19 +284,17 @@ static void piece_over(tu_long_t *message, ucs_status_t status)
     tu_pace_t *pace = message->pace;
     unsigned piece  = message->sent++;
 
-    message->begun--;
-    note(message, status);
+    ended(message, status);
     if (pace == NULL) {
         return;
     }
-    if (piece >= TU_FIRST_PIECES) {
+    if (piece >= FIRST_PIECES) {
         pace->under_way--;
         if (status == UCS_OK && message->reached < message->length) {
             adapt(pace, *time_of(message, piece));
         }
     } else if (piece == 0 && message->reached < message->length) {
-        tu_list_remove(&message->link);
-        tu_list_append(&pace->ready, &message->link);
+        move_to(&pace->ready, message);
     }
     tu_hook_add(message->worker, &pace->hook);
 }
@@ -302,7 +326,7 @@ static void post_piece(tu_long_t *message)
     param.user_data   = message;
     message->reached += length;
     message->begun++;
-    if (message->posted >= TU_FIRST_PIECES) {
+    if (message->posted >= FIRST_PIECES) {
         message->pace->under_way++;
     }
     *time_of(message, message->posted++) = tu_now();
@@ -323,27 +347,19 @@ static unsigned post_next(tu_hook_t *hook)
 
     tu_hook_remove(hook);
     while (pace->under_way < pace->window && (message = TU_LIST_FIRST(&pace->ready, tu_long_t, link)) != NULL) {
-        tu_list_remove(&message->link);
-        tu_list_append(&pace->rest, &message->link);
-        if (message->status == UCS_OK && message->reached < message->length) {
+        move_to(&pace->rest, message);
+        if (has_more(message)) {
             message->busy = true;
             post_piece(message);
             message->busy = false;
             moved++;
         }
-        if (message->status == UCS_OK && message->reached < message->length) {
-            tu_list_remove(&message->link);
-            tu_list_append(&pace->ready, &message->link);
+        if (has_more(message)) {
+            move_to(&pace->ready, message);
         }
         end_if_over(message);
     }
     return moved;
-}
-
-static void give_up_sending(void *owner)
-{
-    note(owner, UCS_ERR_CANCELED);
-    end_if_over(owner);
 }
 
 /* The pace of an endpoint. NULL: there is no memory. */
@@ -372,8 +388,7 @@ static void announcement_sent(void *request, ucs_status_t status, void *user_dat
     tu_long_t *message = user_data;
 
     ucp_request_free(request);
-    note(message, status);
-    message->begun--;
+    ended(message, status);
     end_if_over(message);
 }
 
@@ -410,11 +425,11 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
         free(message);
         return verdict;
     }
-    pace->fastest = UINT64_MAX; /* the path may have changed */
+    pace->fastest   = UINT64_MAX; /* the path may have changed */
     message->length = length;
-    message->pace = pace;
-    message->tag  = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);
-    message->busy = true;
+    message->pace   = pace;
+    message->tag    = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);
+    message->busy   = true;
     tu_list_append(&pace->rest, &message->link);
     announce(message, tag);
     if (message->status != UCS_OK && message->begun == 0) {
@@ -422,10 +437,10 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
         dispose(message);
         return verdict;
     }
-    message->post.operation->cancel = give_up_sending;
+    message->post.operation->cancel = give_up;
     message->post.operation->owner  = message;
     verdict                         = (int64_t)message->post.id;
-    while (message->status == UCS_OK && message->posted < TU_FIRST_PIECES && message->reached < message->length) {
+    while (has_more(message) && message->posted < FIRST_PIECES) {
         post_piece(message);
     }
     message->busy = false;
@@ -469,8 +484,7 @@ static void piece_received(void *request, ucs_status_t status, const ucp_tag_rec
 
     (void)info;
     ucp_request_free(request);
-    note(message, status);
-    message->begun--;
+    ended(message, status);
     end_if_over(message);
 }
 
@@ -517,18 +531,12 @@ void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64
     } else if (message->post.operation != NULL) {
         receive_piece(message, &arrived);
         end_if_over(message);
-    } else if (message->held < TU_FIRST_PIECES) {
+    } else if (message->held < FIRST_PIECES) {
         message->arrived[message->held++] = arrived;
     } else {
         note(message, UCS_ERR_INVALID_PARAM);
         throw_away(worker, handle);
     }
-}
-
-static void give_up_receiving(void *owner)
-{
-    note(owner, UCS_ERR_CANCELED);
-    end_if_over(owner);
 }
 
 /* Receives a message that was announced. An empty buffer means that nobody wants it: then it is dropped. */
@@ -550,7 +558,7 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
         }
         return verdict;
     }
-    message->post.operation->cancel = give_up_receiving;
+    message->post.operation->cancel = give_up;
     message->post.operation->owner  = message;
     tu_list_remove(&message->link);
     tu_list_prepend(&worker->long_received, &message->link); /* before all that nobody receives yet */
@@ -579,8 +587,7 @@ static void cut_all(tu_list_t *list, bool copies)
     tu_long_t *message;
 
     while ((message = TU_LIST_FIRST(list, tu_long_t, link)) != NULL) {
-        tu_list_remove(&message->link);
-        tu_list_append(&message->worker->long_cut, &message->link);
+        move_to(&message->worker->long_cut, message);
         message->pace = NULL;
         note(message, UCS_ERR_CANCELED);
         if (copies && message->begun > 0) {
@@ -591,12 +598,14 @@ static void cut_all(tu_list_t *list, bool copies)
     }
 }
 
-/* copies: UCX only copies what it sends over the endpoint, and is about to close it by force. */
-void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies)
+/* forced: UCX is about to close the endpoint by force. */
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool forced)
 {
     tu_pace_t *pace = endpoint->pace;
+    bool copies;
 
     if (pace != NULL) {
+        copies = forced && tu_endpoint_copies(endpoint);
         cut_all(&pace->ready, copies);
         cut_all(&pace->rest, copies);
         tu_hook_remove(&pace->hook);

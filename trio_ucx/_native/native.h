@@ -320,13 +320,15 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 
 /* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
 #define TU_IS_LONG 1
+/* Bytes of an announcement: queue (4), queue of the pieces (4), length of the message (8). */
+#define TU_LONG_HEAD 16
 
 void tu_long_open(tu_worker_t *worker);
 bool tu_long_reserve(tu_worker_t *worker);
 ucs_status_t tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);
 void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64_t tag, size_t length);
 int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_t *buffers);
-void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool copies);
+void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool forced);
 void tu_long_worker_destroyed(tu_worker_t *worker);
 
 /* ---- hooks (worker.c) ---- */

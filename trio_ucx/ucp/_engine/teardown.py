@@ -171,7 +171,8 @@ def _registrations_of_others(engine: Engine) -> list[Callable[[], bool]]:
     for other in list(engine.context.workers):
         if other.handle is not None:
             held += [partial(_in_flight, one) for one in list(other.in_flight.values()) if one.pins is not None]
-            held += [partial(_lingers, other)] * _lingers(other)
+            if _lingers(other):
+                held.append(partial(_lingers, other))
     return held
 
 
