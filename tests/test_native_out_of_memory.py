@@ -451,20 +451,27 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     seen[:] = bytes(length)
     way = ffi.new("tu_access_path_t *", {"messages": True, "length": length})
     ffi.memmove(way.token, token, 16)
-    before, word = buffers(b"x" * long), buffers(b"87654321")
 
-    assert lib.tu_transfer(sender.endpoint, 0, way, True, before.native, 0) > 0
+    def put(data: bytes, offset: int) -> int:
+        address = kept.setdefault(offset, ffi.from_buffer("char[]", data))
+        operation: int = lib.tu_transfer(sender.endpoint, 0, way, True, address, len(data), lib.TU_MEMORY_HOST, offset)
+        return operation
+
+    kept: dict[int, Any] = {}
+    word = b"87654321"
+
+    assert put(b"x" * long, 0) > 0
     assert lib.tu_worker_fence(sender.worker) == Status.OK
     if way_out == "cancelled":
-        cancelled = lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long)
+        cancelled = put(word, long)
         assert cancelled > 0
         assert lib.tu_operation_cancel(sender.worker, cancelled)
     else:  # the first of its parts can be had, the second one not
         way.part = 4
         with few_allocations(2):
-            assert lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long) == Status.NO_MEMORY
+            assert put(word, long) == Status.NO_MEMORY
         way.part = 0
-    assert lib.tu_transfer(sender.endpoint, 0, way, True, word.native, long + 8) > 0
+    assert put(word, long + 8) > 0
     until(lambda: seen[long + 8 : long + 16] == b"87654321", sender, owner)
     assert seen[:long] == b"x" * long, "the put behind the fence has overtaken the one before it"
     assert lib.tu_memory_withdraw(served) == 0
@@ -481,10 +488,10 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side]) -> None:
     served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, Access.ALL)
     way = ffi.new("tu_access_path_t *", {"messages": True, "length": 4096})
     ffi.memmove(way.token, token, 16)
-    target = buffers(bytearray(8))
+    target = ffi.new("char[8]")
 
     def get(without: bool) -> int:
-        operation = lib.tu_transfer(sender.endpoint, 0, way, False, target.native, 0)
+        operation = lib.tu_transfer(sender.endpoint, 0, way, False, target, 8, lib.TU_MEMORY_HOST, 0)
         assert operation > 0
         with few_allocations(0 if without else -1):
             [record] = until(lambda: [each for each in sender.progress() if each[1] == operation], owner)

@@ -13,8 +13,8 @@ int tu_memory_pack(tu_context_t *context, ucp_mem_h memory, char *out, size_t *s
 int tu_rkey_unpack(tu_endpoint_t *endpoint, const char *packed, ucp_rkey_h *out);
 void tu_rkey_destroy(ucp_rkey_h rkey);
 int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local);
-int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
-int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey);
+int64_t tu_put(tu_endpoint_t *endpoint, void *address, size_t length, int memory, uint64_t remote, ucp_rkey_h rkey);
+int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory, uint64_t remote, ucp_rkey_h rkey);
 
 /* transfer.c: atomics; puts and gets without UCX's own; fences, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
@@ -35,8 +35,8 @@ typedef struct tu_access_path {
     uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
 } tu_access_path_t;
 
-int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
-                    const tu_buffers_t *buffers, uint64_t offset);
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put, void *address,
+                    size_t length, int memory, uint64_t offset);
 int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, int operation,
                            uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);

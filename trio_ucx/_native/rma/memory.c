@@ -79,10 +79,11 @@ int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local)
     return status;
 }
 
-int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey)
+int64_t tu_put(tu_endpoint_t *endpoint, void *address, size_t length, int memory, uint64_t remote, ucp_rkey_h rkey)
 {
+    tu_buffers_t one = {.count = 1, .addresses = &address, .lengths = &length, .memory = memory};
     tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, &one);
 
     if (verdict != 0) {
         return verdict;
@@ -92,10 +93,11 @@ int64_t tu_put(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t re
                                           &post.param));
 }
 
-int64_t tu_get(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, uint64_t remote, ucp_rkey_h rkey)
+int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory, uint64_t remote, ucp_rkey_h rkey)
 {
+    tu_buffers_t one = {.count = 1, .addresses = &address, .lengths = &length, .memory = memory};
     tu_post_t post;
-    int64_t verdict = tu_post_begin(&post, endpoint->worker, buffers);
+    int64_t verdict = tu_post_begin(&post, endpoint->worker, &one);
 
     if (verdict != 0) {
         return verdict;

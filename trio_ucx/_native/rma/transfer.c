@@ -384,25 +384,24 @@ static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *para
 
 /* Gets or puts one buffer. Returns a verdict. Python has checked that the range is in the memory. If the owner refuses
  * a put that has completed, tu_transfers_status says so to its scope. */
-int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
-                    const tu_buffers_t *buffers, uint64_t offset)
+int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put, void *address,
+                    size_t length, int memory, uint64_t offset)
 {
     tu_worker_t *worker = endpoint->worker;
     tu_transfer_params_t params;
 
-    if (buffers->count != 1 || buffers->strided != NULL || offset > path->length ||
-        buffers->lengths[0] > path->length - offset) {
+    if (offset > path->length || length > path->length - offset) {
         return UCS_ERR_INVALID_PARAM;
     }
-    if (buffers->memory > TU_MEMORY_HOST && !(worker->memory_types >> (buffers->memory - 1) & 1)) {
+    if (memory > TU_MEMORY_HOST && !(worker->memory_types >> (memory - 1) & 1)) {
         return UCS_ERR_UNSUPPORTED;
     }
     params = (tu_transfer_params_t){
         .path   = path,
         .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
-        .buffer = buffers->addresses[0],
-        .length = buffers->lengths[0],
-        .memory = buffers->memory,
+        .buffer = address,
+        .length = length,
+        .memory = memory,
         .offset = offset,
         .scope  = scope,
     };

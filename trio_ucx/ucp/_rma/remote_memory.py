@@ -26,7 +26,7 @@ from .access_paths import AccessPath, Key, connect, find_access_path, refusal, t
 
 
 class _Transfer(Operation):
-    """A put, a get or an atomic. It releases the key, which the caller has held, and keeps memory that C writes to."""
+    """A put, a get or an atomic. It releases the key, which is held for it, and keeps memory that C writes to."""
 
     __slots__ = ("_keep", "_key")
 
@@ -343,8 +343,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         path = await self._reach_for_atomics()
         old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
         self._scope.operations.unflushed = True
-        if path.key is not None:
-            path.key.hold()
         verdict = lib.tu_transfer_atomic(
             path.core.handle, self._scope.id, path.native, kind, size, operand, reply, old, offset
         )
@@ -458,29 +456,30 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             return
         try:
             self._core.engine.context.require(Feature.RMA, doing)
-            path = await self._reach(pins.memory)
-            self._check_open()
+            path = self._path
+            if path is None or not path.takes(pins.memory):
+                path = await self._reach(pins.memory)
+                self._check_open()
         except BaseException:
             pins.release()
             raise
-        if path.key is not None:
-            path.key.hold()
-        handle, buffers = path.core.handle, pins.native_list()
-        if path.native != ffi.NULL:
-            verdict = lib.tu_transfer(handle, self._scope.id, path.native, put, buffers, offset)
+        handle, scope = path.core.handle, self._scope.id
+        if path.native:
+            verdict = lib.tu_transfer(handle, scope, path.native, put, pins.address, pins.size, pins.memory, offset)
         else:
             assert path.key is not None
             call = lib.tu_put if put else lib.tu_get
-            verdict = call(handle, buffers, self._descriptor.address + offset, path.key.handle)
+            remote = self._descriptor.address + offset
+            verdict = call(handle, pins.address, pins.size, pins.memory, remote, path.key.handle)
         await completed(self._posted(verdict, path, pins, doing), path.core.engine)
 
     def _posted(
         self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
     ) -> Operation | None:
-        """Takes the verdict on a transfer, for which the key is held. It holds what to ``keep`` until it is over."""
+        """Takes the verdict on a transfer. It holds the key, and what to ``keep``, until it is over."""
         key = path.key
-        if verdict <= 0 and key is not None:
-            key.let_go()
+        if verdict > 0 and key is not None:
+            key.hold()
         return pending_operation(
             path.core.engine,
             verdict,
