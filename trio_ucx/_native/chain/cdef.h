@@ -39,7 +39,8 @@ typedef struct tu_term {
 
 typedef struct tu_terms {
     const tu_term_t *terms;
-    size_t count;              /* 0: it was not given */
+    size_t count;
+    uint64_t value;            /* what it is without terms */
 } tu_terms_t;
 
 /* build.c */
@@ -101,7 +102,7 @@ typedef struct tu_chain_request {
     bool reply;
     const char *header;
     size_t header_length;
-    const uint32_t *targets;   /* one of them is chosen by `choice` */
+    const uint32_t *target;    /* one of them is chosen by `choice` */
     size_t target_count;
     const uint32_t *after;     /* the requests that it depends on: if one fails, it fails, ... */
     size_t after_count;

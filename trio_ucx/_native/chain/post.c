@@ -83,13 +83,13 @@ static void flush_put(tu_node_t *node, tu_target_t *target)
 
 /* ---- arguments ---- */
 
-/* An argument that was not given is `otherwise`. Returns false when the request is over instead. */
-static bool argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t otherwise, tu_integer_t *out)
+/* Returns false when the request is over instead. */
+static bool argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t *out)
 {
     tu_reason_t reason;
 
     if (terms->count == 0) {
-        *out = otherwise;
+        *out = (tu_integer_t)terms->value;
         return true;
     }
     if (!tu_terms_evaluate(node->chain, terms, out, &reason)) {
@@ -110,14 +110,14 @@ static tu_target_t *choose_target(tu_node_t *node)
     tu_integer_t choice;
     tu_target_t *target;
 
-    if (!argument(node, &node->request.choice, 0, &choice)) {
+    if (!argument(node, &node->request.choice, &choice)) {
         return NULL;
     }
     if (choice < 0 || choice >= (tu_integer_t)node->request.target_count) {
         out_of_bounds(node, UCS_ERR_OUT_OF_RANGE);
         return NULL;
     }
-    node->target = node->request.targets[(size_t)choice];
+    node->target = node->request.target[(size_t)choice];
     target       = node->chain->targets[node->target];
     if (target->endpoint == NULL) {
         tu_node_fail(node, UCS_ERR_NOT_CONNECTED);
@@ -134,7 +134,7 @@ static bool choose_offset(tu_node_t *node, const tu_target_t *target, tu_integer
 
     if (node->continuing) {
         offset = node->next_offset;
-    } else if (!argument(node, &node->request.offset, 0, &offset)) {
+    } else if (!argument(node, &node->request.offset, &offset)) {
         return false;
     }
     if (offset < 0 || length < 0 || length > (tu_integer_t)target->length ||
@@ -149,7 +149,7 @@ static bool choose_offset(tu_node_t *node, const tu_target_t *target, tu_integer
 
 static bool choose_length(tu_node_t *node, uint64_t longest, tu_integer_t *out)
 {
-    if (!argument(node, &node->request.length, (tu_integer_t)longest, out)) {
+    if (!argument(node, &node->request.length, out)) {
         return false;
     }
     if (*out < 0 || *out > (tu_integer_t)longest) {
@@ -297,7 +297,7 @@ static void begin_atomic(tu_node_t *node, tu_target_t *target)
     tu_integer_t operand, swapped;
     tu_atomic_terms_t atomic;
 
-    if (!argument(node, &node->request.operand, 0, &operand) || !argument(node, &node->request.swapped, 0, &swapped) ||
+    if (!argument(node, &node->request.operand, &operand) || !argument(node, &node->request.swapped, &swapped) ||
         !choose_offset(node, target, (tu_integer_t)node->request.size)) {
         return;
     }
@@ -358,14 +358,14 @@ static void follow_on(tu_node_t *node)
     tu_integer_t found, next;
 
     node->steps++;
-    if (!argument(node, &request->until, 0, &found)) {
+    if (!argument(node, &request->until, &found)) {
         return;
     }
     if (found) {
         tu_node_conclude(node, TU_CHAIN_DONE);
         return;
     }
-    if (!argument(node, &request->next, 0, &next)) {
+    if (!argument(node, &request->next, &next)) {
         return;
     }
     if ((request->has_end && next == (tu_integer_t)request->end) || node->steps >= request->limit) {
@@ -398,7 +398,7 @@ static void follow_arrived(tu_node_t *node)
 
 void tu_node_begin(tu_node_t *node)
 {
-    tu_integer_t holds;
+    tu_integer_t holds = true;
     tu_target_t *target;
 
     node->not_before = 0;
@@ -414,7 +414,7 @@ void tu_node_begin(tu_node_t *node)
     }
     if (!node->continuing) {
         node->steps = 0;
-        if (!argument(node, &node->request.condition, 1, &holds)) {
+        if (node->request.condition.count > 0 && !argument(node, &node->request.condition, &holds)) {
             return;
         }
         if (!holds) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import trio
@@ -26,7 +26,6 @@ from ._expressions import (
     Integer,
     Local,
     Piece,
-    as_integer,
     local,
     pinned_memory,
 )
@@ -76,23 +75,14 @@ class Draft:
 
     kind: int
     name: str
-    to: Any = ()  # a thing, a Choice, or nothing
+    to: Any = None  # a thing, or a Choice
     atomic: bool = False
     size: int | None = None
     fields: dict[str, int] = attrs.Factory(dict)
-    terms: dict[str, Integer | Condition | None] = attrs.Factory(dict)
+    terms: dict[str, Expression | int] = attrs.Factory(dict)
     parts: list[Piece | Pinned] = attrs.Factory(list)
     into: Pinned | None = None
     header: bytes = b""
-
-    @property
-    def requests(self) -> set[ChainRequest]:
-        found: set[ChainRequest] = set()
-        for expression in self.terms.values():
-            found |= expression.requests if expression is not None else frozenset()
-        for part in self.parts:
-            found |= part.requests if isinstance(part, Piece) else frozenset()
-        return found
 
     @property
     def pins(self) -> list[Pinned]:
@@ -100,20 +90,19 @@ class Draft:
         return found if self.into is None else [*found, self.into]
 
     @property
-    def locals(self) -> list[Pinned]:
-        """The memory of each :class:`Local`."""
-        values = [part.value for part in self.parts if isinstance(part, Piece)]
-        return [pins for one in (*self.terms.values(), *values) if one is not None for pins in one.pins]
+    def computed(self) -> list[Expression | Piece]:
+        """What depends on a result, or on local memory."""
+        found: list[Expression | Piece] = [part for part in self.parts if isinstance(part, Piece)]
+        return found + [one for one in self.terms.values() if isinstance(one, Expression)]
 
 
-def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITED) -> Integer:
-    return value if isinstance(value, Integer) else as_integer(check_integer(value, name, low, high))
+def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITED) -> Integer | int:
+    return value if isinstance(value, Integer) else check_integer(value, name, low, high)
 
 
-def known_value(value: Integer) -> int | None:
-    """Its value, if it is a constant."""
-    code, _, low, high, _ = value.terms[0]
-    return low | high << 64 if len(value.terms) == 1 and code == lib.TU_TERM_CONSTANT else None
+def known_value(value: Integer | int) -> int | None:
+    """None if it is computed."""
+    return None if isinstance(value, Integer) else value
 
 
 def payload(data: Any) -> list[Piece | Pinned]:
@@ -137,29 +126,57 @@ def release(parts: Iterable[Piece | Pinned]) -> None:
             part.release()
 
 
-def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -> Integer:
+def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -> Integer | int:
     """How much of a payload is sent."""
     whole = sum(part.length if isinstance(part, Piece) else part.size for part in parts)
     return argument(whole if length is None else length, "the length", 0, whole)
 
 
 class _Native:
-    """A description as C takes it: the memory that it is in until C has copied it."""
+    """A description as C takes it.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Attributes:
+        request: the ``tu_chain_request_t``.
+        term_count: how many terms it has.
+    """
+
+    def __init__(self, fields: dict[str, int]) -> None:
+        self.request = ffi.new("tu_chain_request_t *", fields)
+        self.term_count = 0
+        #: What the request points to, until C has copied it.
         self._keep: list[Any] = []
 
-    def hold(self, memory: Any) -> Any:
-        self._keep.append(memory)
-        return memory
+    def put(self, target: Any, value: Expression | int) -> None:
+        """Lets a ``tu_terms_t`` be this value."""
+        if isinstance(value, Expression):
+            target.terms = self._new("tu_term_t[]", value.terms)
+            target.count = len(value.terms)
+            self.term_count += len(value.terms)
+        else:
+            target.value = value % 2**64
 
-    def put(self, target: Any, expression: Expression | None) -> None:
-        """Lets a ``tu_terms_t`` be this expression; nothing if it is None."""
-        if expression is not None:
-            terms = self.hold(ffi.new("tu_term_t[]", list(expression.terms)))
-            self.count += len(expression.terms)
-            target.terms, target.count = terms, len(expression.terms)
+    def numbers(self, name: str, numbers: Sequence[int]) -> None:
+        """Lets a list of the request be these numbers."""
+        if numbers:
+            setattr(self.request, name, self._new("uint32_t[]", numbers))
+            setattr(self.request, f"{name}_count", len(numbers))
+
+    def header(self, data: bytes) -> None:
+        if data:
+            self.request.header = self._new("char[]", data)
+            self.request.header_length = len(data)
+
+    def parts(self, count: int) -> Iterable[Any]:
+        """Makes room for so many parts of a payload."""
+        if not count:
+            return ()
+        self.request.parts = self._new("tu_part_t[]", count)
+        self.request.part_count = count
+        return cast(Iterable[Any], self._keep[-1])
+
+    def _new(self, kind: str, contents: Any) -> Any:
+        self._keep.append(ffi.new(kind, contents))
+        return self._keep[-1]
 
 
 @attrs.define(eq=False, repr=False)
@@ -232,6 +249,8 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _resolve(self, requests: Any) -> list[ChainRequest]:
         """What ``after`` and ``again`` name."""
+        if type(requests) is tuple and not requests:
+            return []
         if isinstance(requests, ChainRequest) or hasattr(requests, "__index__"):
             requests = (requests,)
         if not isinstance(requests, Iterable):
@@ -263,7 +282,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
                 raise TypeError(f"remote must be a RemoteMemory or a Choice of some, not {type(memory).__name__}")
             memory._check(access, doing, 0, 0)
 
-    def _check_bounds(self, remote: RemoteMemory | Choice, offset: Integer, length: Integer) -> None:
+    def _check_bounds(self, remote: RemoteMemory | Choice, offset: Integer | int, length: Integer | int) -> None:
         """As far as they are known already."""
         start, size = known_value(offset), known_value(length)
         if isinstance(remote, RemoteMemory) and start is not None and size is not None and start + size > remote.nbytes:
@@ -287,7 +306,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         terms: dict[str, Any] = {"offset": where}
         for field, value in zip(("operand", "swapped"), values, strict=False):
             terms[field] = argument(value, "the value", low, high)
-        self._check_bounds(remote, where, as_integer(bits // 8))
+        self._check_bounds(remote, where, bits // 8)
         known = known_value(where)
         if isinstance(remote, RemoteMemory) and known is not None:
             remote._check_aligned(known, bits // 8)
@@ -320,7 +339,6 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         on_false: str | Retry = "error",
         after: Any = (),
     ) -> ChainRequest:
-        self._check()
         if self._draft is not None and request is None:
             raise RuntimeError("the functions that follow() is given cannot add requests")
         into = draft.into
@@ -328,83 +346,84 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         request = request or self._request(draft.kind, draft.name, seen, into=into is not None)
         if not (when is None or isinstance(when, Condition)):
             raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
-        retry = on_false if isinstance(on_false, Retry) else Retry(0, then=on_false)
-        if not isinstance(retry.then, str) or retry.then not in _ON_FALSE:
-            raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a chains.Retry, not {retry.then!r}")
-        draft.terms["condition"] = when
-        things = draft.to.options if isinstance(draft.to, Choice) else () if draft.to == () else (draft.to,)
-        draft.terms["choice"] = draft.to.index if isinstance(draft.to, Choice) else None
-        again = self._resolve(retry.again)
-        before = draft.requests | set(self._resolve(after)) | set(again)
+        retry = on_false if isinstance(on_false, Retry) else None
+        then = on_false if retry is None else retry.then
+        if not isinstance(then, str) or then not in _ON_FALSE:
+            raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a chains.Retry, not {then!r}")
+        if when is not None:
+            draft.terms["condition"] = when
+        things = () if draft.to is None else (draft.to,)
+        if isinstance(draft.to, Choice):
+            draft.terms["choice"], things = draft.to.index, draft.to.options
+        computed = draft.computed
+        before = {one for value in computed for one in value.requests}
+        again = [] if retry is None else self._resolve(retry.again)
+        before.update(self._resolve(after), again)
         for one in before:
             self._check_reference(one, request.name)
         before.discard(request)
         if len(self._requests) >= self.capacity:
             raise NoDependencyResource(f"this chain has room for {self.capacity} requests: make it with more capacity")
-        native, keep = self._describe(draft)
+        native = self._describe(draft)
         room = self.capacity * TERMS_EACH - self._terms
-        if keep.count > room:
+        if native.term_count > room:
             raise NoDependencyResource(
-                f"{request.name} needs {keep.count} terms for what it depends on, and this chain has room for {room} "
-                f"more ({TERMS_EACH} for each request of its capacity): make it with more capacity"
+                f"{request.name} needs {native.term_count} terms for what it depends on, and this chain has room for "
+                f"{room} more ({TERMS_EACH} for each request of its capacity): make it with more capacity"
             )
-        native.on_false = _ON_FALSE[retry.then]
-        native.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
-        native.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
+        native.request.on_false = _ON_FALSE[then]
+        if retry is not None:
+            native.request.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
+            native.request.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
+            native.numbers("again", sorted({one.id for one in again}))
+            if native.request.delay and self._engine not in Timer.of:
+                Timer(self._engine)
         after_ids = sorted(one.id for one in before)
+        native.numbers("after", after_ids)
         first = len(self._requests) - 1 if self.ordered and self._requests else self._barrier
-        behind = [] if first is None or first in after_ids else [first]
-        for name, numbers in (("after", after_ids), ("behind", behind), ("again", sorted({one.id for one in again}))):
-            array = ffi.new("uint32_t[]", numbers)
-            keep.hold(array)
-            setattr(native, name, array)
-            setattr(native, f"{name}_count", len(numbers))
-        if native.delay and self._engine not in Timer.of:
-            Timer(self._engine)
+        if first is not None and first not in after_ids:
+            native.numbers("behind", [first])
         self._check()
         if self._generation != request._generation or len(self._requests) != request.id:
             raise RuntimeError("the chain was changed while this request was described")
-        targets = keep.hold(ffi.new("uint32_t[]", [self._target(thing, draft.atomic) for thing in things]))
-        native.targets, native.target_count = targets, len(things)
-        number = lib.tu_chain_add(self._native.handle, native)
+        native.numbers("target", [self._target(thing, draft.atomic) for thing in things])
+        number = lib.tu_chain_add(self._native.handle, native.request)
         if number == Status.NO_MEMORY:
             raise MemoryError(f"no memory for {request.name}")
         if number < 0:
             raise UCXError(number, f"adding {request.name}")
-        self._terms += keep.count
-        self._native.buffers.add(draft.pins, draft.locals)
+        self._terms += native.term_count
+        self._native.buffers.add(draft.pins, [pins for value in computed for pins in value.pins])
         self._requests.append(request)
-        if retry.then == "stop":
+        if then == "stop":
             self._barrier = request.id
         return request
 
-    def _describe(self, draft: Draft) -> tuple[Any, _Native]:
-        keep = _Native()
-        native = ffi.new("tu_chain_request_t *", {"kind": draft.kind, "size": draft.size or 0, **draft.fields})
-        for name, expression in draft.terms.items():
-            keep.put(getattr(native, name), expression)
-        native.header = keep.hold(ffi.new("char[]", draft.header))
-        native.header_length = len(draft.header)
+    def _describe(self, draft: Draft) -> _Native:
+        native = _Native({"kind": draft.kind, "size": draft.size or 0, **draft.fields})
+        request = native.request
+        for name, value in draft.terms.items():
+            native.put(getattr(request, name), value)
+        native.header(draft.header)
         if draft.into is not None:
-            native.into, _, native.memory = pinned_memory(draft.into)
+            request.into, _, request.memory = pinned_memory(draft.into)
             check_reaches(self._engine, draft.into)
-        parts = keep.hold(ffi.new("tu_part_t[]", len(draft.parts)))
-        native.parts, native.part_count = parts, len(draft.parts)
-        for native_part, part in zip(parts, draft.parts, strict=True):
+        for native_part, part in zip(native.parts(len(draft.parts)), draft.parts, strict=True):
             if isinstance(part, Pinned):
                 native_part.kind = lib.TU_PART_MEMORY
                 native_part.address, native_part.length, memory = pinned_memory(part)
                 check_reaches(self._engine, part)
                 if memory > lib.TU_MEMORY_HOST and len(draft.parts) > 1:
                     raise TypeError("a payload of several parts takes host memory only")
-                native.memory = memory if len(draft.parts) == 1 else lib.TU_MEMORY_HOST
+                request.memory = memory if len(draft.parts) == 1 else lib.TU_MEMORY_HOST
             else:
                 native_part.kind, native_part.offset, native_part.length = part.kind, part.offset, part.length
                 native_part.request = 0 if part.request is None else part.request.id
                 native_part.big = part.big
-                keep.put(native_part.value, part.value)
-                native.memory = lib.TU_MEMORY_HOST
-        return native, keep
+                if part.value is not None:
+                    native.put(native_part.value, part.value)
+                request.memory = lib.TU_MEMORY_HOST
+        return native
 
     def _check_open(self) -> None:
         self._engine.check()

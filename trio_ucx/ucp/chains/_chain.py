@@ -28,7 +28,7 @@ from .._tag import check_tag
 from .._util import FULL, check_integer
 from ._builder import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
 from ._errors import DependencyReferenceError
-from ._expressions import UNLIMITED, ChainRequest, Condition, Integer, as_integer, pinned_memory
+from ._expressions import UNLIMITED, ChainRequest, Condition, Integer, pinned_memory
 from ._library import lib
 from ._run import NativeChain, Outcomes, Run
 
@@ -215,11 +215,13 @@ class RequestChain(ChainBuilder):
                 raise DependencyReferenceError(
                     f"next_offset and until look at {node.referred} bytes of a node of {node.size}"
                 )
-            self._check_bounds(remote, where, as_integer(node.size))
+            self._check_bounds(remote, where, node.size)
             self._engine.context.require(Feature.RMA, "reading remote memory")
             fields = {"limit": check_integer(limit, "the limit", 1, UNLIMITED), "has_end": int(end is not None)}
             fields["end"] = 0 if end is None else check_integer(end, "the end", 0, FULL)
-            terms: dict[str, Any] = {"offset": where, "next": following, "until": found}
+            terms: dict[str, Any] = {"offset": where, "next": following}
+            if found is not None:
+                terms["until"] = found
             draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size, fields=fields, terms=terms)
             return self._add(draft, node, **options)
         finally:

@@ -232,6 +232,11 @@ class Piece:
         assert self.request is not None
         return frozenset((self.request,))
 
+    @property
+    def pins(self) -> tuple[Pinned, ...]:
+        """Local memory that it refers to."""
+        return () if self.value is None else self.value.pins
+
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.chains.Piece of {self.length} bytes>"
 
