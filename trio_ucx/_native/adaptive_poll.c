@@ -99,7 +99,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     size_t count;
     int round;
 
-    worker->background.slice_end = start + TU_SLICE;
+    worker->background.slice_end = start + TU_SEQUENCE_SLICE;
     poll->goes_on                = false;
     if (!poll->continues) {
         worker->counts.polls++;
@@ -136,6 +136,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
         }
         return 0;
     }
+    tu_inbox_settle(worker);
     count = tu_ring_take(worker, out, max);
     poll->began = 0;
     paid(worker);

@@ -11,6 +11,7 @@
  *
  * Either side gives a message up between two pieces when its Connection or its endpoint ends. */
 #include <limits.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "little_endian.h"
@@ -25,11 +26,14 @@
  * more of them. */
 #define SMALL_PIECE (2 * 63488)
 #define LARGE_PIECE (8 * 63488)
-/* Nanoseconds for which pieces are to wait in queues on the path, about; other messages wait as long. Those alone are
- * for the bandwidth: it needs full queues. */
-#define QUEUED_BESIDE_OTHERS 30000
-#define QUEUED_ALONE 500000
+/* Nanoseconds that pieces may wait in queues on the path where no other messages wait behind them: bandwidth needs full
+ * queues. */
+#define QUEUED_ALONE 1000000
 #define A_WHILE 50000000 /* nanoseconds */
+/* Pieces after which the window is adapted, and that a look takes; and how many times as long as a piece the next look is
+ * after it, at least. */
+#define SAMPLES 7
+#define LOOK_LASTS 128
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
 /* Pieces that are sent with the announcement; more follow when the first has been received. */
@@ -44,7 +48,12 @@ struct tu_pace {
     unsigned under_way;        /* pieces that UCX works on, without the first ones of each message */
     unsigned window;           /* how many of them there may be */
     uint64_t shrunk;           /* when the window became smaller */
-    uint64_t fastest;          /* nanoseconds that a piece took, at least */
+    unsigned sampled;          /* pieces that have ended since it was adapted, */
+    uint64_t samples[SAMPLES]; /* and what they took, in nanoseconds */
+    uint64_t unqueued;         /* what one took in the last look, most often */
+    bool looking;              /* whether a look goes on, */
+    unsigned usual;            /* and the window after it */
+    uint64_t next_look;        /* when one is due */
     size_t piece;              /* the length of the next pieces */
     uint64_t others;           /* the worker's count of other messages when a piece ended, */
     uint64_t changed;          /* and when that was last another one than before */
@@ -236,14 +245,31 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
-/* Adapts the window to the path, when a piece has ended. What it took longer than the fastest one, it has waited in
- * queues, behind others. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
+static int compare_times(const void *one, const void *other)
+{
+    uint64_t first = *(const uint64_t *)one, second = *(const uint64_t *)other;
+
+    return (first > second) - (first < second);
+}
+
+/* Begins to look how long a piece takes when hardly any of ours are in its way. That changes: the path, its other users,
+ * and how busy the peer and this process are with something else. */
+static void look(tu_pace_t *pace, uint64_t now)
+{
+    pace->usual   = pace->looking ? pace->usual : pace->window;
+    pace->looking = true;
+    pace->window  = LEAST_UNDER_WAY;
+    pace->shrunk  = now;
+    pace->sampled = 0;
+}
+
+/* Adapts the window to the path, when a piece has ended. What pieces take longer than in the last look, they wait in
+ * queues, behind others of ours. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
 static void adapt(tu_pace_t *pace, uint64_t posted)
 {
     uint64_t now    = tu_now();
-    uint64_t took   = now - posted;
     uint64_t others = pace->endpoint->worker->others;
-    uint64_t waited, target;
+    uint64_t took, target;
     size_t piece;
     bool alone;
 
@@ -253,21 +279,35 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     }
     alone = now - pace->changed >= A_WHILE;
     piece = alone ? LARGE_PIECE : SMALL_PIECE;
-    if (pace->piece != piece || took < pace->fastest) {
-        pace->piece   = piece;
-        pace->fastest = took;
+    if (pace->piece != piece || (now >= pace->next_look && !pace->looking)) {
+        pace->piece = piece;
+        look(pace, now);
     }
     if (posted < pace->shrunk) {
         return; /* it waited behind more than there are now */
     }
-    waited = took - pace->fastest;
-    target = alone ? QUEUED_ALONE : QUEUED_BESIDE_OTHERS;
-    if (target < pace->fastest / 4) {
-        target = pace->fastest / 4; /* on a long line times vary as much */
+    pace->samples[pace->sampled++] = now - posted;
+    if (pace->sampled < SAMPLES) {
+        return;
     }
-    if (waited < target && pace->window < MOST_UNDER_WAY) {
-        pace->window++;
-    } else if (waited > 2 * target && pace->window > LEAST_UNDER_WAY) {
+    pace->sampled = 0;
+    qsort(pace->samples, SAMPLES, sizeof(pace->samples[0]), compare_times);
+    took = pace->samples[SAMPLES / 2];
+    if (pace->looking) {
+        pace->looking   = false;
+        pace->window    = pace->usual;
+        pace->unqueued  = took;
+        pace->next_look = now + (LOOK_LASTS * took > A_WHILE ? LOOK_LASTS * took : A_WHILE);
+        return;
+    }
+    target = pace->unqueued / 4;
+    if (alone && target < QUEUED_ALONE) {
+        target = QUEUED_ALONE;
+    }
+    if (took < pace->unqueued + target / 2) {
+        pace->window += pace->window < 4 ? 1 : pace->window / 4;
+        pace->window  = pace->window < MOST_UNDER_WAY ? pace->window : MOST_UNDER_WAY;
+    } else if (took > pace->unqueued + target && pace->window > LEAST_UNDER_WAY) {
         pace->window -= pace->window < 4 ? 1 : pace->window / 4;
         pace->shrunk  = now;
     }
@@ -425,7 +465,6 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
         free(message);
         return verdict;
     }
-    pace->fastest   = UINT64_MAX; /* the path may have changed */
     message->length = length;
     message->pace   = pace;
     message->tag    = (tag & ~(uint64_t)UINT32_MAX) | TU_PIECE_QUEUES | (worker->long_count++ & ~TU_PIECE_QUEUES);

@@ -143,6 +143,20 @@ void tu_inbox_collect(tu_worker_t *worker)
     }
 }
 
+/* If a message of several segments was announced last, takes what else has arrived of it: then its receive completes at
+ * once, and Python hears of it once. */
+void tu_inbox_settle(tu_worker_t *worker)
+{
+    uint64_t end = tu_now() + TU_SLICE;
+    const tu_record_t *last;
+
+    while ((last = tu_ring_last(worker)) != NULL && last->kind == TU_RECORD_MESSAGE &&
+           last->length < TU_LONGEST_THRESHOLD && worker->collected < TU_BATCH_BYTES && tu_inbox_progress(worker) != 0 &&
+           tu_now() < end) {
+        tu_inbox_collect(worker);
+    }
+}
+
 bool tu_inbox_lacks_memory(const tu_worker_t *worker)
 {
     return worker->claimed_bit != 0 && (worker->scratch == NULL || worker->long_spare == NULL);

@@ -469,7 +469,7 @@ static bool slice_is_over(tu_chains_t *chains)
 
     if (*end == 0) {
         chains->now = tu_now();
-        *end        = chains->now + TU_SLICE;
+        *end        = chains->now + TU_SEQUENCE_SLICE;
         return false;
     }
     if (++chains->calls % LOOK == 0 || chains->now > *end) {
@@ -512,7 +512,7 @@ static void begin_run(tu_chain_t *chain)
     uint64_t *end       = &chain->worker->background.slice_end;
 
     chains->now = tu_now();
-    *end        = chains->now + TU_SLICE;
+    *end        = chains->now + TU_SEQUENCE_SLICE;
     do {
         dequeue(chain);
     } while (advance(chain) && tu_list_is_linked(&chain->queue_link) && chains->now <= *end);

@@ -269,6 +269,8 @@ class ProgressTask:
                         await engine.waiting.poll_for_sequences()
                     else:
                         await trio.lowlevel.cancel_shielded_checkpoint()
+                        if engine.waiting.woken:  # they have waited for this task, and may be behind it in the round
+                            await trio.lowlevel.cancel_shielded_checkpoint()
                 else:
                     self._suspended = trio.lowlevel.current_task()
                     await trio.lowlevel.wait_task_rescheduled(self._leave)
