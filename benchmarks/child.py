@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from . import stats
+from .contenders import ROLES
 from .control import Line, run
 from .ends import Control, End
-from .jobs import Batch, Kind
+from .jobs import BURST_COUNT, Batch, Kind
 
 #: Seconds after the limit of an order at which the kernel ends this process, if its parent has not.
 LAST = 10
@@ -51,6 +53,10 @@ async def run_batch(control: Control, end: End, batch: Batch, leads: bool) -> di
             answer["more"] = dict(end.more)
         else:
             await end.echo(batch)
+    elif batch.job.kind is Kind.BURST:
+        for _ in range(batch.count):
+            await (end.send if leads else end.receive)(replace(batch, count=BURST_COUNT))
+            await (end.receive if leads else end.send)(replace(batch, count=1))
     elif leads:
         await end.send(batch)
         answer["more"] = dict(end.more)
@@ -58,7 +64,7 @@ async def run_batch(control: Control, end: End, batch: Batch, leads: bool) -> di
         await end.receive(batch)
     # Both processes read the same clock: the pair's time is from the one's begin to the other's end.
     answer |= {"begin": begin, "end": time.perf_counter_ns(), "cpu": time.process_time() - used}
-    if batch.job.kind in (Kind.LATENCY, Kind.STEPS) or not leads:
+    if batch.job.kind in (Kind.LATENCY, Kind.BURST, Kind.STEPS) or not leads:
         end.verify(batch)
     return answer
 
@@ -67,9 +73,9 @@ def main() -> None:
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(sys.argv[1])
     line = Line(connected)
-    # Under mpirun both ends have one command line.
+    # Under mpirun all have one command line.
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-    line.tell_now({"role": sys.argv[2] if len(sys.argv) > 2 else ("server", "client")[rank]})
+    line.tell_now({"role": sys.argv[2] if len(sys.argv) > 2 else ROLES[rank]})
     setup = line.hear_within(60)
     signal.alarm(math.ceil(setup["options"].get("start", 30)) + LAST)
     connected.settimeout(None)

@@ -16,6 +16,7 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from benchmarks import marks, quiet, report, runner
 from benchmarks.contenders import Contender, all_contenders, ours_many
+from benchmarks.jobs import BY_SIZE
 from benchmarks.pairs import two_cpus
 
 ROUNDS, SECONDS = 5, 1.0
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", action="append", metavar="PATTERN", help="contenders by name, as in 'trio*tcp'; can be repeated")
     add("--figures", action="append", metavar="PATTERN", help="figures by name, as in 'latency/8' or 'rate*'")
     add("--transports", help="of tcp, shm, unix, as in 'tcp,shm'")
+    add("--sizes", action="store_true", help="also the latency of every size from 1 KiB to 64 MiB")
     add("--scale", action="store_true", help="also 1 and 1,000 connections, see scale.py")
     add("--json", type=Path, metavar="FILE", help="writes everything that was measured")
     add("--plots", type=Path, metavar="DIR", help="draws the pictures of the docs (needs matplotlib)")
@@ -92,7 +94,7 @@ def main(given: Sequence[str] | None = None) -> int:
         seconds,
         two_cpus(),
         dict(entry.split("=", 1) for entry in arguments.python),
-        lambda job: figures(job.key),
+        lambda job: figures(job.key) and (arguments.sizes or job not in BY_SIZE),
     )
     if None in plan.cpus:
         print("There is only one core: both processes share it, and nothing here says much.", file=sys.stderr)

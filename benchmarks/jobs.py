@@ -13,7 +13,8 @@ class Kind(enum.Enum):
     """LATENCY: one message there and back; BANDWIDTH, RATE: many in flight, one way; IDLE: nothing, once connected.
 
     Of many connections: OPENING: what it takes to make them; EXCHANGE: messages there and back.
-    STEPS: with remote memory, ``size`` of them, one after the other.
+    STEPS: ``size`` of them, one after the other: with remote memory, or of a computation.
+    BURST: BURST_COUNT messages one way, of which the last comes back. CONNECT: connections made and closed in turn.
     """
 
     LATENCY = "latency"
@@ -23,6 +24,8 @@ class Kind(enum.Enum):
     OPENING = "opening"
     EXCHANGE = "exchange"
     STEPS = "steps"
+    BURST = "burst"
+    CONNECT = "connect"
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +51,14 @@ class Job:
         return "/".join(filter(None, parts))
 
 
+def size_name(size: int) -> str:
+    """As in "8 B" or "64 KiB"."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
 def latency(*sizes: int) -> tuple[Job, ...]:
     return tuple(Job("latency", size) for size in sizes or (8, KIB, 64 * KIB))
 
@@ -60,10 +71,19 @@ def rate(*ways: str) -> tuple[Job, ...]:
     return tuple(Job("rate", 8, way) for way in ways or ("",))
 
 
+def burst(*ways: str) -> tuple[Job, ...]:
+    return tuple(Job("burst", 64 * KIB, way) for way in ways or ("",))
+
+
 IDLE = (Job("idle"),)
+CONNECT = (Job("connect", 8),)
+#: Latencies that ``compare.py --sizes`` prints in a table of their own.
+BY_SIZE = tuple(Job("latency", 2**exponent, "by size") for exponent in range(10, 27))
 
 #: Messages in flight where a contender says how many: large ones, small ones.
 WINDOW, SMALL_WINDOW = 8, 256
+#: Messages of a burst, which may all be in flight.
+BURST_COUNT = 500
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ class Batch:
 
     @property
     def window(self) -> int:
-        return WINDOW if self.job.kind is Kind.BANDWIDTH else SMALL_WINDOW
+        return {Kind.BANDWIDTH: WINDOW, Kind.BURST: BURST_COUNT}.get(self.job.kind, SMALL_WINDOW)
 
 
 def pattern(size: int, seed: int) -> bytes:

@@ -197,8 +197,7 @@ def large(found: Found, costs: Mapping[str, float], transports: Sequence[str]) -
         for what, key, way in [*asked, *([("trio.SocketStream", "trio stream", "")] if transport == "tcp" else [])]:
             row = [f"{transport}: {what}"]
             for nbytes in steps.SIZES:
-                speed = found[f"{key} {transport}"][Job("bandwidth", nbytes, way)].get("bytes_s")
-                row += [cell(None if speed is None else speed / 1e9), ""]
+                row += [cell(found[f"{key} {transport}"][Job("bandwidth", nbytes, way)].get("gb_s")), ""]
             rows.append(row)
     columns = [title for size in sizes for title in (f"{size}: GB/s", "page faults a MiB")]
     return Sheet("Large messages", ["", *columns], rows)

@@ -1,4 +1,7 @@
-"""Two processes, one per core, that carry out orders; every wait has a limit, and nothing is left running."""
+"""Processes on two cores that carry out orders; every wait has a limit, and nothing is left running.
+
+There are two, the client and the server; or more, all but one of which do what the server does: they follow the client.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from . import stats
-from .contenders import Contender
+from .contenders import ROLES, Contender
 from .control import Line
-from .jobs import Batch, Job, Kind
+from .jobs import BURST_COUNT, Batch, Job, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds to start and connect; to end.
 START, END = 30, 3
 #: At most so many bytes in a batch: some libraries queue without limit.
 BATCH_BYTES = 2**31
+#: And so many connections: the kernel keeps the port of each for a while.
+MOST_CONNECTIONS = 3000
 
 Cpus = tuple[int | None, int | None]
 
@@ -40,13 +45,14 @@ def two_cpus() -> Cpus:
 
 
 class Pair:
-    """Both ends of a contender."""
+    """The processes of a contender."""
 
     def __init__(self, lines: Mapping[str, Line], sockets: Mapping[Line, socket.socket], errors: Path) -> None:
         self._lines, self._sockets, self._errors = lines, sockets, errors
         self.transports: Sequence[str] = ()
         self.info: Mapping[str, Mapping[str, float]] = {}
         self._seed = 0
+        self._followers = [role for role in ROLES if role in lines and role != "client"]
 
     def hear(self, roles: Sequence[str], limit: float) -> dict[str, dict[str, Any]]:
         """Returns the answer of each end; raises as soon as one of them fails."""
@@ -78,15 +84,18 @@ class Pair:
             raise PairFailed(f"the {role} ended. {self._said()}") from None
 
     def open(self, setup: dict[str, Any], cpus: Cpus) -> None:
-        self.tell("server", {**setup, "role": "server", "cpu": cpus[0]})
-        address = self.hear(["server"], START)["server"]["address"]
+        """Each follower gives an address to the next one, and the last one to the client."""
+        address = None
+        for number, role in enumerate(self._followers):
+            self.tell(role, {**setup, "role": role, "cpu": cpus[number % 2], "address": address})
+            address = self.hear([role], START)[role]["address"]
         self.tell("client", {**setup, "role": "client", "cpu": cpus[1], "address": address})
-        opened = self.hear(["server", "client"], setup["options"].get("start", START))
+        opened = self.hear([*self._followers, "client"], setup["options"].get("start", START))
         self.transports = opened["client"]["transports"]
         self.info = {role: one["info"] for role, one in opened.items()}
 
     def end(self) -> None:
-        for role in ("client", "server"):
+        for role in ("client", *self._followers):
             with contextlib.suppress(PairFailed):
                 self.tell(role, {"do": "end"})
 
@@ -94,24 +103,29 @@ class Pair:
         """Runs one batch. Returns its figures; ``seconds`` is the time that it took."""
         self._seed += 1
         order = {"do": "batch", "limit": limit, **Batch(job, count, self._seed).order()}
-        self.tell("server", order)
-        self.hear(["server"], limit)
+        for role in self._followers:
+            self.tell(role, order)
+        self.hear(self._followers, limit)
         self.tell("client", order)
-        heard = self.hear(["client", "server"], limit)
+        heard = self.hear(["client", *self._followers], limit)
         client, server = heard["client"], heard["server"]
         seconds = (server["end"] - client["begin"]) / 1e9
-        messages = 2 * count if job.kind in (Kind.LATENCY, Kind.EXCHANGE) else count
-        figures = {"seconds": seconds, "cpu_us": (client["cpu"] + server["cpu"]) / messages * 1e6}
+        took_us = (client["end"] - client["begin"]) / 1000
+        each = {Kind.LATENCY: 2, Kind.EXCHANGE: 2, Kind.STEPS: job.size, Kind.BURST: BURST_COUNT}.get(job.kind, 1)
+        messages = each * count
+        figures = {"seconds": seconds, "cpu_us": sum(one["cpu"] for one in heard.values()) / messages * 1e6}
         if job.kind is Kind.EXCHANGE:
-            figures["wall_us"] = (client["end"] - client["begin"]) / 1000 / messages
+            figures["wall_us"] = took_us / messages
         elif job.kind is Kind.STEPS:
-            figures |= {"step_us": (client["end"] - client["begin"]) / 1000 / count / job.size, **client["more"]}
+            figures |= {"step_us": took_us / messages, **client["more"]}
         elif job.kind is Kind.LATENCY:
             figures |= {name: client[name] for name in ("median_us", "mean_us", "p99_us")} | client["more"]
+        elif job.kind is Kind.BURST:
+            figures["burst_ms"] = took_us / 1000 / count
+        elif job.kind is Kind.BANDWIDTH:
+            figures["gb_s"] = count / seconds * job.size / 1e9
         else:
-            figures["messages_s" if job.kind is Kind.RATE else "bytes_s"] = (
-                count / seconds * (1 if job.kind is Kind.RATE else job.size)
-            )
+            figures["messages_s" if job.kind is Kind.RATE else "connects_s"] = count / seconds
         return figures
 
     def idle(self, seconds: float) -> dict[str, float]:
@@ -137,7 +151,7 @@ class Pair:
             return self.idle(max(3 * seconds, 3))  # the cost of these orders must not show
         if job.kind is Kind.OPENING:
             return self.opening()
-        count, most = 1, max(1, BATCH_BYTES // job.size)
+        count, most = 1, MOST_CONNECTIONS if job.kind is Kind.CONNECT else max(1, BATCH_BYTES // job.size)
         limit = 10 + 10 * seconds
         figures = self.batch(job, count, limit)
         while figures["seconds"] < 0.6 * seconds and count < most:
@@ -148,7 +162,7 @@ class Pair:
 
 @contextlib.contextmanager
 def open_pair(contender: Contender, cpus: Cpus, pythons: Mapping[str, str]) -> Iterator[Pair]:
-    """Starts and connects both ends; ends or kills them at the end of the block."""
+    """Starts and connects the processes; ends or kills them at the end of the block."""
     python = pythons.get(contender.module, sys.executable)
     setup = {"module": contender.module, "transport": contender.transport, "options": dict(contender.options)}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
@@ -172,7 +186,8 @@ def open_pair(contender: Contender, cpus: Cpus, pythons: Mapping[str, str]) -> I
             )
             stack.callback(stop, process)
             processes.append(process)
-        lines, sockets = accept(listening, processes, folder / "errors", stack)
+        count = contender.options.get("processes", 2)
+        lines, sockets = accept(listening, count, processes, folder / "errors", stack)
         pair = Pair(lines, sockets, folder / "errors")
         pair.open(setup, cpus)
         yield pair
@@ -184,22 +199,27 @@ def open_pair(contender: Contender, cpus: Cpus, pythons: Mapping[str, str]) -> I
 
 
 def commands(contender: Contender, python: str, command: list[str]) -> list[list[str]]:
+    count = contender.options.get("processes", 2)
     if "mpirun" not in contender.options:
-        return [[*command, "server"], [*command, "client"]]
+        return [[*command, role] for role in ROLES[:count]]
     beside = Path(python).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else "mpirun"
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *contender.options["mpirun"]]
-    return [[mpirun, "-n", "2", *options, *command]]
+    return [[mpirun, "-n", str(count), *options, *command]]
 
 
 def accept(
-    listening: socket.socket, processes: Sequence[subprocess.Popen[bytes]], errors: Path, stack: contextlib.ExitStack
+    listening: socket.socket,
+    count: int,
+    processes: Sequence[subprocess.Popen[bytes]],
+    errors: Path,
+    stack: contextlib.ExitStack,
 ) -> tuple[dict[str, Line], dict[Line, socket.socket]]:
     lines: dict[str, Line] = {}
     sockets = {}
     deadline = time.monotonic() + START
     listening.settimeout(0.2)
-    while len(lines) < 2:
+    while len(lines) < count:
         try:
             connected, _ = listening.accept()
         except TimeoutError:

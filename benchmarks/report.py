@@ -20,8 +20,8 @@ from rich.table import Table
 
 from . import quiet
 from .contenders import BEFORE, Contender
-from .jobs import Job, Kind
-from .marks import SIZES, Verdict
+from .jobs import BURST_COUNT, BY_SIZE, Job, Kind, size_name
+from .marks import Verdict
 from .runner import Row, Rows
 from .stats import scaled
 
@@ -33,7 +33,6 @@ BASE = "trio stream tcp"
 class Column:
     figure: str
     title: str
-    scale: float = 1
 
 
 COLUMNS = {
@@ -43,7 +42,7 @@ COLUMNS = {
         Column("p99_us", "p99 us"),
         Column("cpu_us", "CPU us"),
     ),
-    Kind.BANDWIDTH: (Column("bytes_s", "GB/s", 1e-9), Column("cpu_us", "CPU us")),
+    Kind.BANDWIDTH: (Column("gb_s", "GB/s"), Column("cpu_us", "CPU us")),
     Kind.RATE: (Column("messages_s", "messages/s"), Column("cpu_us", "CPU us")),
     Kind.IDLE: (Column("idle_percent", "CPU %"),),
     Kind.OPENING: (
@@ -53,6 +52,13 @@ COLUMNS = {
         Column("descriptors", "descriptors each"),
     ),
     Kind.EXCHANGE: (Column("wall_us", "us a message"), Column("cpu_us", "CPU us")),
+    Kind.STEPS: (
+        Column("step_us", "us a step"),
+        Column("cpu_us", "CPU us"),
+        Column("request_us", "us a request, making the chain"),
+    ),
+    Kind.BURST: (Column("burst_ms", "ms"), Column("cpu_us", "CPU us")),
+    Kind.CONNECT: (Column("connects_s", "connects/s"), Column("cpu_us", "CPU us")),
 }
 #: Latencies and CPU time are better when they are smaller, and so are their ratios.
 TITLES = {
@@ -62,6 +68,9 @@ TITLES = {
     Kind.IDLE: "idle: the busier one of two connected processes",
     Kind.OPENING: "opening connections",
     Kind.EXCHANGE: "messages of {} there and back, over many connections",
+    Kind.STEPS: "steps, one after the other",
+    Kind.BURST: f"{BURST_COUNT} messages of {{}} one way, until the sender hears of it",
+    Kind.CONNECT: "connect and close, one after the other",
 }
 
 
@@ -79,8 +88,25 @@ def ratio(rows: Rows, row: Row, other: str, figure: str) -> str:
 def tables(rows: Rows) -> list[Table]:
     groups: dict[tuple[Kind, int], list[Row]] = {}
     for row in rows.values():
-        groups.setdefault((row.job.kind, row.job.size), []).append(row)
-    return [table(rows, kind, size, groups[kind, size]) for kind, size in sorted(groups, key=order)]
+        if row.job not in BY_SIZE:
+            groups.setdefault((row.job.kind, row.job.size), []).append(row)
+    return [
+        *(table(rows, kind, size, groups[kind, size]) for kind, size in sorted(groups, key=order)),
+        *([sizes_table(rows)] if any(row.job in BY_SIZE for row in rows.values()) else []),
+    ]
+
+
+def sizes_table(rows: Rows) -> Table:
+    made = Table(title="latency by size, half a round trip: median us", title_justify="left")
+    names = list(dict.fromkeys(row.contender for row in rows.values() if row.job in BY_SIZE))
+    for title in ("size", *names):
+        made.add_column(title, justify="right")
+    for job in BY_SIZE:
+        found = {name: rows[name, job] for name in names if (name, job) in rows}
+        cells = {name: scaled(row.figures["median_us"]) if row.rounds else trouble(row) for name, row in found.items()}
+        if cells:
+            made.add_row(size_name(job.size), *(cells.get(name, "") for name in names))
+    return made
 
 
 def order(group: tuple[Kind, int]) -> tuple[int, int]:
@@ -88,22 +114,20 @@ def order(group: tuple[Kind, int]) -> tuple[int, int]:
 
 
 def table(rows: Rows, kind: Kind, size: int, group: Sequence[Row]) -> Table:
-    made = Table(title=TITLES[kind].format(SIZES.get(size, f"{size} B")), title_justify="left")
+    made = Table(title=TITLES[kind].format(size_name(size)), title_justify="left")
     made.add_column("contender")
     made.add_column("way")
     columns = COLUMNS[kind]
     for column in columns:
         made.add_column(column.title, justify="right")
-    compared = kind in (Kind.LATENCY, Kind.BANDWIDTH, Kind.RATE)
+    compared = kind in (Kind.LATENCY, Kind.BANDWIDTH, Kind.RATE, Kind.CONNECT)
     if compared:
         made.add_column("/ trio TCP", justify="right")
         made.add_column("/ perftest", justify="right")
     made.add_column("")
     for row in sorted(group, key=lambda row: (row.transport, row.contender, row.job.way)):
         figures = row.figures
-        cells = [
-            scaled(figures[column.figure] * column.scale) if column.figure in figures else "" for column in columns
-        ]
+        cells = [scaled(figures[column.figure]) if column.figure in figures else "" for column in columns]
         if compared:
             main = columns[0].figure
             cells += [ratio(rows, row, BASE, main), ratio(rows, row, perftest_of(row.transport), main)]
@@ -148,7 +172,7 @@ def against_table(rows: Rows) -> Table:
                 for now, then in zip(row.rounds, before.rounds, strict=False)
                 if now.get(figure) and then.get(figure)
             ]
-            values = before.figures[figure] * column.scale, row.figures[figure] * column.scale
+            values = before.figures[figure], row.figures[figure]
             ratios = statistics.median(by_round), min(by_round), max(by_round)
             made.add_row(name, f"{job.key}: {column.title}", *map(scaled, values), *(f"{one:.3f}" for one in ratios))
     return made

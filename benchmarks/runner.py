@@ -94,7 +94,7 @@ def run_contender(plan: Plan, contender: Contender, rows: Mapping[Job, Row], adv
                     job = jobs[0]
                     advance(job)
                     figures, lanes = measure(job)
-                    rows[job].rounds.append(with_tail(figures))
+                    rows[job].rounds.append(with_derived(figures))
                     rows[job].lanes = lanes
                     jobs.pop(0)
         except NotOpened as problem:
@@ -129,8 +129,11 @@ def opened(plan: Plan, contender: Contender) -> Iterator[Measure]:
             yield lambda job: (pair.measure(job, plan.seconds), pair.transports)
 
 
-def with_tail(figures: Mapping[str, float]) -> Mapping[str, float]:
-    """Adds the figure "tail": the 99th percentile divided by the median."""
-    if "p99_us" not in figures or not figures["median_us"]:
-        return figures
-    return {**figures, "tail": figures["p99_us"] / figures["median_us"]}
+def with_derived(figures: Mapping[str, float]) -> Mapping[str, float]:
+    """Adds "tail", the 99th percentile divided by the median; "beyond_us", the median less two schedule points."""
+    found = dict(figures)
+    if "p99_us" in figures and figures["median_us"]:
+        found["tail"] = figures["p99_us"] / figures["median_us"]
+    if "schedule_us" in figures:
+        found["beyond_us"] = figures["median_us"] - 2 * figures["schedule_us"]
+    return found

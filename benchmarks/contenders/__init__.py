@@ -16,7 +16,12 @@ from typing import Any
 
 from ..jobs import Job
 
-MODULES = ("ours", "ours_raw", "perftest", "trio_sockets", "ucxx_polling", "mpi", "nng", "zeromq")
+MODULES = (
+    "ours", "ours_raw", "ours_chains", "perftest", "trio_sockets", "ucxx_polling", "mpi", "heat", "nng", "zeromq"
+)  # fmt: skip
+
+#: The processes of a contender: the first two, unless its option "processes" says that there are more.
+ROLES = ("server", "client", "third", "fourth")
 
 #: Ends the name of a contender of another checkout.
 BEFORE = ", before"
@@ -51,7 +56,7 @@ class Contender:
     def beside(self, folder: Path) -> list[Contender]:
         """Itself, and the same of another checkout if it is trio_ucx."""
         before = replace(self, name=self.name + BEFORE, checkout=str(folder))
-        return [self, before] if self.module.startswith("ours") else [self]
+        return [self, before] if self.name.startswith("trio_ucx") else [self]
 
     @property
     def installed(self) -> bool:

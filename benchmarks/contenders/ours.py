@@ -16,13 +16,16 @@ import trio_ucx
 from trio_ucx import ucp
 
 from ..ends import Control, End, echo, ping, repeat
-from ..jobs import IDLE, MIB, Batch, Job, bandwidth, latency, rate
+from ..jobs import BY_SIZE, CONNECT, IDLE, Batch, Job, Kind, bandwidth, burst, latency, rate
 from . import Contender
+from .trio_sockets import TrioEnd
 
 LOOP = "trio"
 TAG = 1
 #: Seconds that busy tasks compute at a time.
 WORK = 10e-6
+#: Schedule points that are timed, before there is a worker.
+POINTS = 2000
 #: Without tcp there are no connections by socket address. What is used is checked.
 TLS = {"tcp": "tcp", "shm": "tcp,sm,self"}
 SHARED_MEMORY = {"sysv", "posix", "xpmem"}
@@ -38,13 +41,8 @@ def contender(name: str, transport: str, jobs: tuple[Job, ...], **worker: float)
 
 
 def variants(transport: str) -> list[Contender]:
-    full = (
-        latency()
-        + bandwidth("receive_into", "receive")
-        + (Job("bandwidth", MIB, "byte stream"),)
-        + rate("plain", "nowait", "group")
-        + IDLE
-    )
+    full = latency() + bandwidth("receive_into", "receive", "byte stream") + rate("plain", "nowait", "group") + IDLE
+    full += CONNECT + BY_SIZE + (burst("plain", "group") if transport == "shm" else ())
     return [
         contender("default", transport, full),
         contender("yield_interval=100e-6", transport, latency() + rate("plain"), yield_interval=100e-6),
@@ -94,25 +92,38 @@ async def busy_tasks(count: int) -> AsyncIterator[None]:
         nursery.cancel_scope.cancel()
 
 
+async def schedule_point_us() -> float:
+    """What Trio takes to let other tasks run, where there are none and no worker."""
+    begin = perf_counter()
+    await repeat(trio.lowlevel.cancel_shielded_checkpoint, POINTS)
+    return (perf_counter() - begin) / POINTS * 1e6
+
+
 @asynccontextmanager
 async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
     busy = busy_tasks(setup["options"].get("busy_tasks", 0))
+    schedule_us = await schedule_point_us()
     async with ucp.open_worker(**worker_options(setup)) as worker, busy:
         if setup["role"] == "client":
             async with trio_ucx.connect(tuple(setup["address"]), worker=worker) as connection:
-                yield await greet(connection, setup)
+                end = await greet(connection, setup)
+                end.more = {"schedule_us": schedule_us}
+                end.further = partial(trio_ucx.open_ucx_stream, *setup["address"], worker=worker)
+                yield end
             return
         listeners = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         async with listeners[0] as listener:
             await control.tell({"address": listener.address})
             async with await listener.accept() as connection:
-                yield await greet(connection, setup)
+                end = await greet(connection, setup)
+                end.further = listener.accept
+                yield end
                 with trio.move_on_after(5):  # the client closes first, and its GOODBYE is answered at once
                     async for _ in connection.messages(TAG):
                         pass
 
 
-async def greet(connection: trio_ucx.Connection, setup: dict[str, Any]) -> End:
+async def greet(connection: trio_ucx.Connection, setup: dict[str, Any]) -> OurEnd:
     """A message each way: only then UCX knows which lanes it uses."""
     await connection.send(b"hello")
     await connection.receive()
@@ -135,7 +146,7 @@ async def keep_in_flight(
             flying.append(post(group))
 
 
-class OurEnd(End):
+class OurEnd(TrioEnd):
     def __init__(self, connection: trio_ucx.Connection) -> None:
         super().__init__()
         self.connection = connection
@@ -161,7 +172,9 @@ class OurEnd(End):
 
     async def send(self, batch: Batch) -> None:
         way = batch.job.way
-        if way == "byte stream":
+        if batch.job.kind is Kind.CONNECT:
+            await self.connect_each(batch)
+        elif way == "byte stream":
             await repeat(partial(self.connection.send_all, self.payload), batch.count)
         elif way == "plain":
             await repeat(partial(self.connection.send, self.payload, TAG), batch.count)
@@ -186,7 +199,9 @@ class OurEnd(End):
 
     async def receive(self, batch: Batch) -> None:
         way = batch.job.way
-        if way == "byte stream":
+        if batch.job.kind is Kind.CONNECT:
+            await self.accept_each(batch)
+        elif way == "byte stream":
             await self._receive_stream(batch)
         elif way == "plain":
             receive = self.connection.receive

@@ -1,6 +1,7 @@
 """Remote memory, one step after the other: as a request chain, with ``await``, and in a plain loop in C.
 
-The server owns the memory, and does nothing but progress while the client works.
+The server owns the memory, and does nothing but progress while the client works: in C where it has the loops, which
+:mod:`benchmarks.chains` compiles.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ FOLLOW_SMALL, FOLLOW, ORDERED, UNORDERED = (
     "pairs, unordered",
 )
 NODE_SIZES = {FOLLOW_SMALL: 16, FOLLOW: 64}
+#: A get of 8 bytes from each pair; a put of 8 bytes to each.
+GET, PUT = "get", "put"
 WAYS = (FOLLOW_SMALL, FOLLOW, ORDERED, UNORDERED)
 JOBS = tuple(Job("steps", STEPS, way) for way in WAYS)
 
@@ -53,18 +56,23 @@ HOW: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 
+def contender(name: str, transport: str, jobs: tuple[Job, ...], doer: str, **options: Any) -> Contender:
+    options = {"tls": TLS[transport], "doer": doer, "loops": "", **options}
+    return Contender(f"{name} {transport}", transport, "ours_chains", jobs, options=options)
+
+
 def contenders(transports: Sequence[str], loops_file: str, jobs: tuple[Job, ...] = JOBS) -> list[Contender]:
     return [
-        Contender(
-            f"{name} {transport}",
-            transport,
-            "ours_chains",
-            jobs,
-            options={"tls": TLS[transport], "worker": options, "doer": doer, "loops": loops_file},
-        )
+        contender(name, transport, jobs, doer, worker=options, loops=loops_file)
         for transport in transports
         for name, (doer, options) in HOW.items()
     ]
+
+
+CONTENDERS = [
+    contender("trio_ucx RemoteMemory", "shm", (Job("steps", STEPS, GET), Job("steps", STEPS, PUT)), "single"),
+    contender("trio_ucx chain", "shm", (Job("steps", STEPS, UNORDERED),), "chain"),
+]
 
 
 class Ground:
@@ -78,9 +86,9 @@ class Ground:
         chance.shuffle(self.chosen)
         self.data = seed.to_bytes(4, "little") * 2
 
-    def pairs(self, data: bytes) -> bytes:
+    def pairs(self, data: bytes, others: bytes = bytes(8)) -> bytes:
         return b"".join(
-            struct.pack("<Q", CHOSEN if chosen else number) + (data if chosen else bytes(8))
+            struct.pack("<Q", CHOSEN if chosen else number) + (data if chosen else others)
             for number, chosen in enumerate(self.chosen)
         )
 
@@ -97,7 +105,7 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
     asked = worker_options(setup)
     with ucp.open_context(asked.pop("config"), features=features) as context:
         async with ucp.open_worker(context=context, **asked) as worker:
-            plain = loops.load(setup["options"]["loops"])
+            plain = loops.load(setup["options"]["loops"]) if setup["options"]["loops"] else None
             if setup["role"] == "server":
                 with context.allocate(NBYTES) as memory:
                     address = {"worker": bytes(worker.address).hex(), "memory": bytes(memory.descriptor).hex()}
@@ -126,6 +134,10 @@ class Owner(End):
         Ground(batch.seed).write(self.view)
 
     async def receive(self, batch: Batch) -> None:
+        if self.plain is None:
+            while self.view[FLAG:] != batch.seed.to_bytes(8, "little"):
+                await trio.lowlevel.checkpoint()
+            return
         flag = loops.ffi.from_buffer("char[]", self.view) + FLAG
         served = self.plain.loop_serve(
             loops.number(self.worker._engine.handle), int(loops.ffi.cast("uintptr_t", flag)), batch.seed, 60
@@ -136,8 +148,8 @@ class Owner(End):
 
     def verify(self, batch: Batch) -> None:
         ground = Ground(batch.seed)
-        data = ground.data if batch.job.way not in NODE_SIZES else bytes(8)
-        if bytes(self.view[PAIRS:FLAG]) != ground.pairs(data):
+        data = ground.data if batch.job.way in (ORDERED, UNORDERED, PUT) else bytes(8)
+        if bytes(self.view[PAIRS:FLAG]) != ground.pairs(data, data if batch.job.way == PUT else bytes(8)):
             raise RuntimeError("the memory is not as it should be afterwards")
 
 
@@ -148,7 +160,7 @@ class Doer(End):
         super().__init__()
         self.worker, self.remote, self.plain = worker, remote, plain
         self.ground = Ground(0)
-        #: Of the list: (offset of the last node, how many). Of the pairs: how many were put.
+        #: Of the list: (offset of the last node, how many). Of the pairs: how many were put, or had the value.
         self.found: object = None
 
     def prepare(self, batch: Batch) -> None:
@@ -162,24 +174,25 @@ class Doer(End):
             if size is not None:
                 await self.follow(size)
             else:
-                await self.pairs(batch.job.way == ORDERED)
+                await self.pairs(batch.job.way)
         await self.remote.put(batch.seed.to_bytes(8, "little"), FLAG)
         await self.remote.flush()
 
     async def follow(self, size: int) -> None:
         raise NotImplementedError
 
-    async def pairs(self, ordered: bool) -> None:
+    async def pairs(self, way: str) -> None:
         raise NotImplementedError
 
     def verify(self, batch: Batch) -> None:
-        expected = (self.ground.nodes[-1], STEPS) if batch.job.way in NODE_SIZES else STEPS // 2
+        way, chosen = batch.job.way, STEPS // 2
+        expected = (self.ground.nodes[-1], STEPS) if way in NODE_SIZES else STEPS if way == PUT else chosen
         if self.found != expected:
             raise RuntimeError(f"found {self.found!r}, not {expected!r}")
 
 
 class Chain(Doer):
-    """The chain is made before the time is taken; ``build_us`` is the time of that for each step."""
+    """The chain is made before the time is taken. What that takes: ``build_us`` a step, ``request_us`` a request."""
 
     chain: chains.RequestChain | None = None
     outcomes: Sequence[Any] = ()
@@ -204,12 +217,15 @@ class Chain(Doer):
             for place in range(PAIRS, FLAG, PAIR):
                 read = chain.get(remote, place, 8)
                 chain.put(remote, ground.data, place + 8, when=read.u64() == CHOSEN, on_false="skip")
-        self.more = {"build_us": (perf_counter() - began) / STEPS * 1e6}
+        took = (perf_counter() - began) * 1e6
+        self.more = {"build_us": took / STEPS}
+        if way not in NODE_SIZES:
+            self.more["request_us"] = took / (2 * STEPS)
 
     async def follow(self, size: int) -> None:
         await self._run()
 
-    async def pairs(self, ordered: bool) -> None:
+    async def pairs(self, way: str) -> None:
         await self._run()
 
     async def _run(self) -> None:
@@ -241,18 +257,31 @@ class Await(Doer):
             here = following
         self.found = (here, steps)
 
-    async def pairs(self, ordered: bool) -> None:
+    async def pairs(self, way: str) -> None:
         get, put, flush = self.remote.get, self.remote.put, self.remote.flush
         puts, data, wanted = 0, self.ground.data, CHOSEN.to_bytes(8, "little")
         for place in range(PAIRS, FLAG, PAIR):
             if await get(place, 8) == wanted:
                 await put(data, place + 8)
                 puts += 1
-                if ordered:
+                if way == ORDERED:
                     await flush()
-        if not ordered:
+        if way != ORDERED:
             await flush()
         self.found = puts
+
+
+class Single(Doer):
+    async def pairs(self, way: str) -> None:
+        places = range(PAIRS, FLAG, PAIR)
+        if way == GET:
+            wanted = CHOSEN.to_bytes(8, "little")
+            self.found = sum([await self.remote.get(place, 8) == wanted for place in places])
+            return
+        for place in places:
+            await self.remote.put(self.ground.data, place + 8)
+        await self.remote.flush()
+        self.found = len(places)
 
 
 class Plain(Doer):
@@ -270,13 +299,13 @@ class Plain(Doer):
         self.found = (place[0], steps)
         await trio.lowlevel.checkpoint()
 
-    async def pairs(self, ordered: bool) -> None:
+    async def pairs(self, way: str) -> None:
         worker, endpoint, key, base = self._handles()
         read = loops.ffi.new("uint64_t[]", STEPS)
         self.found = self.plain.loop_pairs(
-            worker, endpoint, key, base + PAIRS, STEPS, CHOSEN, self.ground.data, ordered, read
+            worker, endpoint, key, base + PAIRS, STEPS, CHOSEN, self.ground.data, way == ORDERED, read
         )
         await trio.lowlevel.checkpoint()
 
 
-DOERS: dict[str, type[Doer]] = {"chain": Chain, "await": Await, "plain": Plain}
+DOERS: dict[str, type[Doer]] = {"chain": Chain, "await": Await, "single": Single, "plain": Plain}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .. import stats
-from ..jobs import WINDOW, Job, Kind, bandwidth, latency, rate
+from ..jobs import BY_SIZE, WINDOW, Job, Kind, bandwidth, latency, rate
 from . import Contender
 
 LOOP = "tool"
@@ -66,9 +66,9 @@ def contender(mode: str, transport: str, jobs: tuple[Job, ...]) -> Contender:
 
 # Sleeping over shared memory hangs now and then: a fault of UCX.
 CONTENDERS = [
-    contender("poll", "tcp", latency() + bandwidth() + rate()),
+    contender("poll", "tcp", latency() + bandwidth() + rate() + BY_SIZE),
     contender("sleep", "tcp", latency() + bandwidth() + rate()),
-    contender("poll", "shm", latency() + bandwidth() + rate()),
+    contender("poll", "shm", latency() + bandwidth() + rate() + BY_SIZE),
 ]
 
 
@@ -88,7 +88,7 @@ def measure(contender: Contender, job: Job, seconds: float, cpus: tuple[int | No
     count = _counts[key]
     found = run(contender, job, count, 50, cpus)
     if job.kind is Kind.BANDWIDTH:
-        return {"bytes_s": job.size / found["overall_us"] * 1e6}
+        return {"gb_s": job.size / found["overall_us"] / 1e3}
     if job.kind is Kind.RATE:
         return {"messages_s": 1e6 / found["overall_us"]}
     figures = {"median_us": found["percentile_us"], "mean_us": found["overall_us"]}

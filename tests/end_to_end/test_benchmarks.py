@@ -18,7 +18,7 @@ sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
 from benchmarks import chains, compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
 from benchmarks.contenders import Contender, all_contenders, load, ours_many, ours_watched, perftest  # noqa: E402
-from benchmarks.jobs import Batch, Job, pattern  # noqa: E402
+from benchmarks.jobs import BY_SIZE, Batch, Job, pattern  # noqa: E402
 from trio_ucx._cli import trials  # noqa: E402
 
 
@@ -74,6 +74,25 @@ def test_marks() -> None:
     assert (verdict(1, 4).measured, verdict(1, 4).mark) == ("0.250 x", "at most 0.4 x")
 
 
+@pytest.mark.parametrize(("bound", "best", "ratio"), [("at most", "b", 2), ("at least", "c", 0.5)])
+def test_a_mark_takes_the_best_of_several_others(bound: str, best: str, ratio: float) -> None:
+    job, values = Job("latency", 8), {"a": 4.0, "b": 2.0, "c": 8.0}
+    ours, *others = (marks.Pick(name, job, "median_us") for name in ("a", "b", "c", "missing"))
+    mark = marks.Mark("title", ours, tuple(others), bound, 1)
+    found = mark.check(lambda asked: values.get(asked.contender))
+    assert (found.theirs, found.value, found.met) == (best, ratio, False)
+    found = mark.check(lambda asked: 4.0 if asked is ours else None)
+    assert (found.theirs, found.value, found.met) == ("b | c | missing", None, None)
+
+
+def test_the_worst_of_several_marks_is_shown() -> None:
+    picks = [marks.Pick(name, Job("latency", 8), "median_us") for name in ("a", "b", "c", "missing")]
+    worst = marks.Worst("worst", tuple(marks.Mark(pick.contender, pick, None, "at most", 3, "us") for pick in picks))
+    values = {"a": 1.0, "b": 4.0, "c": 2.0}
+    assert worst.check(lambda asked: values.get(asked.contender)).title == "worst, b"
+    assert worst.check(lambda asked: None).title == "worst"
+
+
 def test_every_mark_asks_for_something_that_is_measured() -> None:
     measured = {
         (one.name, job)
@@ -81,8 +100,8 @@ def test_every_mark_asks_for_something_that_is_measured() -> None:
         for job in one.jobs
     }
     for mark in marks.all_marks():
-        for pick in (mark.ours, mark.theirs):
-            assert pick is None or (pick.contender, pick.job) in measured, pick
+        for pick in mark.picks:
+            assert (pick.contender, pick.job) in measured, pick
 
 
 def test_contenders_have_names_of_their_own() -> None:
@@ -139,10 +158,11 @@ def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots are drawn with matplotlib")
     from benchmarks import plots
 
-    found = report.as_json(rows(), [], [], {})["results"]
-    [drawn] = plots.draw(found, tmp_path)
-    assert drawn.name == "latency-8.svg"
-    assert "<svg" in drawn.read_text()
+    by_size = {("a tcp", job): runner.Row("a tcp", "tcp", job, [{"median_us": 1}]) for job in BY_SIZE}
+    found = report.as_json({**rows(), **by_size}, [], [], {})["results"]
+    drawn = plots.draw(found, tmp_path)
+    assert [path.name for path in drawn] == ["latency-8.svg", "latency-by-size.svg"]
+    assert all("<svg" in path.read_text() for path in drawn)
 
 
 @pytest.mark.full
