@@ -514,7 +514,7 @@ class Side:
             buffer = bytearray(size)
             self.buffers.append(buffer)
             pending = receiving.prepare(buffer)
-            data = receiving.take_small(tag, pending.limit)
+            data = receiving.take_ready(tag, pending.limit)
             if data is not None:
                 pending.accept(data)
                 self.received[tag].append(bytes(buffer[: len(data)]))
@@ -522,7 +522,7 @@ class Side:
             receiving.wait(tag, pending)
         else:
             limit = size if want is Want.COPY else receiving.max_message_size
-            data = None if want is Want.LENGTH else receiving.take_small(tag, limit)
+            data = None if want is Want.LENGTH else receiving.take_ready(tag, limit)
             if data is not None:
                 self.received[tag].append(data)
                 return

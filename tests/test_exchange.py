@@ -768,7 +768,7 @@ def test_releases_that_do_not_know_each_other_s_loopback() -> None:
     "frame",
     [
         wire.Grant(7, 2**40),
-        wire.Stalled(),
+        wire.Stalled(2**33),
         wire.Admit(2**31 - 1, 5),
         wire.Goodbye(),
         wire.GoodbyeAck(),

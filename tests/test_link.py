@@ -230,7 +230,7 @@ def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> Non
     counted(SendOperation, "post")
     counted(SendOperation, "post_late")
     counted(SendOperation, "cancel")
-    counted(Receiving, "take_small")
+    counted(Receiving, "take_ready")
     counted(Receiving, "packed_arrived", lambda receiving, queue, count, length, data: count > 2)
     counted(Receiving, "next_piece")
     counted(Receiving, "receive_nowait")

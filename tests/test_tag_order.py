@@ -230,7 +230,7 @@ def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPat
     into = ReceiveCredit(4096, 0)
     while out.take(0, 1000):
         into.arrived(0, 1000)
-    assert into.peer_stalled() == 0
+    assert into.peer_stalled(0) == 0
     for tag in range(1, 200):
         if into.found_empty(tag)[1]:
             out.admit(tag, into.received)

@@ -429,8 +429,8 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     assert all(is_free(buffer) for buffer in buffers)
 
 
-def take_small(queue: TagQueue, limit: int) -> bytes | None:
-    """What ``Receiving.take_small`` does with the queue."""
+def take_ready(queue: TagQueue, limit: int) -> bytes | None:
+    """What ``Receiving.take_ready`` does with the queue."""
     packed = queue.packed
     if packed is None or packed.length > limit:
         return None
@@ -453,7 +453,7 @@ def test_packed_messages_keep_their_order_with_others() -> None:
     assert not queue.idle and len(mover.moving) == 1
     mover.finish()
     queue.packed_arrived(packed(b"e", b"f"))
-    assert take_small(queue, 2) == b"aa"
+    assert take_ready(queue, 2) == b"aa"
     receives = [wait(queue, Want.BYTES, 100) for _ in range(7)]
     assert [value(receive) for receive in receives[:3]] == [b"bb", b"cc", b"ddd"]
     assert len(value(receives[3])) == 5
@@ -461,7 +461,7 @@ def test_packed_messages_keep_their_order_with_others() -> None:
     assert receives[6].outcome is None
     queue.packed_arrived(packed(b"gg", b"hh"))
     assert value(receives[6]) == b"gg"
-    assert take_small(queue, 2) == b"hh"
+    assert take_ready(queue, 2) == b"hh"
     assert queue.idle
 
 
@@ -483,7 +483,7 @@ def test_packed_messages_for_receives_of_every_kind() -> None:
     assert value(wait(queue, Want.BYTES, 3)) == b"ten"
     assert queue.idle
     queue.packed_arrived(packed(b"more"))
-    assert take_small(queue, 2) is None, "too long: left to a receive, which says so"
+    assert take_ready(queue, 2) is None, "too long: left to a receive, which says so"
     assert queue.ready_now() is not None
 
 

@@ -189,7 +189,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
         receiving = link.receiving
-        data = receiving.take_small(tag, receiving.max_message_size)
+        data = receiving.take_ready(tag, receiving.max_message_size)
         if data is not None:
             await link.engine.waiting.schedule_point()
             return data
@@ -227,7 +227,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             return await self._receive_copied(buffer, tag)
         receiving = link.receiving
         receive = receiving.prepare(buffer)
-        data = receiving.take_small(tag, receive.limit)
+        data = receiving.take_ready(tag, receive.limit)
         if data is None:
             return cast(int, await completed(receiving.wait(tag, receive), link.engine))
         receive.accept(data)
@@ -238,7 +238,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Receives into a small buffer. Copying to it costs less than pinning it."""
         link = self._link
         with memoryview(buffer) as view:  # so that it keeps its size
-            small = link.receiving.take_small(tag, len(buffer))
+            small = link.receiving.take_ready(tag, len(buffer))
             if small is None:
                 receive = link.receiving.receive(tag, Want.COPY, len(buffer))
                 data = cast(bytes, await completed(receive, link.engine))

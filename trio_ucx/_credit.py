@@ -81,8 +81,9 @@ class SendCredit(Generic[_Send]):
         #: message that used an admission.
         self._previous = 0
         self._last_admitted = 0
-        #: Whether STALLED was sent since the last grant.
-        self._reported = False
+        #: How many grants have arrived, and how many had when STALLED was sent last.
+        self.grants = 0
+        self._reported = -1
 
     def stays(self, size: int) -> bool:
         """Whether a message of this size stays with us until the peer receives it."""
@@ -161,7 +162,7 @@ class SendCredit(Generic[_Send]):
         """GRANT arrived."""
         self._arrived_there = received
         self.credit += amount
-        self._reported = False
+        self.grants += 1
 
     def admit(self, queue: int, received: int) -> None:
         """ADMIT arrived."""
@@ -193,8 +194,8 @@ class SendCredit(Generic[_Send]):
 
     def must_report(self) -> bool:
         """Whether STALLED is due because something cannot be sent; from then on it counts as sent."""
-        reported, self._reported = self._reported, True
-        return not reported
+        reported, self._reported = self._reported, self.grants
+        return reported != self.grants
 
 
 class ReceiveCredit:
@@ -210,6 +211,8 @@ class ReceiveCredit:
         self.received = 0
         #: Whether the peer is known to have something to send and no credit for it.
         self.stalled = False
+        #: How many grants were sent.
+        self.grants = 0
         #: The least amount that is granted without being asked for.
         self._worthwhile = max(window // 4, 1)
         #: Tag queues whose next message was admitted, until one arrives.
@@ -241,11 +244,14 @@ class ReceiveCredit:
         if amount < max(least, 1):
             return 0
         self.outstanding -= amount
+        self.grants += 1
         self.stalled = False  # a peer that still is will say so
         return amount
 
-    def peer_stalled(self) -> int:
-        """STALLED arrived. Returns the amount to grant."""
+    def peer_stalled(self, grants: int) -> int:
+        """STALLED arrived, sent after so many grants. Returns the amount to grant."""
+        if grants != self.grants:
+            return 0  # others are on their way; granting little now would make each message wait for a grant of its own
         amount = self._due(1)
         self.stalled = amount == 0
         return amount

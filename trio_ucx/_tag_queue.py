@@ -337,6 +337,17 @@ class TagQueue:
             return self.messages[0]
         return None
 
+    def take_ready(self, limit: int) -> Message | None:
+        """Takes the first message if a receive with this limit would have it at once. (None is packed.)"""
+        if not self.messages or self.receives or self._advancing:
+            return None
+        message = self.messages[0]
+        in_our_memory = message.state is State.READY and message.contents is not None and message.error is None
+        if not in_our_memory or message.length > limit:
+            return None
+        del self.messages[0]
+        return message
+
     def cancel(self, receive: Receive) -> None:
         """The task of a receive was cancelled."""
         self.receives.remove(receive)

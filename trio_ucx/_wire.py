@@ -87,10 +87,11 @@ class Grant:
 
 @attrs.frozen
 class Stalled:
-    """The sender has something to send and no credit for it."""
+    """The sender has something to send and no credit for it, although ``grants`` GRANTs have arrived so far."""
 
+    grants: int
     kind: ClassVar[int] = 2
-    format: ClassVar[str] = "<B"
+    format: ClassVar[str] = "<BQ"
 
 
 @attrs.frozen

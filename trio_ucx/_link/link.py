@@ -114,8 +114,8 @@ class Link:
             case wire.Admit(queue=queue, received=received):
                 self.sending.credit.admit(queue, received)
                 self.sending.send_waiting()
-            case wire.Stalled():
-                self.receiving.peer_stalled()
+            case wire.Stalled(grants=grants):
+                self.receiving.peer_stalled(grants)
             case wire.Goodbye():
                 self.closing.goodbye_arrived()
             case wire.GoodbyeAck():

@@ -153,16 +153,21 @@ class Receiving:
 
     # ---- the short way ----
 
-    def take_small(self, number: int, limit: int) -> bytes | None:
-        """Takes the first message of a tag queue if it is a packed one of at most ``limit`` bytes.
+    def take_ready(self, number: int, limit: int) -> bytes | None:
+        """Takes the first message of a tag queue if it is in memory of ours, and has at most ``limit`` bytes.
 
-        If none is there, and no schedule point is due, polls for one.
+        If none is there, and no schedule point is due, polls for a small one.
         """
         queue = self.queues.get(number)
         if queue is None:
             return None
         packed = queue.packed
         if packed is None:
+            message = queue.take_ready(limit)
+            if message is not None:
+                self.consumed(message)
+                self.forget_idle(queue)
+                return message.contents
             waiting = self.engine.waiting
             if not queue.idle or self.credit.stalled or not waiting.poll_at_once():
                 return None
@@ -194,7 +199,7 @@ class Receiving:
         return self.wait(number, PendingReceive(self, want, None, limit))
 
     def prepare(self, buffer: Buffer) -> PendingReceive:
-        """A receive into a user's buffer, which it pins. Then :meth:`take_small` for it, or :meth:`wait`.
+        """A receive into a user's buffer, which it pins. Then :meth:`take_ready` for it, or :meth:`wait`.
 
         Raises:
             TypeError, ValueError: not a buffer to receive into.
@@ -227,7 +232,7 @@ class Receiving:
             self.engine.progress()
             queue = self.queues.get(number)
         if queue is not None and queue.packed is not None:
-            data = self.take_small(number, self.max_message_size)
+            data = self.take_ready(number, self.max_message_size)
             if data is not None:
                 return data
         if queue is None or queue.ready_now() is None:
@@ -282,9 +287,9 @@ class Receiving:
         if queue.lacks_messages:
             self.found_empty(queue.number)
 
-    def peer_stalled(self) -> None:
-        """STALLED arrived."""
-        granted = self.credit.peer_stalled()
+    def peer_stalled(self, grants: int) -> None:
+        """STALLED arrived, sent after so many grants."""
+        granted = self.credit.peer_stalled(grants)
         if granted:
             self._grant(granted)
         self._awaited = {queue for queue in self._awaited if queue.receives}

@@ -2,8 +2,8 @@
 
 A message goes one of three ways:
 
-* The short way (:meth:`Sending.send_short`): bytes that are sent at once, or added to the batch. No object is made for
-  them.
+* The short way (:meth:`Sending.send_short`): bytes below the rendezvous threshold are sent at once, or added to the
+  batch. No object is made for them.
 * At once: a :class:`SendOperation` pins the message and hands it to UCX.
 * Later: the same, after it has waited for credit.
 """
@@ -86,7 +86,7 @@ class Sending:
     # ---- the short way ----
 
     def send_short(self, queue: int, data: Buffer) -> SendOperation | bool:
-        """Sends a short message, if nothing is in its way.
+        """Sends bytes that UCX takes at once, most often, or another short buffer, if nothing is in the way.
 
         Returns:
             False if something is: use :meth:`submit`. True if the message was sent, or added to the batch. Else the
@@ -98,7 +98,7 @@ class Sending:
             data = bytes(data)  # which costs less than to pin it
         size = len(data)
         share = self.share
-        if size > SHORT or share.handle is None or self.close_handshake.peer is not Peer.OPEN:
+        if share.handle is None or self.close_handshake.peer is not Peer.OPEN:
             return False
         if queue == wire.STREAM and self.tail.pieces:
             return False
@@ -130,7 +130,7 @@ class Sending:
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
-        """UCX has not taken a short message, or a batch, at once: it needs it for a while, or refuses it."""
+        """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
         if verdict < 0:
             error = self.share.error_of(verdict, "sending a message")
             if queue == wire.BATCH:
@@ -232,7 +232,7 @@ class Sending:
 
     def report_stalled(self) -> None:
         if self.credit.must_report():
-            self.send_frame(wire.Stalled())
+            self.send_frame(wire.Stalled(self.credit.grants))
 
     def send_frame(self, frame: wire.Frame) -> None:
         """Sends a control frame, which costs no credit. Never raises."""
