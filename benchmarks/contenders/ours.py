@@ -42,7 +42,7 @@ def contender(name: str, transport: str, jobs: tuple[Job, ...], **worker: float)
 
 def variants(transport: str) -> list[Contender]:
     full = latency() + bandwidth("receive_into", "receive", "byte stream") + rate("plain", "nowait", "group") + IDLE
-    full += CONNECT + BY_SIZE + (burst("plain", "group") if transport == "shm" else ())
+    full += CONNECT + BY_SIZE + (burst("plain", "plain, into", "group") if transport == "shm" else ())
     return [
         contender("default", transport, full),
         contender("yield_interval=100e-6", transport, latency() + rate("plain"), yield_interval=100e-6),
@@ -176,7 +176,7 @@ class OurEnd(TrioEnd):
             await self.connect_each(batch)
         elif way == "byte stream":
             await repeat(partial(self.connection.send_all, self.payload), batch.count)
-        elif way == "plain":
+        elif way.startswith("plain"):
             await repeat(partial(self.connection.send, self.payload, TAG), batch.count)
         elif way == "nowait":
             await self._send_nowait(batch.count)
@@ -208,6 +208,9 @@ class OurEnd(TrioEnd):
             for _ in range(batch.count):
                 message = await receive(TAG)
             self.last = message
+        elif way == "plain, into":
+            self.last = self.buffer
+            await repeat(partial(self.connection.receive_into, self.buffer, TAG), batch.count)
         elif way == "nowait":
             await self._receive_nowait(batch.count)
         elif way == "receive":
