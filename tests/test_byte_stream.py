@@ -42,6 +42,21 @@ async def test_bytes_arrive_in_order_beside_messages(worker: ucp.Worker) -> None
         assert await client.receive_some(100) == b" other way"
 
 
+async def test_long_writes_go_in_pieces_without_a_threshold() -> None:
+    """The reader need not wait for all of them, nor have memory for them, whatever they are written from."""
+    data = pattern(2**20)
+    async with ucp.open_worker(config={"TLS": "tcp", "RNDV_THRESH": "inf"}) as worker:
+        async with open_pair(worker, window=2**26) as (client, server), trio.open_nursery() as nursery:
+            for source in (data, bytearray(data), memoryview(data)):
+                before = client.statistics().messages_sent
+                nursery.start_soon(client.send_all, source)
+                got = b""
+                while len(got) < len(data):
+                    got += await server.receive_some()
+                assert got == data
+                assert client.statistics().messages_sent - before >= len(data) // 2**16
+
+
 async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, _), trio.open_nursery() as nursery:
         nursery.start_soon(client.receive_some)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -142,6 +143,18 @@ async def test_sends(ground: Ground) -> None:
         assert buffer[:8] == b"tag \0\0\0\0"
         message = await messages.receive()
         assert (message.header, await message.receive()) == (b"header", b"data")
+
+
+async def test_closed_chain_takes_no_request(ground: Ground) -> None:
+    """Whatever the request is: one that is tried again later needs a timer, which must not be left behind."""
+    chain = ground.worker.new_chain()
+    word = chain.get(ground.remote, 0, 8)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    chain.close()
+    for on_false in ("error", chains.Retry(1, again=word, delay=0.1)):
+        with pytest.raises(trio.ClosedResourceError):
+            chain.check(word.u64() == 2, on_false=on_false)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 # ---- conditions ----

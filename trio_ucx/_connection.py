@@ -354,7 +354,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             sending = link.sending
             sending.check()
             # An empty message would be the end of the stream.
-            short = type(data) in (bytes, bytearray) and 0 < len(data) <= sending.credit.window // 4
+            longest = min(sending.credit.window // 4, stream.SMALL_PIECE)
+            short = type(data) in (bytes, bytearray) and 0 < len(data) <= longest
             if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return

@@ -26,14 +26,16 @@
  * more of them. */
 #define SMALL_PIECE (2 * 63488)
 #define LARGE_PIECE (8 * 63488)
-/* Nanoseconds that pieces may wait in queues on the path where no other messages wait behind them: bandwidth needs full
- * queues. */
+/* Nanoseconds that pieces may wait in queues on the path, at least; other messages wait as long. Where there are none,
+ * bandwidth needs full queues. */
+#define QUEUED_BESIDE_OTHERS 35000
 #define QUEUED_ALONE 1000000
 #define A_WHILE 50000000 /* nanoseconds */
-/* Pieces after which the window is adapted, and that a look takes; and how many times as long as a piece the next look is
- * after it, at least. */
+/* Pieces after which the window is adapted, and that a look takes; how many times as long as a piece the next look is
+ * after it, at least; and how many looks count. */
 #define SAMPLES 7
-#define LOOK_LASTS 128
+#define LOOK_LASTS 64
+#define LOOKS 2
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
 /* Pieces that are sent with the announcement; more follow when the first has been received. */
@@ -50,7 +52,9 @@ struct tu_pace {
     uint64_t shrunk;           /* when the window became smaller */
     unsigned sampled;          /* pieces that have ended since it was adapted, */
     uint64_t samples[SAMPLES]; /* and what they took, in nanoseconds */
-    uint64_t unqueued;         /* what one took in the last look, most often */
+    uint64_t unqueued;         /* what one took most often in one of the last looks, at least, */
+    uint64_t lately;           /* and in one of the last `looks` */
+    unsigned looks;
     bool looking;              /* whether a look goes on, */
     unsigned usual;            /* and the window after it */
     uint64_t next_look;        /* when one is due */
@@ -245,6 +249,11 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
+static uint64_t most(uint64_t one, uint64_t other)
+{
+    return one > other ? one : other;
+}
+
 static int compare_times(const void *one, const void *other)
 {
     uint64_t first = *(const uint64_t *)one, second = *(const uint64_t *)other;
@@ -256,11 +265,26 @@ static int compare_times(const void *one, const void *other)
  * and how busy the peer and this process are with something else. */
 static void look(tu_pace_t *pace, uint64_t now)
 {
-    pace->usual   = pace->looking ? pace->usual : pace->window;
+    pace->usual   = pace->window;
     pace->looking = true;
     pace->window  = LEAST_UNDER_WAY;
     pace->shrunk  = now;
     pace->sampled = 0;
+}
+
+/* A look has ended. The least of the last ones counts: in a single one the peer may have filled the path with pieces of
+ * its own, and if each side took that for the path, both would fill it more and more. */
+static void looked(tu_pace_t *pace, uint64_t took)
+{
+    if (pace->looks == 0 || took < pace->lately) {
+        pace->lately = took;
+    }
+    if (++pace->looks == LOOKS || pace->unqueued == 0 || took < pace->unqueued) {
+        pace->unqueued = pace->lately;
+        pace->looks    = 0;
+    }
+    pace->looking = false;
+    pace->window  = pace->usual;
 }
 
 /* Adapts the window to the path, when a piece has ended. What pieces take longer than in the last look, they wait in
@@ -271,7 +295,7 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     uint64_t others = pace->endpoint->worker->others;
     uint64_t took, target;
     size_t piece;
-    bool alone;
+    bool alone, due;
 
     if (pace->others != others) {
         pace->others  = others;
@@ -279,8 +303,9 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     }
     alone = now - pace->changed >= A_WHILE;
     piece = alone ? LARGE_PIECE : SMALL_PIECE;
-    if (pace->piece != piece || (now >= pace->next_look && !pace->looking)) {
-        pace->piece = piece;
+    due         = now >= pace->next_look || (pace->piece != piece && LOOK_LASTS * pace->unqueued <= A_WHILE);
+    pace->piece = piece;
+    if (due && !pace->looking) {
         look(pace, now);
     }
     if (posted < pace->shrunk) {
@@ -294,16 +319,11 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     qsort(pace->samples, SAMPLES, sizeof(pace->samples[0]), compare_times);
     took = pace->samples[SAMPLES / 2];
     if (pace->looking) {
-        pace->looking   = false;
-        pace->window    = pace->usual;
-        pace->unqueued  = took;
-        pace->next_look = now + (LOOK_LASTS * took > A_WHILE ? LOOK_LASTS * took : A_WHILE);
+        looked(pace, took);
+        pace->next_look = now + most(A_WHILE, LOOK_LASTS * took);
         return;
     }
-    target = pace->unqueued / 4;
-    if (alone && target < QUEUED_ALONE) {
-        target = QUEUED_ALONE;
-    }
+    target = alone ? most(QUEUED_ALONE, 3 * pace->unqueued) : most(QUEUED_BESIDE_OTHERS, pace->unqueued / 4);
     if (took < pace->unqueued + target / 2) {
         pace->window += pace->window < 4 ? 1 : pace->window / 4;
         pace->window  = pace->window < MOST_UNDER_WAY ? pace->window : MOST_UNDER_WAY;

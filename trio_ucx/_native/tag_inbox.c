@@ -151,8 +151,8 @@ void tu_inbox_settle(tu_worker_t *worker)
     const tu_record_t *last;
 
     while ((last = tu_ring_last(worker)) != NULL && last->kind == TU_RECORD_MESSAGE &&
-           last->length < TU_LONGEST_THRESHOLD && worker->collected < TU_BATCH_BYTES && tu_inbox_progress(worker) != 0 &&
-           tu_now() < end) {
+           last->length < TU_LONGEST_THRESHOLD && !worker->behind && worker->collected < TU_BATCH_BYTES &&
+           worker->background.copies == 0 && tu_inbox_progress(worker) != 0 && tu_now() < end) {
         tu_inbox_collect(worker);
     }
 }

@@ -339,6 +339,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         on_false: str | Retry = "error",
         after: Any = (),
     ) -> ChainRequest:
+        self._check()
         if self._draft is not None and request is None:
             raise RuntimeError("the functions that follow() is given cannot add requests")
         into = draft.into
