@@ -251,7 +251,7 @@ class ReceiveCredit:
     def peer_stalled(self, grants: int) -> int:
         """STALLED arrived, sent after so many grants. Returns the amount to grant."""
         if grants != self.grants:
-            return 0  # others are on their way; granting little now would make each message wait for a grant of its own
+            return 0  # a grant is on its way; granting little now would make each message need a grant of its own
         amount = self._due(1)
         self.stalled = amount == 0
         return amount

@@ -338,7 +338,7 @@ class TagQueue:
         return None
 
     def take_ready(self, limit: int) -> Message | None:
-        """Takes the first message if a receive with this limit would have it at once. (None is packed.)"""
+        """Takes the first message if a receive with this limit would have it at once. Call it if none are packed."""
         if not self.messages or self.receives or self._advancing:
             return None
         message = self.messages[0]

@@ -86,7 +86,7 @@ class Sending:
     # ---- the short way ----
 
     def send_short(self, queue: int, data: Buffer) -> SendOperation | bool:
-        """Sends bytes that UCX takes at once, most often, or another short buffer, if nothing is in the way.
+        """Sends ``bytes`` below the rendezvous threshold, or a short ``bytearray``, if nothing is in the way.
 
         Returns:
             False if something is: use :meth:`submit`. True if the message was sent, or added to the batch. Else the

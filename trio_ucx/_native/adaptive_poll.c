@@ -136,7 +136,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
         }
         return 0;
     }
-    tu_inbox_settle(worker);
+    tu_inbox_complete_last(worker);
     count = tu_ring_take(worker, out, max);
     poll->began = 0;
     paid(worker);

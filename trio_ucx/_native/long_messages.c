@@ -26,16 +26,14 @@
  * more of them. */
 #define SMALL_PIECE (2 * 63488)
 #define LARGE_PIECE (8 * 63488)
-/* Nanoseconds that pieces may wait in queues on the path, at least; other messages wait as long. Where there are none,
- * bandwidth needs full queues. */
+/* Nanoseconds that pieces are always allowed to wait in queues on the path: beside other messages, which wait as long; and
+ * alone, when full queues give bandwidth. */
 #define QUEUED_BESIDE_OTHERS 35000
 #define QUEUED_ALONE 1000000
 #define A_WHILE 50000000 /* nanoseconds */
-/* Pieces after which the window is adapted, and that a look takes; how many times as long as a piece the next look is
- * after it, at least; and how many looks count. */
-#define SAMPLES 7
-#define LOOK_LASTS 64
-#define LOOKS 2
+#define SAMPLES 7                 /* pieces whose median decides */
+#define MEASUREMENT_LASTS 64      /* a measurement is good for at least so many times the time of a piece */
+#define MEASUREMENTS 2            /* a higher time counts after so many measurements */
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
 /* Pieces that are sent with the announcement; more follow when the first has been received. */
@@ -50,14 +48,14 @@ struct tu_pace {
     unsigned under_way;        /* pieces that UCX works on, without the first ones of each message */
     unsigned window;           /* how many of them there may be */
     uint64_t shrunk;           /* when the window became smaller */
-    unsigned sampled;          /* pieces that have ended since it was adapted, */
-    uint64_t samples[SAMPLES]; /* and what they took, in nanoseconds */
-    uint64_t unqueued;         /* what one took most often in one of the last looks, at least, */
-    uint64_t lately;           /* and in one of the last `looks` */
-    unsigned looks;
-    bool looking;              /* whether a look goes on, */
-    unsigned usual;            /* and the window after it */
-    uint64_t next_look;        /* when one is due */
+    unsigned sampled;          /* pieces that have ended since it was adapted */
+    uint64_t samples[SAMPLES]; /* nanoseconds that they took */
+    uint64_t unqueued;         /* nanoseconds that a piece takes with LEAST_UNDER_WAY, as measured */
+    unsigned measurements;     /* how many there were since that was set */
+    uint64_t lowest;           /* the lowest of those */
+    bool measuring;            /* whether a measurement goes on */
+    unsigned usual;            /* the window to restore after it */
+    uint64_t next;             /* when the next one is due */
     size_t piece;              /* the length of the next pieces */
     uint64_t others;           /* the worker's count of other messages when a piece ended, */
     uint64_t changed;          /* and when that was last another one than before */
@@ -249,7 +247,7 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
-static uint64_t most(uint64_t one, uint64_t other)
+static uint64_t larger(uint64_t one, uint64_t other)
 {
     return one > other ? one : other;
 }
@@ -261,39 +259,39 @@ static int compare_times(const void *one, const void *other)
     return (first > second) - (first < second);
 }
 
-/* Begins to look how long a piece takes when hardly any of ours are in its way. That changes: the path, its other users,
- * and how busy the peer and this process are with something else. */
-static void look(tu_pace_t *pace, uint64_t now)
+/* Begins to measure how long a piece takes when hardly any of ours are in its way. It changes with the path, its other
+ * users, and the load of both processes. */
+static void begin_measuring(tu_pace_t *pace, uint64_t now)
 {
-    pace->usual   = pace->window;
-    pace->looking = true;
-    pace->window  = LEAST_UNDER_WAY;
-    pace->shrunk  = now;
-    pace->sampled = 0;
+    pace->usual     = pace->window;
+    pace->measuring = true;
+    pace->window    = LEAST_UNDER_WAY;
+    pace->shrunk    = now;
+    pace->sampled   = 0;
 }
 
-/* A look has ended. The least of the last ones counts: in a single one the peer may have filled the path with pieces of
- * its own, and if each side took that for the path, both would fill it more and more. */
-static void looked(tu_pace_t *pace, uint64_t took)
+/* A lower time counts at once. A higher one does not: the peer may have filled the path with pieces of its own, and if
+ * each side took that for the path, both would fill it more and more. */
+static void measured(tu_pace_t *pace, uint64_t took)
 {
-    if (pace->looks == 0 || took < pace->lately) {
-        pace->lately = took;
+    if (pace->measurements == 0 || took < pace->lowest) {
+        pace->lowest = took;
     }
-    if (++pace->looks == LOOKS || pace->unqueued == 0 || took < pace->unqueued) {
-        pace->unqueued = pace->lately;
-        pace->looks    = 0;
+    if (++pace->measurements == MEASUREMENTS || pace->unqueued == 0 || took < pace->unqueued) {
+        pace->unqueued     = pace->lowest;
+        pace->measurements = 0;
     }
-    pace->looking = false;
-    pace->window  = pace->usual;
+    pace->measuring = false;
+    pace->window    = pace->usual;
 }
 
-/* Adapts the window to the path, when a piece has ended. What pieces take longer than in the last look, they wait in
- * queues, behind others of ours. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
+/* Adapts the window to the path, when a piece has ended. What pieces take longer than `unqueued`, they wait in queues,
+ * behind others of ours. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
 static void adapt(tu_pace_t *pace, uint64_t posted)
 {
     uint64_t now    = tu_now();
     uint64_t others = pace->endpoint->worker->others;
-    uint64_t took, target;
+    uint64_t took, allowed;
     size_t piece;
     bool alone, due;
 
@@ -303,10 +301,10 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     }
     alone = now - pace->changed >= A_WHILE;
     piece = alone ? LARGE_PIECE : SMALL_PIECE;
-    due         = now >= pace->next_look || (pace->piece != piece && LOOK_LASTS * pace->unqueued <= A_WHILE);
+    due         = now >= pace->next || (pace->piece != piece && MEASUREMENT_LASTS * pace->unqueued <= A_WHILE);
     pace->piece = piece;
-    if (due && !pace->looking) {
-        look(pace, now);
+    if (due && !pace->measuring) {
+        begin_measuring(pace, now);
     }
     if (posted < pace->shrunk) {
         return; /* it waited behind more than there are now */
@@ -318,16 +316,16 @@ static void adapt(tu_pace_t *pace, uint64_t posted)
     pace->sampled = 0;
     qsort(pace->samples, SAMPLES, sizeof(pace->samples[0]), compare_times);
     took = pace->samples[SAMPLES / 2];
-    if (pace->looking) {
-        looked(pace, took);
-        pace->next_look = now + most(A_WHILE, LOOK_LASTS * took);
+    if (pace->measuring) {
+        measured(pace, took);
+        pace->next = now + larger(A_WHILE, MEASUREMENT_LASTS * took);
         return;
     }
-    target = alone ? most(QUEUED_ALONE, 3 * pace->unqueued) : most(QUEUED_BESIDE_OTHERS, pace->unqueued / 4);
-    if (took < pace->unqueued + target / 2) {
+    allowed = alone ? larger(QUEUED_ALONE, 3 * pace->unqueued) : larger(QUEUED_BESIDE_OTHERS, pace->unqueued / 4);
+    if (took < pace->unqueued + allowed / 2) {
         pace->window += pace->window < 4 ? 1 : pace->window / 4;
         pace->window  = pace->window < MOST_UNDER_WAY ? pace->window : MOST_UNDER_WAY;
-    } else if (took > pace->unqueued + target && pace->window > LEAST_UNDER_WAY) {
+    } else if (took > pace->unqueued + allowed && pace->window > LEAST_UNDER_WAY) {
         pace->window -= pace->window < 4 ? 1 : pace->window / 4;
         pace->shrunk  = now;
     }

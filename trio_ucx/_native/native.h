@@ -313,7 +313,7 @@ unsigned tu_sockets_full(int efd, ucp_ep_h endpoint, bool stop, unsigned *full);
 
 void tu_inbox_collect(tu_worker_t *worker);
 unsigned tu_inbox_progress(tu_worker_t *worker);
-void tu_inbox_settle(tu_worker_t *worker);
+void tu_inbox_complete_last(tu_worker_t *worker);
 /* Whether UCX may have messages that were not collected because there was no memory. */
 bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 

@@ -143,9 +143,9 @@ void tu_inbox_collect(tu_worker_t *worker)
     }
 }
 
-/* If a message of several segments was announced last, takes what else has arrived of it: then its receive completes at
- * once, and Python hears of it once. */
-void tu_inbox_settle(tu_worker_t *worker)
+/* If the last record is of a message that UCX has (no rendezvous), makes UCX progress until nothing moves, for TU_SLICE
+ * at most: more segments of it may be there. Then its receive completes at once, and Python hears of it once. */
+void tu_inbox_complete_last(tu_worker_t *worker)
 {
     uint64_t end = tu_now() + TU_SLICE;
     const tu_record_t *last;

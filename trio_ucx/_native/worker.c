@@ -329,14 +329,14 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
     }
 }
 
-/* Makes UCX progress once or a little more, and takes up to `max` records: for when something is known to have arrived, and time
- * matters. Returns the number of records. */
+/* Makes UCX progress once, or while segments of the last message arrive, and takes up to `max` records: for when
+ * something is known to have arrived, and time matters. Returns the number of records. */
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     worker->background.slice_end = 0;
     tu_inbox_progress(worker);
     tu_inbox_collect(worker);
-    tu_inbox_settle(worker);
+    tu_inbox_complete_last(worker);
     return (int)take_records(worker, out, max);
 }
 

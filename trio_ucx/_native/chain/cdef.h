@@ -40,7 +40,7 @@ typedef struct tu_term {
 typedef struct tu_terms {
     const tu_term_t *terms;
     size_t count;
-    uint64_t value;            /* what it is without terms */
+    uint64_t value;            /* if there are no terms */
 } tu_terms_t;
 
 /* build.c */

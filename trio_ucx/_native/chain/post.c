@@ -83,7 +83,7 @@ static void flush_put(tu_node_t *node, tu_target_t *target)
 
 /* ---- arguments ---- */
 
-/* Returns false when the request is over instead. */
+/* Evaluates an argument. Returns false if that has ended the request. */
 static bool argument(tu_node_t *node, const tu_terms_t *terms, tu_integer_t *out)
 {
     tu_reason_t reason;

@@ -269,7 +269,7 @@ class ProgressTask:
                         await engine.waiting.poll_for_sequences()
                     else:
                         await trio.lowlevel.cancel_shielded_checkpoint()
-                        if engine.waiting.woken:  # they have waited for this task, and may be behind it in the round
+                        if engine.waiting.woken:  # tasks that have not run yet: they come before the next progress
                             await trio.lowlevel.cancel_shielded_checkpoint()
                 else:
                     self._suspended = trio.lowlevel.current_task()

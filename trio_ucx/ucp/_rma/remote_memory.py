@@ -476,7 +476,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def _posted(
         self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
     ) -> Operation | None:
-        """Takes the verdict on a transfer. It holds the key, and what to ``keep``, until it is over."""
+        """Takes the verdict on a transfer. The operation, if there is one, holds the key and ``keep`` until it ends."""
         key = path.key
         if verdict > 0 and key is not None:
             key.hold()

@@ -101,7 +101,7 @@ def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITE
 
 
 def known_value(value: Integer | int) -> int | None:
-    """None if it is computed."""
+    """Returns the value; None if it is computed."""
     return None if isinstance(value, Integer) else value
 
 
@@ -147,7 +147,7 @@ class _Native:
         self._keep: list[Any] = []
 
     def put(self, target: Any, value: Expression | int) -> None:
-        """Lets a ``tu_terms_t`` be this value."""
+        """Sets a ``tu_terms_t``."""
         if isinstance(value, Expression):
             target.terms = self._new("tu_term_t[]", value.terms)
             target.count = len(value.terms)
@@ -156,7 +156,7 @@ class _Native:
             target.value = value % 2**64
 
     def numbers(self, name: str, numbers: Sequence[int]) -> None:
-        """Lets a list of the request be these numbers."""
+        """Sets a list of the request."""
         if numbers:
             setattr(self.request, name, self._new("uint32_t[]", numbers))
             setattr(self.request, f"{name}_count", len(numbers))
