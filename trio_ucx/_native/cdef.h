@@ -41,8 +41,8 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_LONG 1048576        /* longer messages of Connections go in pieces */
 #define TU_LONGEST_THRESHOLD 66560 /* with a larger rendezvous threshold there are no pieces: they are not much longer */
 
-/* The longest time, in nanoseconds, for which one call from Python progresses, or goes on with sequences (chains). Other
- * tasks wait meanwhile. */
+/* The longest time, in nanoseconds, for which one call from Python progresses, or goes on with sequences (chains).
+ * Other tasks wait meanwhile. */
 #define TU_SLICE 60000
 #define TU_SEQUENCE_SLICE 100000
 

@@ -26,8 +26,8 @@
  * more of them. */
 #define SMALL_PIECE (2 * 63488)
 #define LARGE_PIECE (8 * 63488)
-/* Nanoseconds that pieces are always allowed to wait in queues on the path: beside other messages, which wait as long; and
- * alone, when full queues give bandwidth. */
+/* Nanoseconds that pieces are always allowed to wait in queues on the path: beside other messages, which wait as long;
+ * and alone, when full queues give bandwidth. */
 #define QUEUED_BESIDE_OTHERS 35000
 #define QUEUED_ALONE 1000000
 #define A_WHILE 50000000 /* nanoseconds */
