@@ -36,6 +36,7 @@ SOURCES = [
     "listener.c",
     "query.c",
     "tag.c",
+    "pacing.c",
     "long_messages.c",
     "strided.c",
     "active_messages.c",

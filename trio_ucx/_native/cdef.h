@@ -283,6 +283,26 @@ int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *addr
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
 
+/* pacing.c */
+typedef struct tu_pacing {
+    unsigned window;           /* how many pieces may be under way */
+    size_t piece;              /* the length of the next ones */
+    uint64_t shrunk;           /* when the window became smaller */
+    unsigned sampled;          /* pieces that have ended since it was adapted */
+    uint64_t samples[7];       /* nanoseconds that they took */
+    uint64_t unqueued;         /* nanoseconds that a piece takes with the least window, as measured */
+    unsigned measurements;     /* how many there were since that was set */
+    uint64_t lowest;           /* the lowest of those */
+    bool measuring;            /* whether a measurement goes on */
+    unsigned usual;            /* the window to restore after it */
+    uint64_t next;             /* when the next one is due */
+    uint64_t others;           /* the count of other messages when a piece ended, */
+    uint64_t changed;          /* and when that was last another one than before */
+} tu_pacing_t;
+
+void tu_pacing_open(tu_pacing_t *pacing);
+void tu_pacing_piece_ended(tu_pacing_t *pacing, uint64_t now, uint64_t posted, uint64_t others);
+
 /* long_messages.c */
 bool tu_long_lingers(const tu_worker_t *worker);
 int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_t length, uint64_t tag);

@@ -3,7 +3,7 @@
  *
  * The sender announces the message, and posts its first pieces. The data of a piece stays with the sender until the
  * receiver asks for it, because pieces are long enough for UCX's rendezvous. So when the first piece is done, the
- * receiver is receiving the message, and the sender posts more pieces as earlier ones end: see tu_pace_t.
+ * receiver is receiving the message, and the sender posts more pieces as earlier ones end: see pacing.c.
  *
  * To the receiver's Python the announcement is the message: it gets the usual record, and receives or drops what the
  * record names. Until then C keeps UCX's handles of the pieces that have arrived. After that it receives each piece when
@@ -11,29 +11,11 @@
  *
  * Either side gives a message up between two pieces when its Connection or its endpoint ends. */
 #include <limits.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "little_endian.h"
 #include "native.h"
 
-/* The least and the most pieces of an endpoint that UCX has, not counting the first ones of each message. With one, the
- * path is idle while the next one is asked for. With a round trip of 10 ms, 64 are enough for 0.8 GB/s. */
-#define LEAST_UNDER_WAY 2
-#define MOST_UNDER_WAY 64
-/* The pieces: small ones while other messages come and go, larger ones, which cost less, when none has for a while. Both
- * are a little less than multiples of TCP_TX_SEG_SIZE (64k), so that what UCX adds to each segment does not make one
- * more of them. */
-#define SMALL_PIECE (2 * 63488)
-#define LARGE_PIECE (8 * 63488)
-/* Nanoseconds that pieces are always allowed to wait in queues on the path: beside other messages, which wait as long;
- * and alone, when full queues give bandwidth. */
-#define QUEUED_BESIDE_OTHERS 35000
-#define QUEUED_ALONE 1000000
-#define A_WHILE 50000000 /* nanoseconds */
-#define SAMPLES 7                 /* pieces whose median decides */
-#define MEASUREMENT_LASTS 64      /* a measurement is good for at least so many times the time of a piece */
-#define MEASUREMENTS 2            /* a higher time counts after so many measurements */
 /* No piece is shorter: UCX would send it at once. */
 #define LEAST_PIECE TU_LONGEST_THRESHOLD
 /* Pieces that are sent with the announcement; more follow when the first has been received. */
@@ -46,19 +28,7 @@ struct tu_pace {
     tu_list_t rest;            /* those of which UCX has all that it may have now */
     tu_hook_t hook;            /* in the worker's list while pieces may be posted */
     unsigned under_way;        /* pieces that UCX works on, without the first ones of each message */
-    unsigned window;           /* how many of them there may be */
-    uint64_t shrunk;           /* when the window became smaller */
-    unsigned sampled;          /* pieces that have ended since it was adapted */
-    uint64_t samples[SAMPLES]; /* nanoseconds that they took */
-    uint64_t unqueued;         /* nanoseconds that a piece takes with LEAST_UNDER_WAY, as measured */
-    unsigned measurements;     /* how many there were since that was set */
-    uint64_t lowest;           /* the lowest of those */
-    bool measuring;            /* whether a measurement goes on */
-    unsigned usual;            /* the window to restore after it */
-    uint64_t next;             /* when the next one is due */
-    size_t piece;              /* the length of the next pieces */
-    uint64_t others;           /* the worker's count of other messages when a piece ended, */
-    uint64_t changed;          /* and when that was last another one than before */
+    tu_pacing_t pacing;        /* how many of them there may be, and how long the next ones are */
 };
 
 /* A piece that can be received. */
@@ -83,7 +53,7 @@ struct tu_long {
     /* Of a message on its way out: */
     char head[TU_LONG_HEAD];   /* the announcement */
     unsigned posted, sent;     /* pieces that were posted; with which UCX is done */
-    uint64_t times[MOST_UNDER_WAY + FIRST_PIECES]; /* when piece n was posted: at n modulo the size */
+    uint64_t times[TU_MOST_PIECES + FIRST_PIECES]; /* when piece n was posted: at n modulo the size */
     /* Of a message that nobody receives yet: */
     unsigned held;
     arrived_t arrived[FIRST_PIECES]; /* the first `held` are pieces that have arrived */
@@ -247,93 +217,9 @@ static void answered(tu_long_t *message, ucs_status_ptr_t answer)
 
 /* ---- sending ---- */
 
-static uint64_t larger(uint64_t one, uint64_t other)
-{
-    return one > other ? one : other;
-}
-
-static int compare_times(const void *one, const void *other)
-{
-    uint64_t first = *(const uint64_t *)one, second = *(const uint64_t *)other;
-
-    return (first > second) - (first < second);
-}
-
-/* Begins to measure how long a piece takes when hardly any of ours are in its way. It changes with the path, its other
- * users, and the load of both processes. */
-static void begin_measuring(tu_pace_t *pace, uint64_t now)
-{
-    pace->usual     = pace->window;
-    pace->measuring = true;
-    pace->window    = LEAST_UNDER_WAY;
-    pace->shrunk    = now;
-    pace->sampled   = 0;
-}
-
-/* A lower time counts at once. A higher one does not: the peer may have filled the path with pieces of its own, and if
- * each side took that for the path, both would fill it more and more. */
-static void measured(tu_pace_t *pace, uint64_t took)
-{
-    if (pace->measurements == 0 || took < pace->lowest) {
-        pace->lowest = took;
-    }
-    if (++pace->measurements == MEASUREMENTS || pace->unqueued == 0 || took < pace->unqueued) {
-        pace->unqueued     = pace->lowest;
-        pace->measurements = 0;
-    }
-    pace->measuring = false;
-    pace->window    = pace->usual;
-}
-
-/* Adapts the window to the path, when a piece has ended. What pieces take longer than `unqueued`, they wait in queues,
- * behind others of ours. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
-static void adapt(tu_pace_t *pace, uint64_t posted)
-{
-    uint64_t now    = tu_now();
-    uint64_t others = pace->endpoint->worker->others;
-    uint64_t took, allowed;
-    size_t piece;
-    bool alone, due;
-
-    if (pace->others != others) {
-        pace->others  = others;
-        pace->changed = now;
-    }
-    alone = now - pace->changed >= A_WHILE;
-    piece = alone ? LARGE_PIECE : SMALL_PIECE;
-    due         = now >= pace->next || (pace->piece != piece && MEASUREMENT_LASTS * pace->unqueued <= A_WHILE);
-    pace->piece = piece;
-    if (due && !pace->measuring) {
-        begin_measuring(pace, now);
-    }
-    if (posted < pace->shrunk) {
-        return; /* it waited behind more than there are now */
-    }
-    pace->samples[pace->sampled++] = now - posted;
-    if (pace->sampled < SAMPLES) {
-        return;
-    }
-    pace->sampled = 0;
-    qsort(pace->samples, SAMPLES, sizeof(pace->samples[0]), compare_times);
-    took = pace->samples[SAMPLES / 2];
-    if (pace->measuring) {
-        measured(pace, took);
-        pace->next = now + larger(A_WHILE, MEASUREMENT_LASTS * took);
-        return;
-    }
-    allowed = alone ? larger(QUEUED_ALONE, 3 * pace->unqueued) : larger(QUEUED_BESIDE_OTHERS, pace->unqueued / 4);
-    if (took < pace->unqueued + allowed / 2) {
-        pace->window += pace->window < 4 ? 1 : pace->window / 4;
-        pace->window  = pace->window < MOST_UNDER_WAY ? pace->window : MOST_UNDER_WAY;
-    } else if (took > pace->unqueued + allowed && pace->window > LEAST_UNDER_WAY) {
-        pace->window -= pace->window < 4 ? 1 : pace->window / 4;
-        pace->shrunk  = now;
-    }
-}
-
 static uint64_t *time_of(tu_long_t *message, unsigned piece)
 {
-    return &message->times[piece % (MOST_UNDER_WAY + FIRST_PIECES)];
+    return &message->times[piece % (TU_MOST_PIECES + FIRST_PIECES)];
 }
 
 /* UCX is done with a piece. The first ones may have waited for a receive: they say nothing about the path. */
@@ -349,7 +235,7 @@ static void piece_over(tu_long_t *message, ucs_status_t status)
     if (piece >= FIRST_PIECES) {
         pace->under_way--;
         if (status == UCS_OK && message->reached < message->length) {
-            adapt(pace, *time_of(message, piece));
+            tu_pacing_piece_ended(&pace->pacing, tu_now(), *time_of(message, piece), message->worker->others);
         }
     } else if (piece == 0 && message->reached < message->length) {
         move_to(&pace->ready, message);
@@ -370,7 +256,7 @@ static void post_piece(tu_long_t *message)
 {
     ucp_request_param_t param = message->post.param;
     size_t rest               = message->length - message->reached;
-    size_t length             = rest < message->pace->piece + LEAST_PIECE ? rest : message->pace->piece;
+    size_t length             = rest < message->pace->pacing.piece + LEAST_PIECE ? rest : message->pace->pacing.piece;
     size_t count;
     void *address;
     ucs_status_ptr_t answer;
@@ -404,7 +290,7 @@ static unsigned post_next(tu_hook_t *hook)
     tu_long_t *message;
 
     tu_hook_remove(hook);
-    while (pace->under_way < pace->window && (message = TU_LIST_FIRST(&pace->ready, tu_long_t, link)) != NULL) {
+    while (pace->under_way < pace->pacing.window && (message = TU_LIST_FIRST(&pace->ready, tu_long_t, link)) != NULL) {
         move_to(&pace->rest, message);
         if (has_more(message)) {
             message->busy = true;
@@ -431,8 +317,7 @@ static tu_pace_t *pace_of(tu_endpoint_t *endpoint)
             return NULL;
         }
         pace->endpoint = endpoint;
-        pace->window   = LEAST_UNDER_WAY;
-        pace->piece    = LARGE_PIECE;
+        tu_pacing_open(&pace->pacing);
         tu_list_init(&pace->ready);
         tu_list_init(&pace->rest);
         tu_hook_init(&pace->hook, post_next);

@@ -317,7 +317,9 @@ void tu_inbox_complete_last(tu_worker_t *worker);
 /* Whether UCX may have messages that were not collected because there was no memory. */
 bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 
-/* ---- long messages (long_messages.c) ---- */
+/* ---- long messages (long_messages.c, pacing.c) ---- */
+
+#define TU_MOST_PIECES 64 /* of an endpoint's long messages that are under way */
 
 /* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
 #define TU_IS_LONG 1
