@@ -67,8 +67,8 @@ static void measured(tu_pacing_t *pacing, uint64_t took)
 }
 
 /* Adapts the window to the path, when a piece has ended that was posted at that time. `others` grows with each other
- * message. What pieces take longer than `unqueued`, they wait in queues,
- * behind others of ours. (Congestion control by delay, as in TCP Vegas and LEDBAT.) */
+ * message. What pieces take longer than `unqueued`, they wait in queues, behind others of ours. (Congestion control by
+ * delay, as in TCP Vegas and LEDBAT.) */
 void tu_pacing_piece_ended(tu_pacing_t *pacing, uint64_t now, uint64_t posted, uint64_t others)
 {
     uint64_t took, allowed;
@@ -79,9 +79,9 @@ void tu_pacing_piece_ended(tu_pacing_t *pacing, uint64_t now, uint64_t posted, u
         pacing->others  = others;
         pacing->changed = now;
     }
-    alone = now - pacing->changed >= A_WHILE;
-    piece = alone ? LARGE_PIECE : SMALL_PIECE;
-    due         = now >= pacing->next || (pacing->piece != piece && MEASUREMENT_LASTS * pacing->unqueued <= A_WHILE);
+    alone         = now - pacing->changed >= A_WHILE;
+    piece         = alone ? LARGE_PIECE : SMALL_PIECE;
+    due           = now >= pacing->next || (pacing->piece != piece && MEASUREMENT_LASTS * pacing->unqueued <= A_WHILE);
     pacing->piece = piece;
     if (due && !pacing->measuring) {
         begin_measuring(pacing, now);
