@@ -432,7 +432,10 @@ def test_random_programs_lose_nothing(seed: int) -> None:
 def take_ready(queue: TagQueue, limit: int) -> bytes | None:
     """What ``Receiving.take_ready`` does with the queue."""
     packed = queue.packed
-    if packed is None or packed.length > limit:
+    if packed is None:
+        message = queue.take_ready(limit)
+        return None if message is None else message.contents
+    if packed.length > limit:
         return None
     data = packed.pop()
     if not packed.left:

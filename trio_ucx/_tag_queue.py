@@ -339,11 +339,8 @@ class TagQueue:
 
     def take_ready(self, limit: int) -> Message | None:
         """Takes the first message if a receive with this limit would have it at once. Call it if none are packed."""
-        if not self.messages or self.receives or self._advancing:
-            return None
-        message = self.messages[0]
-        in_our_memory = message.state is State.READY and message.contents is not None and message.error is None
-        if not in_our_memory or message.length > limit:
+        message = self.ready_now() if self.messages else None
+        if message is None or message.contents is None or message.error is not None or message.length > limit:
             return None
         del self.messages[0]
         return message

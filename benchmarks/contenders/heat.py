@@ -132,9 +132,12 @@ class MpiStrip(Strip):
         super().__init__(role)
         self.mpi, self.world = mpi, mpi.COMM_WORLD
 
+    def prepare(self, batch: Batch) -> None:
+        super().prepare(batch)
+        self.ranks = {neighbour: ROLES.index(STRIPS[self.place + neighbour]) for neighbour in self.edges}
+
     async def exchange(self) -> None:
-        ranks = {neighbour: ROLES.index(STRIPS[self.place + neighbour]) for neighbour in self.edges}
-        sent = [self.world.Isend([mine, self.mpi.BYTE], ranks[place]) for place, (mine, _) in self.edges.items()]
+        sent = [self.world.Isend([mine, self.mpi.BYTE], self.ranks[place]) for place, (mine, _) in self.edges.items()]
         for place, (_, theirs) in self.edges.items():
-            self.world.Recv([theirs, self.mpi.BYTE], ranks[place])
+            self.world.Recv([theirs, self.mpi.BYTE], self.ranks[place])
         self.mpi.Request.Waitall(sent)

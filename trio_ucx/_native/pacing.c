@@ -3,10 +3,9 @@
 
 #include "native.h"
 
-/* The least and the most pieces of an endpoint that UCX has, not counting the first ones of each message. With one, the
- * path is idle while the next one is asked for. With a round trip of 10 ms, 64 are enough for 0.8 GB/s. */
+/* The least pieces of an endpoint that UCX has, not counting the first ones of each message. With one, the path is idle
+ * while the next one is asked for. */
 #define LEAST_UNDER_WAY 2
-#define MOST_UNDER_WAY TU_MOST_PIECES
 /* The pieces: small ones while other messages come and go, larger ones, which cost less, when none has for a while. Both
  * are a little less than multiples of TCP_TX_SEG_SIZE (64k), so that what UCX adds to each segment does not make one
  * more of them. */
@@ -72,6 +71,7 @@ static void measured(tu_pacing_t *pacing, uint64_t took)
 void tu_pacing_piece_ended(tu_pacing_t *pacing, uint64_t now, uint64_t posted, uint64_t others)
 {
     uint64_t took, allowed;
+    unsigned step;
     size_t piece;
     bool alone, due;
 
@@ -102,11 +102,11 @@ void tu_pacing_piece_ended(tu_pacing_t *pacing, uint64_t now, uint64_t posted, u
         return;
     }
     allowed = alone ? larger(QUEUED_ALONE, 3 * pacing->unqueued) : larger(QUEUED_BESIDE_OTHERS, pacing->unqueued / 4);
+    step    = pacing->window < 4 ? 1 : pacing->window / 4;
     if (took < pacing->unqueued + allowed / 2) {
-        pacing->window += pacing->window < 4 ? 1 : pacing->window / 4;
-        pacing->window  = pacing->window < MOST_UNDER_WAY ? pacing->window : MOST_UNDER_WAY;
+        pacing->window = pacing->window + step < TU_MOST_PIECES ? pacing->window + step : TU_MOST_PIECES;
     } else if (took > pacing->unqueued + allowed && pacing->window > LEAST_UNDER_WAY) {
-        pacing->window -= pacing->window < 4 ? 1 : pacing->window / 4;
+        pacing->window -= step;
         pacing->shrunk  = now;
     }
 }

@@ -143,6 +143,11 @@ void tu_inbox_collect(tu_worker_t *worker)
     }
 }
 
+bool tu_inbox_goes_on(const tu_worker_t *worker)
+{
+    return !worker->behind && worker->collected < TU_BATCH_BYTES && worker->background.copies == 0;
+}
+
 /* If the last record is of a message that UCX has (no rendezvous), makes UCX progress until nothing moves, for TU_SLICE
  * at most: more segments of it may be there. Then its receive completes at once, and Python hears of it once. */
 void tu_inbox_complete_last(tu_worker_t *worker)
@@ -151,8 +156,8 @@ void tu_inbox_complete_last(tu_worker_t *worker)
     const tu_record_t *last;
 
     while ((last = tu_ring_last(worker)) != NULL && last->kind == TU_RECORD_MESSAGE &&
-           last->length < TU_LONGEST_THRESHOLD && !worker->behind && worker->collected < TU_BATCH_BYTES &&
-           worker->background.copies == 0 && tu_inbox_progress(worker) != 0 && tu_now() < end) {
+           last->length < TU_LONGEST_THRESHOLD && tu_inbox_goes_on(worker) && tu_inbox_progress(worker) != 0 &&
+           tu_now() < end) {
         tu_inbox_collect(worker);
     }
 }

@@ -300,9 +300,7 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
             /* When an operation has failed, its endpoint's failure comes next, and Python should get both at once. */
             in_time = moved == 0 || tu_now() < end + (worker->failed != failed ? FAILING : 0);
-        } while (moved != 0 && in_time && !worker->behind && worker->used < max &&
-                 worker->collected < TU_BATCH_BYTES &&
-                 worker->background.copies == 0); /* one piece of a copy at a time, so that Python runs */
+        } while (moved != 0 && in_time && worker->used < max && tu_inbox_goes_on(worker));
         count = take_records(worker, out, max);
         if (count > 0 || !arm || !in_time || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {

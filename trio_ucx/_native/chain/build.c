@@ -171,8 +171,8 @@ static bool valid(tu_chain_t *chain, tu_chain_request_t *request)
     return all_below(request->after, request->after_count, chain->count) &&
            all_below(request->behind, request->behind_count, chain->count) &&
            all_below(request->again, request->again_count, chain->count) &&
-           all_below(request->target, request->target_count, chain->target_count) &&
-           (request->kind == TU_CHAIN_CHECK || request->target_count > 0) &&
+           all_below(request->targets, request->targets_count, chain->target_count) &&
+           (request->kind == TU_CHAIN_CHECK || request->targets_count > 0) &&
            (request->kind != TU_CHAIN_ATOMIC ||
             ((request->size == 4 || request->size == 8) && request->into == NULL &&
              request->atomic >= TU_ATOMIC_ADD && request->atomic <= TU_ATOMIC_XOR));
@@ -190,7 +190,7 @@ static void node_free(tu_node_t *node)
         free((void *)request->parts[i].value.terms);
     }
     free((void *)request->parts);
-    free((void *)request->target);
+    free((void *)request->targets);
     free((void *)request->after);
     free((void *)request->behind);
     free((void *)request->again);
@@ -230,7 +230,7 @@ static void copy_all(builder_t *builder, tu_node_t *node)
     for (i = 0; (terms = terms_of(request, i)) != NULL; i++) {
         COPY(builder, terms->terms, terms->count);
     }
-    COPY(builder, request->target, request->target_count);
+    COPY(builder, request->targets, request->targets_count);
     COPY(builder, request->after, request->after_count);
     COPY(builder, request->behind, request->behind_count);
     COPY(builder, request->again, request->again_count);

@@ -102,8 +102,8 @@ typedef struct tu_chain_request {
     bool reply;
     const char *header;
     size_t header_length;
-    const uint32_t *target;    /* one of them is chosen by `choice` */
-    size_t target_count;
+    const uint32_t *targets;   /* one of them is chosen by `choice` */
+    size_t targets_count;
     const uint32_t *after;     /* the requests that it depends on: if one fails, it fails, ... */
     size_t after_count;
     const uint32_t *behind;    /* ... and those that it only waits for */

@@ -113,11 +113,11 @@ static tu_target_t *choose_target(tu_node_t *node)
     if (!argument(node, &node->request.choice, &choice)) {
         return NULL;
     }
-    if (choice < 0 || choice >= (tu_integer_t)node->request.target_count) {
+    if (choice < 0 || choice >= (tu_integer_t)node->request.targets_count) {
         out_of_bounds(node, UCS_ERR_OUT_OF_RANGE);
         return NULL;
     }
-    node->target = node->request.target[(size_t)choice];
+    node->target = node->request.targets[(size_t)choice];
     target       = node->chain->targets[node->target];
     if (target->endpoint == NULL) {
         tu_node_fail(node, UCS_ERR_NOT_CONNECTED);

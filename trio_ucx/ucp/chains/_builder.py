@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import trio
@@ -166,13 +166,13 @@ class _Native:
             self.request.header = self._new("char[]", data)
             self.request.header_length = len(data)
 
-    def parts(self, count: int) -> Iterable[Any]:
+    def parts(self, count: int) -> Any:
         """Makes room for so many parts of a payload."""
         if not count:
             return ()
-        self.request.parts = self._new("tu_part_t[]", count)
-        self.request.part_count = count
-        return cast(Iterable[Any], self._keep[-1])
+        parts = self._new("tu_part_t[]", count)
+        self.request.parts, self.request.part_count = parts, count
+        return parts
 
     def _new(self, kind: str, contents: Any) -> Any:
         self._keep.append(ffi.new(kind, contents))
@@ -387,7 +387,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check()
         if self._generation != request._generation or len(self._requests) != request.id:
             raise RuntimeError("the chain was changed while this request was described")
-        native.numbers("target", [self._target(thing, draft.atomic) for thing in things])
+        native.numbers("targets", [self._target(thing, draft.atomic) for thing in things])
         number = lib.tu_chain_add(self._native.handle, native.request)
         if number == Status.NO_MEMORY:
             raise MemoryError(f"no memory for {request.name}")
