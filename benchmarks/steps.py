@@ -148,8 +148,8 @@ async def connected(transport: str) -> AsyncIterator[tuple[trio_ucx.Connection, 
     ):
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=near)
         async with listener, trio_ucx.connect(listener.address, worker=far) as one, await listener.accept() as other:
-            await one.send(DATA, TAG)
-            await other.receive(TAG)
+            await one.send(DATA, tag=TAG)
+            await other.receive(tag=TAG)
             yield one, other
 
 
@@ -192,7 +192,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             here = next(turn)
             engine = engines[1 - here]
             engines[here].progress_and_deliver(False)  # otherwise the message would wait for another one
-            ends[here].send_nowait(DATA, TAG)
+            ends[here].send_nowait(DATA, tag=TAG)
             count = 0
             while not count:  # over tcp the first look may find nothing yet
                 begin = clock()
@@ -200,13 +200,13 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             recorded = clock()
             deliver(engine, view[: count * lib.TU_RECORD_FIELDS].tolist())
             delivered = clock()
-            ends[1 - here].receive_nowait(TAG)
+            ends[1 - here].receive_nowait(tag=TAG)
             return begin, recorded, delivered, clock()
 
         async def send_and_receive(receive: Callable[[trio_ucx.Connection], Awaitable[object]]) -> Sequence[int]:
             here = next(turn)
             begin = clock()
-            await ends[here].send(DATA, TAG)
+            await ends[here].send(DATA, tag=TAG)
             sent = clock()
             await receive(ends[1 - here])
             return begin, sent, clock()
@@ -215,9 +215,9 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         found |= await prices_one_by_one(
             arrive, ("progress and record, C", "delivery, Python", "receive_nowait"), seconds
         )
-        once = partial(send_and_receive, lambda connection: connection.receive(TAG))
+        once = partial(send_and_receive, lambda connection: connection.receive(tag=TAG))
         found |= await prices_one_by_one(once, ("await send", "await receive"), seconds)
-        once = partial(send_and_receive, lambda connection: connection.receive_into(into, TAG))
+        once = partial(send_and_receive, lambda connection: connection.receive_into(into, tag=TAG))
         found |= await prices_one_by_one(once, ("", "await receive_into"), seconds)
         found["send, Python"] = found["await send"] - found["send, C"]
         found["receive_into, Python"] = (

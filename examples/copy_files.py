@@ -112,7 +112,7 @@ async def converse(connection: trio_ucx.Connection, title: str, work: Callable[[
                 await work(Transfer(connection, progress, progress.add_task(title, total=None), watchdog))
             except* (CopyError, OSError, trio_ucx.ucp.UCXError) as group:
                 with suppress(trio.BrokenResourceError):
-                    await connection.send(explain(group).encode(errors="replace")[:LONGEST_ENTRY], COMPLAINTS)
+                    await connection.send(explain(group).encode(errors="replace")[:LONGEST_ENTRY], tag=COMPLAINTS)
                     await connection.aclose()  # delivers it, which leaving the connection by an exception would not
                 raise
             nursery.cancel_scope.cancel()
@@ -120,7 +120,7 @@ async def converse(connection: trio_ucx.Connection, title: str, work: Callable[[
 
 async def heed_complaints(connection: trio_ucx.Connection) -> None:
     with suppress(trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):  # the work notices these, too
-        complaint = await connection.receive(COMPLAINTS)
+        complaint = await connection.receive(tag=COMPLAINTS)
         raise CopyError(f"the other side gave up: {complaint.decode(errors='replace')}")
 
 
@@ -157,20 +157,20 @@ async def send_file(transfer: Transfer, tag: int, path: str, size: int, buffer: 
         while size:
             piece = buffer[: min(size, PIECE)]
             await trio.to_thread.run_sync(read_piece, file.wrapped, piece, digest)
-            await transfer.connection.send(piece, tag)
+            await transfer.connection.send(piece, tag=tag)
             transfer.moved(len(piece))
             size -= len(piece)
-    await transfer.connection.send(digest.digest(), tag)
+    await transfer.connection.send(digest.digest(), tag=tag)
 
 
 async def send_entries(transfer: Transfer, tag: int, source: str, entries: Iterator[Entry]) -> None:
     buffer = memoryview(bytearray(PIECE))
     for entry in entries:
-        await transfer.connection.send(entry.encode(), tag)
+        await transfer.connection.send(entry.encode(), tag=tag)
         if stat.S_ISREG(entry.mode):
             await send_file(transfer, tag, os.path.join(source, entry.path), entry.size, buffer)
         transfer.moved()
-    await transfer.connection.send(b"", tag)
+    await transfer.connection.send(b"", tag=tag)
 
 
 async def send_tree(source: str, entries: list[Entry], jobs: int, transfer: Transfer) -> None:
@@ -178,13 +178,13 @@ async def send_tree(source: str, entries: list[Entry], jobs: int, transfer: Tran
     others = [entry for entry in entries if not stat.S_ISDIR(entry.mode)]
     size = sum(entry.size for entry in others)
     transfer.progress.update(transfer.bar, total=size)
-    await transfer.connection.send(PLAN.pack(jobs, size), CONTENTS)
+    await transfer.connection.send(PLAN.pack(jobs, size), tag=CONTENTS)
     largest_first = iter(sorted(others, key=lambda entry: -entry.size))
     async with trio.open_nursery() as nursery:
         for tag in range(FILES, FILES + jobs):  # each takes its next entry from the same iterator
             nursery.start_soon(send_entries, transfer, tag, source, largest_first)
     await send_entries(transfer, CONTENTS, source, iter(directories))
-    await transfer.connection.receive(CONTENTS)
+    await transfer.connection.receive(tag=CONTENTS)
 
 
 async def send(source: str, address: tuple[str, int], jobs: int) -> None:
@@ -238,13 +238,13 @@ def write_piece(file: BinaryIO, piece: memoryview, digest: hashlib.blake2b) -> N
 async def receive_file(transfer: Transfer, tag: int, file: BinaryIO, size: int, buffer: memoryview) -> None:
     digest = hashlib.blake2b()
     while size:
-        length = await transfer.connection.receive_into(buffer, tag)
+        length = await transfer.connection.receive_into(buffer, tag=tag)
         if not 0 < length <= size:
             raise CopyError("the sender's pieces do not add up")
         await trio.to_thread.run_sync(write_piece, file, buffer[:length], digest)
         transfer.moved(length)
         size -= length
-    if await transfer.connection.receive(tag) != digest.digest():
+    if await transfer.connection.receive(tag=tag) != digest.digest():
         raise CopyError("the checksums differ")
 
 
@@ -274,7 +274,7 @@ async def receive_entry(transfer: Transfer, tag: int, root: int, entry: Entry, b
 
 async def receive_entries(transfer: Transfer, tag: int, root: int) -> None:
     buffer = memoryview(bytearray(PIECE))
-    while message := await transfer.connection.receive(tag):
+    while message := await transfer.connection.receive(tag=tag):
         entry = Entry.decode(message)
         try:
             await receive_entry(transfer, tag, root, entry, buffer)
@@ -284,7 +284,7 @@ async def receive_entries(transfer: Transfer, tag: int, root: int) -> None:
 
 
 async def receive_tree(root: int, transfer: Transfer) -> None:
-    plan = await transfer.connection.receive(CONTENTS)
+    plan = await transfer.connection.receive(tag=CONTENTS)
     if len(plan) != PLAN.size:
         raise CopyError("this is not copy_files calling")
     jobs, size = PLAN.unpack(plan)
@@ -295,7 +295,7 @@ async def receive_tree(root: int, transfer: Transfer) -> None:
         for tag in range(FILES, FILES + jobs):
             nursery.start_soon(receive_entries, transfer, tag, root)
     await receive_entries(transfer, CONTENTS, root)
-    await transfer.connection.send(b"", CONTENTS)
+    await transfer.connection.send(b"", tag=CONTENTS)
 
 
 async def receive(destination: str, address: tuple[str, int]) -> None:

@@ -92,7 +92,7 @@ def encode(head: Mapping[str, Any], things: Mapping[str, Any]) -> tuple[bytes, l
 
 async def receive_header(connection: trio_ucx.Connection, tag: int) -> Any:
     buffer = bytearray(MAX_HEADER)  # a longer message is refused
-    length = await connection.receive_into(buffer, tag)
+    length = await connection.receive_into(buffer, tag=tag)
     try:
         return json.loads(buffer[:length])
     except (ValueError, RecursionError) as error:
@@ -106,13 +106,13 @@ async def answer_calls(methods: Mapping[str, Method], connection: trio_ucx.Conne
     """Serves one client until it leaves, and cancels its unfinished calls then. A handler for ``serve_ucx``."""
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.receive, SILENCE)
+            nursery.start_soon(partial(connection.receive, tag=SILENCE))
             await Answering(methods, connection, nursery).read_requests()
     except* GONE:
         pass
     except* REFUSED as group:
         with suppress(trio.WouldBlock, trio.BrokenResourceError):
-            connection.send_nowait(explain(group).encode(errors="replace"), REQUESTS)
+            connection.send_nowait(explain(group).encode(errors="replace"), tag=REQUESTS)
 
 
 @attrs.frozen(eq=False)
@@ -153,7 +153,7 @@ class Answering:
     async def answer(self, number: int, method: str, arguments: dict[str, Any], names: list[str]) -> None:
         """The server's half of a conversation, of which only the method is cancelled."""
         for name in names:
-            arguments[name] = await self.connection.receive(number)
+            arguments[name] = await self.connection.receive(tag=number)
         try:
             with self.running[number] as scope:
                 if method not in self.methods:
@@ -164,8 +164,9 @@ class Answering:
                 raise trio.TooSlowError("the call was cancelled, or its deadline has passed")
         except Exception as error:
             header, buffers = encode({"error": [type(error).__name__, str(error)[:1000]]}, {})
-        for message in [header, *buffers]:
-            await self.connection.send(message, number)
+        messages: list[trio_ucx.Buffer] = [header, *buffers]
+        for message in messages:
+            await self.connection.send(message, tag=number)
         del self.running[number]
         self.slots.release()
 
@@ -226,14 +227,14 @@ class Client:
         """The client's half of a conversation, which is not cancelled with the call."""
         try:
             for buffer in buffers:
-                await self._connection.send(buffer, call.number)
+                await self._connection.send(buffer, tag=call.number)
             match await receive_header(self._connection, call.number):
                 case {"error": [str(kind), str(text)]}:
                     call.outcome = Error(RpcError(kind, text))
                 case {"values": {"result": result}}:
                     call.outcome = Value(result)
                 case {"buffers": ["result"]}:
-                    call.outcome = Value(await self._connection.receive(call.number))
+                    call.outcome = Value(await self._connection.receive(tag=call.number))
                 case _:
                     raise ProtocolError("not a reply")
         except (*GONE, *REFUSED) as error:
@@ -244,7 +245,7 @@ class Client:
 
     def _lost(self, error: Exception) -> trio.BrokenResourceError:
         with suppress(trio.WouldBlock, *GONE):
-            complaint = self._connection.receive_nowait(REQUESTS).decode(errors="replace")
+            complaint = self._connection.receive_nowait(tag=REQUESTS).decode(errors="replace")
             self._complaint = f"the server hung up: {complaint}"
         lost = trio.BrokenResourceError(self._complaint or str(error))
         lost.__cause__ = error
@@ -254,7 +255,7 @@ class Client:
         """One task sends them all, so that no cancellation comes before its call."""
         with suppress(trio.BrokenResourceError):  # the calls notice that, too
             async for request in requests:
-                await self._connection.send(request, REQUESTS)
+                await self._connection.send(request, tag=REQUESTS)
 
 
 @asynccontextmanager

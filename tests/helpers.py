@@ -292,6 +292,12 @@ def resident(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+async def until_over(connection: trio_ucx.Connection) -> None:
+    """Waits until a connection has ended, however."""
+    with contextlib.suppress(trio.BrokenResourceError):
+        await connection.wait_closed()
+
+
 async def until(condition: Callable[[], object], *, within: float = 60) -> None:
     """Waits until the condition holds."""
     with trio.fail_after(within):

@@ -164,7 +164,7 @@ class Meeting:
     def assert_refused(self, *words: str) -> None:
         """Both sides got an error with the reason."""
         kind, number, text, seconds = self.client
-        assert kind == "ConnectionRefusedError" and number == errno.ECONNREFUSED, self.client
+        assert kind == "NotAdmitted" and number == errno.EACCES, self.client
         assert seconds < 9  # connect_timeout is 10
         for word in words:
             assert word in text, text

@@ -97,7 +97,7 @@ async def echo(tags: list[int], tell_missed: bool = False, isolate: bool = False
     async def handler(connection: trio_ucx.Connection) -> None:
         async def echo_tag(tag: int) -> None:
             async for message in connection.messages(tag):
-                await connection.send(message, tag)
+                await connection.send(message, tag=tag)
 
         async def stream() -> None:
             async for chunk in connection:
@@ -122,13 +122,27 @@ async def limited(megabytes: int) -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         while True:
             try:
-                await connection.send(await connection.receive(7), 7)
+                await connection.send(await connection.receive(tag=7), tag=7)
             except trio.EndOfChannel:
                 return
             except MemoryError as error:
                 say({"error": type(error).__name__, "text": str(error)})
 
     await serve(handler)
+
+
+@role
+async def drained(port: int, timeout: float) -> None:
+    """Sends every message back. SIGTERM drains it, and then it ends."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async for message in connection.messages():
+            await connection.send(message)
+
+    async with trio.open_nursery() as nursery:
+        serve = partial(trio_ucx.serve_ucx, handler, port, host="127.0.0.1", drain_on_signal=timeout)
+        await nursery.start(serve)
+        say("ready")
 
 
 @role
@@ -165,7 +179,7 @@ async def source(plan: list[list[int]], rounds: int = 1) -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         for _ in range(rounds):
             for tag, size, seed in plan:
-                await connection.send(pattern(size, seed), tag)
+                await connection.send(pattern(size, seed), tag=tag)
 
     await serve(handler)
 
@@ -177,7 +191,7 @@ async def sink(plan: list[list[int]]) -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         try:
             for tag, size, seed in plan:
-                if await connection.receive(tag) != pattern(size, seed):
+                if await connection.receive(tag=tag) != pattern(size, seed):
                     say(f"wrong data with tag {tag}, size {size}")
                     return
             try:
@@ -196,7 +210,7 @@ async def numbered(count: int, size: int) -> None:
 
     async def handler(connection: trio_ucx.Connection) -> None:
         for number in range(count):
-            await connection.send(pattern(size, number), 1)
+            await connection.send(pattern(size, number), tag=1)
 
     await serve(handler)
 
@@ -207,7 +221,7 @@ async def sender_then_wait(plan: list[list[int]]) -> None:
 
     async def handler(connection: trio_ucx.Connection) -> None:
         for tag, size, seed in plan:
-            await connection.send(pattern(size, seed), tag)
+            await connection.send(pattern(size, seed), tag=tag)
         say("sent")
         await trio.sleep_forever()
 
@@ -567,17 +581,17 @@ async def busy(address: list[Any], transports: str) -> None:
 @trio.lowlevel.disable_ki_protection
 async def use_at_once(nursery: trio.Nursery, connection: trio_ucx.Connection, number: int) -> None:
     """Uses the connection to an echo in several ways at once."""
-    nursery.start_soon(connection.send, pattern(3000 * number, number), 1)
+    nursery.start_soon(partial(connection.send, pattern(3000 * number, number), tag=1))
     nursery.start_soon(connection.send_all, pattern(100 * number))
-    if await connection.receive(1) != pattern(3000 * number, number):
+    if await connection.receive(tag=1) != pattern(3000 * number, number):
         raise AssertionError("wrong data")
     nursery.start_soon(connection.receive_some)
     with trio.move_on_after(0.001):
-        await connection.receive(0)
-    connection.send_nowait(b"x", 0)
-    await connection.receive(0)
+        await connection.receive(tag=0)
+    connection.send_nowait(b"x", tag=0)
+    await connection.receive(tag=0)
     with trio.move_on_after(0):
-        await connection.send(bytes(100_000), 2)
+        await connection.send(bytes(100_000), tag=2)
     nursery.cancel_scope.cancel()
 
 
@@ -602,7 +616,7 @@ async def flood(count: int, size: int) -> None:
         await connection.receive()
         for number in range(count):
             if size:
-                await connection.send(pattern(size, number), 1)
+                await connection.send(pattern(size, number), tag=1)
             else:
                 await connection.send_all(pattern(64_000, number))
 
@@ -613,7 +627,7 @@ async def flood(count: int, size: int) -> None:
 async def flooded_receiver(address: list[Any], seconds: float, window: int, count: int, size: int) -> None:
     """Makes ``flood`` send, reads nothing for a while, then everything. Reports how far its memory grew meanwhile."""
     async with trio_ucx.connect(tuple(address), window=window) as connection:
-        await connection.send(b"warm up", 2)
+        await connection.send(b"warm up", tag=2)
         before = most = resident()
         await connection.send(b"go")
         with trio.move_on_after(seconds):
@@ -646,7 +660,7 @@ async def target() -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
             async for message in connection.messages(7):
-                await connection.send(message, 7)
+                await connection.send(message, tag=7)
 
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1"))
@@ -670,8 +684,8 @@ async def pinger(address: list[Any], server: int) -> None:
             with Noise(waited_by(server)) as noise:
                 while True:
                     start = time.perf_counter()
-                    await connection.send(bytes(100), 7)
-                    await connection.receive(7)
+                    await connection.send(bytes(100), tag=7)
+                    await connection.receive(tag=7)
                     now = time.perf_counter()
                     took.append((now - start, noise.since(start, now)))
                     await trio.sleep(0.005)
@@ -733,7 +747,7 @@ async def clients_of(address: list[Any], count: int) -> None:
 async def client_of(address: list[Any], number: int) -> None:
     """Connects, sends the number with tag 1, and then receives nothing until it is killed."""
     async with trio_ucx.connect(tuple(address)) as connection:
-        await connection.send(b"%d" % number, 1)
+        await connection.send(b"%d" % number, tag=1)
         await trio.sleep_forever()
 
 
@@ -866,30 +880,30 @@ async def load(connection: trio_ucx.Connection, kind: str, task_status: trio.Tas
         async with trio.open_nursery() as nursery:
             if kind in ("full", "offered"):
                 if kind == "offered":
-                    nursery.start_soon(connection.send, bytes(BIG), 2)
+                    nursery.start_soon(partial(connection.send, bytes(BIG), tag=2))
                     await trio.sleep(0.01)
                 with contextlib.suppress(trio.WouldBlock):
                     while True:
-                        connection.send_nowait(bytes(4000), 2)
+                        connection.send_nowait(bytes(4000), tag=2)
             elif kind == "echo":
 
                 async def echo() -> None:
                     async for message in connection.messages(3):
-                        await connection.send(message, 3)
+                        await connection.send(message, tag=3)
 
                 nursery.start_soon(echo)
             elif kind in ("sending", "busy", "receiving"):
 
                 async def send(size: int) -> None:
                     while True:
-                        await connection.send(bytes(size), 2)
+                        await connection.send(bytes(size), tag=2)
                         if kind == "busy":
                             await trio.sleep(0.01)
 
                 async def receive() -> None:
                     buffer = bytearray(BIG)
                     while True:
-                        await connection.receive_into(buffer, 2)
+                        await connection.receive_into(buffer, tag=2)
 
                 if kind != "receiving":
                     nursery.start_soon(send, BIG if kind == "sending" else 2**20)
@@ -968,7 +982,7 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
                 if ready == len(cases):
                     say("ready")
                 try:
-                    await connection.receive(1)
+                    await connection.receive(tag=1)
                 except trio.BrokenResourceError as error:
                     noticed = time.monotonic()
                     connection.abort()
@@ -1030,7 +1044,7 @@ async def dying_server(transport: str) -> None:
     async def handler(connection: trio_ucx.Connection) -> None:
         await connection.send(await connection.receive())
         say(sorted(transport.name for transport in connection.endpoint.transports))
-        await connection.receive(1)
+        await connection.receive(tag=1)
         take_an_element(worker_of(connection), transport)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -1115,11 +1129,11 @@ async def move_much(connection: trio_ucx.Connection, size: int) -> None:
 
     async def send(tag: int, data: bytes) -> None:
         while True:
-            await connection.send(data, tag)
+            await connection.send(data, tag=tag)
 
     async def receive(tag: int, buffer: bytearray) -> None:
         while True:
-            await connection.receive_into(buffer, tag)
+            await connection.receive_into(buffer, tag=tag)
 
     try:
         async with trio.open_nursery() as nursery:
@@ -1296,7 +1310,7 @@ async def send_without_end(port: int, size: int, tell: int) -> None:
         data = bytes(size)
         try:
             while True:
-                await connection.send(data, 2)
+                await connection.send(data, tag=2)
         except trio.BrokenResourceError:
             await trio.sleep_forever()
 

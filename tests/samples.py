@@ -221,6 +221,7 @@ def some_description(**changes: Any) -> PeerDescription:
         "wish": SharedMemory.AUTO,
         "sees_local": True,
         "software": "trio_ucx 9.8",
+        "host_name": "somewhere",
     }
     own = {name: changes.pop(name) for name in fields if name in changes}
     return PeerDescription(**{**fields, **own}, worker=some_worker(**changes))
@@ -246,5 +247,5 @@ def with_field(data: bytes, layout: Layout, number: int, value: object) -> bytes
 
 def with_field_of_worker(data: bytes, number: int, value: object) -> bytes:
     """A peer description with one field of its worker's address changed, and both checksums corrected."""
-    start = peer_description.LAYOUT.size + peer_description.LAYOUT.unpack(data)[-1]
+    start = peer_description.LAYOUT.size + sum(peer_description.LAYOUT.unpack(data)[-2:])
     return with_checksum(data[:start] + with_field(data[start:-4], worker_address.LAYOUT, number, value))

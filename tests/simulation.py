@@ -24,11 +24,12 @@ from outcome import Error
 import trio_ucx
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
+from trio_ucx._close_handshake import Loss
 from trio_ucx._handshake.exchange import Aborted
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import State, Want
-from trio_ucx.ucp import Status, UCXError
+from trio_ucx.ucp import MessageTooLong, Status, UCXError
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
@@ -108,6 +109,7 @@ class SimulatedEngine:
     usable = True
     handle: Any = "worker"
     peer_is_hostile = False
+    broken: Exception | None = None
     context = SimpleNamespace(features=Feature.TAG, rendezvous_threshold=None)
 
     def __init__(self) -> None:
@@ -128,6 +130,9 @@ class SimulatedEngine:
         #: The sending halves with a deferred batch.
         self.deferred: set[Any] = set()
         self.errors: list[BaseException] = []
+        #: What progress delivers, from within the calls of the program; None: nothing, messages arrive between them.
+        self.prompt: Callable[[], object] | None = None
+        self._delivering = False
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -150,14 +155,23 @@ class SimulatedEngine:
             one.send_batch()
 
     def progress(self) -> None:
-        pass
+        if self.prompt is not None and not self._delivering:
+            self.prompt()
 
     def watch_events(self) -> None:
         pass
 
     def without_delivery(self, function: Callable[[], None]) -> bool:
-        function()
+        """What is not delivered now is delivered by a later step."""
+        before, self._delivering = self._delivering, True
+        try:
+            function()
+        finally:
+            self._delivering = before
         return False
+
+    def deliver_after(self, function: Callable[[], None]) -> None:
+        self.without_delivery(function)
 
     def keep(self, id: int, what: object) -> None:
         self.teardown.unrecorded[id] = what
@@ -330,10 +344,14 @@ class SimulatedTransport(Transport):
                 if thing.data is not None:
                     taken.append(thing)
         engine.tag_dispatch.arena = memoryview(bytes(arena))
-        deliver(engine, [field for row in rows for field in row])
-        deliver_failures(engine)
-        for message in taken:
-            message.taken()
+
+        def arrive() -> None:
+            deliver(engine, [field for row in rows for field in row])
+            deliver_failures(engine)
+            for message in taken:
+                message.taken()
+
+        engine.without_delivery(lambda: self.engine.without_delivery(arrive))
         if aborted is not None and peer.share.handle is not None:
             peer.closing.control_said(Aborted(aborted))
         return True
@@ -485,8 +503,8 @@ class Side:
         number = len(self.sent[tag])
         data = bytes([number % 251, tag]) * (size // 2) + bytes([number % 251]) * (size % 2)
         try:
-            self.connection.send_nowait(data, tag)
-        except (trio.WouldBlock, MemoryError):
+            self.connection.send_nowait(data, tag=tag)
+        except (trio.WouldBlock, MemoryError, trio.BrokenResourceError):
             return False
         self.sent[tag].append(Sent(data))
         return True
@@ -521,8 +539,7 @@ class Side:
                 return
             receiving.wait(tag, pending)
         else:
-            limit = size if want is Want.COPY else receiving.max_message_size
-            data = None if want is Want.LENGTH else receiving.take_ready(tag, limit)
+            data = None if want is Want.LENGTH else receiving.take_ready(tag, size)
             if data is not None:
                 self.received[tag].append(data)
                 return
@@ -539,12 +556,14 @@ class Side:
     def receive_nowait(self, tag: int) -> None:
         if self.open:
             try:
-                data = self.connection.receive_nowait(tag)
+                data = self.connection.receive_nowait(tag=tag)
             except trio.WouldBlock:
                 return
             except (trio.EndOfChannel, trio.BrokenResourceError):
+                self.collect()  # receives that waited were served first
                 self.ended_tags.add(tag)
                 return
+            self.collect()
             assert tag not in self.ended_tags
             self.received[tag].append(data)
 
@@ -562,8 +581,7 @@ class Side:
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
                 self.ended_tags.add(receiver.tag)
                 continue
-            except UCXError as error:
-                assert error.status == Status.MESSAGE_TRUNCATED
+            except MessageTooLong:
                 self.received[receiver.tag].append(None)
                 continue
             except MemoryError:
@@ -592,7 +610,7 @@ class Side:
             if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
                 self.writes[-1] = len(data), True
                 return
-        except MemoryError:
+        except (MemoryError, trio.BrokenResourceError):
             return
         cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
         view = memoryview(data)
@@ -616,7 +634,7 @@ class Side:
 
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
-            with suppress(MemoryError):
+            with suppress(MemoryError, trio.BrokenResourceError):
                 self.eof = self.link.sending.submit(wire.STREAM, b"")
                 self.eof_sent = True
 
@@ -712,6 +730,11 @@ class World:
         #: Which sides know that the other has gone.
         self._told: set[Side] = set()
 
+    def toggle_prompt(self, side: Side) -> None:
+        """From now on what has been sent to a side arrives whenever it progresses; or no more."""
+        transport = self.other(side).transport
+        side.engine.prompt = None if side.engine.prompt else lambda: transport.deliver(3)
+
     def other(self, side: Side) -> Side:
         return self.sides[side is self.sides[0]]
 
@@ -727,7 +750,7 @@ class World:
             gone = other.link.share.handle is None and not other.transport.wire
             if gone and side.link.share.handle is not None and side not in self._told:
                 self._told.add(side)
-                side.link.closing.control_lost("ended")
+                side.link.closing.control_lost(Loss("ended"))
 
     def run(self, *, act: bool) -> None:
         """Until nothing happens any more; with ``act`` programs go on reading, and finish what they began."""

@@ -391,6 +391,38 @@ async def test_hold(worker: ucp.Worker) -> None:
                 queue.receive_nowait()
 
 
+@pytest.mark.parametrize("when_full", [HOLD, REFUSE])
+async def test_dropped_messages_are_logged(
+    worker: ucp.Worker, when_full: ucp.WhenFull, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For each queue at once, then at most once a minute, and when it is closed."""
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+
+    async with open_raw_pair(worker) as (client, _):
+        with trio.fail_after(20), worker.open_active_messages(4, max_messages=1) as other:
+            with worker.open_active_messages(3, max_messages=1, when_full=when_full) as queue:
+                await full_queue(client, queue)
+                assert not lines()
+                await client.am_send(3, b"dropped")
+                await until(lines)
+                for _ in range(9):
+                    await client.am_send(3, b"dropped")
+                await until(lambda: queue.statistics().dropped == 10)
+                [line] = lines()
+                assert line.startswith("active messages with id 3: 1 were dropped, because nobody took those that fill")
+                for _ in range(2):
+                    await client.am_send(4, b"another queue")
+                await until(lambda: len(lines()) == 2)
+                assert "with id 4: 1 were dropped" in lines()[1]
+            assert len(lines()) == 3
+            assert "with id 3: 9 were dropped since the last such line, 10 in all" in lines()[2]
+            other.receive_nowait().release()
+        assert len(lines()) == 3  # nothing was dropped that had not been logged
+    assert {record.levelname for record in caplog.records if "dropped" in record.getMessage()} == {"WARNING"}
+
+
 @pytest.mark.parametrize("when_full", [REFUSE, CUT])
 async def test_refuse(worker: ucp.Worker, when_full: ucp.WhenFull) -> None:
     async with open_raw_pair(worker) as (client, server):
@@ -934,8 +966,12 @@ async def test_wrong_arguments(worker: ucp.Worker) -> None:
                     nursery.start_soon(lambda protocol=protocol: client.am_send(3, pattern(5000), protocol=protocol))
                     message = await queue.receive()
                     for target, kind, match in (
-                        (bytearray(4999), ValueError, "5000 bytes does not fit into a buffer of 4999; it stays"),
-                        ([bytearray(4000), bytearray(999)], ValueError, "of 4999; it stays"),
+                        (
+                            bytearray(4999),
+                            ucp.MessageTooLong,
+                            "5000 bytes .* buffer of 4999; it stays",
+                        ),
+                        ([bytearray(4000), bytearray(999)], ucp.MessageTooLong, "of 4999; it stays"),
                         (bytes(5000), TypeError, "read-only"),
                         (None, TypeError, "cannot receive into"),
                         (np.zeros(10_000, np.uint8)[::2], ValueError, "non-contiguous"),
@@ -973,10 +1009,9 @@ async def test_max_message_size(worker: ucp.Worker) -> None:
                         if size == 1000:
                             assert await message.receive() == bytes(1000)
                         else:
-                            with pytest.raises(
-                                ucp.UCXError, match="1001 bytes, more than the max_message_size of 1000"
-                            ):
+                            with pytest.raises(ucp.MessageTooLong, match="max_message_size of 1000") as caught:
                                 await message.receive()
+                            assert (caught.value.length, caught.value.limit) == (1001, 1000)
                             assert await message.receive_into(bytearray(1001)) == 1001
 
 

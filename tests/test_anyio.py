@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from socket import AddressFamily
+from typing import Any
+
 import anyio
 import pytest
+import trio
 import trio.testing
 from anyio.abc import SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
@@ -17,9 +23,12 @@ from trio_ucx.testing import open_pair_over_listener
 
 
 async def test_streams(worker: ucp.Worker) -> None:
-    client, server = map(UCXStream, await open_pair_over_listener(worker=worker))
     data = pattern(500_000)
-    async with client, server:
+    async with (
+        open_pair_over_listener(worker=worker) as pair,
+        UCXStream(pair[0]) as client,
+        UCXStream(pair[1]) as server,
+    ):
         async with anyio.create_task_group() as group:  # the send is over before the stream is used again
             group.start_soon(client.send, data)
             got = b""
@@ -40,24 +49,24 @@ async def test_streams(worker: ucp.Worker) -> None:
 
 
 async def test_errors_are_anyio_s(worker: ucp.Worker) -> None:
-    client, server = map(UCXStream, await open_pair_over_listener(worker=worker))
-    async with anyio.create_task_group() as group:
+    async with open_pair_over_listener(worker=worker) as pair:
+        client, server = map(UCXStream, pair)
+        async with anyio.create_task_group() as group:
 
-        async def receive() -> None:
-            with pytest.raises(anyio.ClosedResourceError):
+            async def receive() -> None:
+                with pytest.raises(anyio.ClosedResourceError):
+                    await client.receive()
+
+            group.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(anyio.BusyResourceError):
                 await client.receive()
-
-        group.start_soon(receive)
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(anyio.BusyResourceError):
-            await client.receive()
-        client.connection.abort()
-    with pytest.raises(anyio.ClosedResourceError):
-        await client.send(b"x")
-    with anyio.fail_after(15), pytest.raises(anyio.BrokenResourceError) as caught:
-        await server.receive()
-    assert isinstance(caught.value.__cause__, ucp.UCXError)
-    server.connection.abort()
+            client.connection.abort()
+        with pytest.raises(anyio.ClosedResourceError):
+            await client.send(b"x")
+        with anyio.fail_after(15), pytest.raises(anyio.BrokenResourceError) as caught:
+            await server.receive()
+        assert isinstance(caught.value.__cause__, ucp.UCXError)
 
 
 async def test_listener_under_tls(worker: ucp.Worker, certificates: Certificates) -> None:
@@ -76,3 +85,40 @@ async def test_listener_under_tls(worker: ucp.Worker, certificates: Certificates
                 await tls.send(b"hello")
                 assert await tls.receive() == b"hello"
         group.cancel_scope.cancel()
+
+
+async def test_unix_addresses(worker: ucp.Worker, tmp_path: Path) -> None:
+    """As anyio's own Unix sockets have them."""
+    path = str(tmp_path / "socket")
+    [listener] = await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker)
+    async with UCXListener(listener) as server, trio_ucx.connect(listener.address, worker=worker) as connection:
+        client, accepted = UCXStream(connection), UCXStream(await listener.accept())
+        addresses = {
+            client: {SocketAttribute.local_address: "", SocketAttribute.remote_address: path},
+            accepted: {SocketAttribute.local_address: path, SocketAttribute.remote_address: ""},
+            server: {SocketAttribute.local_address: path},
+        }
+        for resource, expected in addresses.items():
+            assert isinstance(resource, (UCXStream, UCXListener))
+            expected[SocketAttribute.family] = AddressFamily.AF_UNIX
+            assert {key: get() for key, get in resource.extra_attributes.items()} == expected
+        accepted.connection.abort()
+        connection.abort()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: trio_ucx.open_ucx_stream("127.0.0.1", 1),
+        lambda: trio_ucx.connect("127.0.0.1:1").__aenter__(),
+        lambda: trio_ucx.open_ucx_listeners(0),
+        lambda: trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0),
+        lambda: ucp.open_worker().__aenter__(),
+    ],
+)
+def test_asyncio_is_refused(use: Callable[[], Awaitable[Any]]) -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"works in Trio tasks only, .* anyio\.run\(\.\.\., backend='trio'\)"):
+            await use()
+
+    anyio.run(main, backend="asyncio")

@@ -97,10 +97,11 @@ async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
             (("localhost", port), {"server_hostname": "elsewhere"}),
             (("localhost", port), {"ssl_context": ssl.create_default_context()}),  # does not know the authority
         ):
-            with pytest.raises(ssl.SSLCertVerificationError) as caught:
+            with pytest.raises(trio_ucx.NotAdmitted) as caught:
                 await trio_ucx.connect(address, worker=worker, **{"ssl_context": context, **options}).__aenter__()
             assert f"connecting to {address[0]}:{port}: " in str(caught.value)
             assert "trust the other" in str(caught.value)
+            assert isinstance(caught.value.__cause__, ssl.SSLCertVerificationError)
         await until(lambda: listener.statistics().refused == before + 3)
         await until(lambda: listener.statistics().handshaking == 0)
 
@@ -136,7 +137,7 @@ async def test_certificates_are_required_also_with_post_handshake_auth(
     context.server.post_handshake_auth = True
     given = {"authkey": options.get("authkey"), "ssl_context": context.client, "server_hostname": "localhost"}
     async with listening(worker, ssl_context=context.server, **options) as listener:
-        with pytest.raises(ConnectionRefusedError, match="requires a certificate"):
+        with pytest.raises(trio_ucx.NotAdmitted, match="requires a certificate"):
             await trio_ucx.connect(listener.address, worker=worker, **given).__aenter__()
         await expect_nothing_left(worker, listener, 1)
 
@@ -147,7 +148,7 @@ async def test_only_one_side_with_tls(
     caplog.set_level("INFO", "trio_ucx")
     for key in (None, KEY):
         async with listening(worker, ssl_context=certificates.server, authkey=key) as listener:
-            with Stopwatch(2), pytest.raises(ConnectionRefusedError, match="wants TLS: connect with ssl_context="):
+            with Stopwatch(2), pytest.raises(trio_ucx.NotAdmitted, match="wants TLS: connect with ssl_context="):
                 await trio_ucx.connect(listener.address, worker=worker, authkey=key).__aenter__()
             await expect_nothing_left(worker, listener, 1)
         async with listening(worker, authkey=key) as listener:
@@ -159,7 +160,7 @@ async def test_only_one_side_with_tls(
                     ssl_context=certificates.client,
                     server_hostname="localhost",
                 ).__aenter__()
-            assert isinstance(caught.value, (ssl.SSLError, ConnectionError))
+            assert isinstance(caught.value, (trio_ucx.NotAdmitted, ConnectionError))
             await expect_nothing_left(worker, listener, 1)
     assert "a TLS client, and this listener has no ssl_context" in caplog.text
 
@@ -253,7 +254,7 @@ async def test_tls_and_authkey_at_a_unix_socket(worker: ucp.Worker, certificates
         options = {"ssl_context": certificates.client, "server_hostname": "localhost"}
         await expect_works(worker, listener, authkey=KEY, **options)
         for wrong in ({"authkey": OTHER_KEY, **options}, {"authkey": KEY}, options):
-            with pytest.raises(ConnectionRefusedError):
+            with pytest.raises(trio_ucx.NotAdmitted):
                 await trio_ucx.connect(listener.address, worker=worker, **wrong).__aenter__()
         with pytest.raises(ValueError, match="server_hostname= is missing"):
             await trio_ucx.connect(
@@ -534,7 +535,7 @@ async def test_keys_that_differ(
     caplog.set_level("INFO", "trio_ucx")
     async with listening(worker, authkey=server_key) as listener, counted_endpoints(monkeypatch) as made:
         async with in_the_middle(listener.address) as proxy:
-            with Stopwatch(2), pytest.raises(ConnectionRefusedError, match=words):
+            with Stopwatch(2), pytest.raises(trio_ucx.NotAdmitted, match=words):
                 await trio_ucx.connect(proxy.address, worker=worker, authkey=client_key).__aenter__()
             await until(lambda: listener.statistics().refused == 1)
             await expect_nothing_left(worker, listener, 1)
@@ -595,6 +596,18 @@ async def test_unauthenticated_client_learns_nothing(worker: ucp.Worker, what: s
         for part in telling_bytes(worker):
             assert part not in got
         assert len(got) < 500
+        await expect_nothing_left(worker, listener, 1)
+
+
+async def test_client_does_not_learn_internal_errors(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening(worker, authkey=KEY) as listener:
+        monkeypatch.setattr(server_side.Acceptor, "_has_place", lambda _: {}["secret"])
+        with pytest.raises(ConnectionRefusedError, match="an internal error") as caught:
+            await trio_ucx.connect(listener.address, authkey=KEY, worker=worker).__aenter__()
+        assert "secret" not in str(caught.value) and "secret" in caplog.text
+        monkeypatch.undo()
         await expect_nothing_left(worker, listener, 1)
 
 

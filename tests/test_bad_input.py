@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,8 +64,8 @@ async def works(client: trio_ucx.Connection, server: trio_ucx.Connection) -> Non
     with trio.fail_after(15):
         for size in (3, 100_000):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.send, pattern(size), 5)
-                assert await server.receive(5) == pattern(size)
+                nursery.start_soon(partial(client.send, pattern(size), tag=5))
+                assert await server.receive(tag=5) == pattern(size)
     assert client.statistics().left_over_operations == server.statistics().left_over_operations == 0
 
 
@@ -86,12 +88,12 @@ async def test_connection(worker: ucp.Worker) -> None:
         buffer = bytearray(10)
         for tag, kind, match in BAD_TAGS:
             for function in (
-                lambda tag=tag: client.send(b"x", tag),
-                lambda tag=tag: client.send_nowait(b"x", tag),
-                lambda tag=tag: server.receive(tag),
-                lambda tag=tag: server.receive_nowait(tag),
-                lambda tag=tag: server.receive_into(buffer, tag),
-                lambda tag=tag: server.wait_message(tag),
+                lambda tag=tag: client.send(b"x", tag=tag),
+                lambda tag=tag: client.send_nowait(b"x", tag=tag),
+                lambda tag=tag: server.receive(tag=tag),
+                lambda tag=tag: server.receive_nowait(tag=tag),
+                lambda tag=tag: server.receive_into(buffer, tag=tag),
+                lambda tag=tag: server.wait_message(tag=tag),
                 lambda tag=tag: server.messages(tag),
             ):
                 await refuses(function, kind, match)
@@ -109,27 +111,73 @@ async def test_message_longer_than_the_buffer(worker: ucp.Worker) -> None:
                 buffer = bytearray(size - 1)
 
                 async def receive(buffer: bytearray, size: int) -> None:
-                    await refuses(
-                        lambda: server.receive_into(buffer, 1), ucp.UCXError, f"{size} bytes .* {size - 1}; it was"
-                    )
+                    with pytest.raises(ucp.MessageTooLong, match="; it was dropped") as caught:
+                        await server.receive_into(buffer, tag=1)
+                    assert (caught.value.length, caught.value.limit) == (size, size - 1)
 
                 async with trio.open_nursery() as nursery:
                     if early:
                         nursery.start_soon(receive, buffer, size)
                         await tasks_begin()
-                    client.send_nowait(pattern(size), 1)
-                    client.send_nowait(b"other tag", 2)
-                    client.send_nowait(pattern(size, 1), 1)
+                    client.send_nowait(pattern(size), tag=1)
+                    client.send_nowait(b"other tag", tag=2)
+                    client.send_nowait(pattern(size, 1), tag=1)
                     if not early:
                         await receive(buffer, size)
-                assert await server.receive(1) == pattern(size, 1)
-                assert await server.receive(2) == b"other tag"
+                assert await server.receive(tag=1) == pattern(size, 1)
+                assert await server.receive(tag=2) == b"other tag"
                 buffer.append(0)
-        client.send_nowait(bytes(200_001), 1)
-        client.send_nowait(bytes(200_000), 1)
-        await refuses(lambda: server.receive(1), ucp.UCXError, "200001 bytes .* max_message_size is 200000")
-        assert await server.receive(1) == bytes(200_000)
+        client.send_nowait(bytes(200_001), tag=1)
+        client.send_nowait(bytes(200_000), tag=1)
+        await refuses(lambda: server.receive(tag=1), ucp.MessageTooLong, "200001 bytes .* max_message_size is 200000")
+        assert await server.receive(tag=1) == bytes(200_000)
         await works(client, server)
+
+
+@pytest.mark.both_transports
+@pytest.mark.parametrize("size", [100, 5000, 200_000])
+async def test_message_longer_than_max_size(worker: ucp.Worker, size: int) -> None:
+    """The limit of one receive: below, and above, that of the connection."""
+    async with open_pair(worker, max_message_size=50) as (client, server):
+
+        async def refused(receive: Callable[[], Awaitable[bytes]], limit: int, name: str) -> None:
+            with pytest.raises(ucp.MessageTooLong, match=f"{name} is {limit}; it was dropped") as caught:
+                await receive()
+            assert (caught.value.length, caught.value.limit) == (size, limit)
+
+        async def receive_nowait() -> bytes:
+            while True:
+                with contextlib.suppress(trio.WouldBlock):
+                    return server.receive_nowait(max_size=size - 1)
+                await trio.sleep(0)
+
+        for early in (False, True):
+            for receive, limit, name in (
+                (partial(server.receive, max_size=size - 1), size - 1, "max_size"),
+                (partial(server.receive, max_size=0), 0, "max_size"),
+                (server.receive, 50, "max_message_size"),
+                *([(receive_nowait, size - 1, "max_size")] if size < 65536 else []),
+            ):
+                with trio.fail_after(15):
+                    async with trio.open_nursery() as nursery:
+                        if early:
+                            nursery.start_soon(refused, receive, limit, name)
+                            await tasks_begin()
+                        client.send_nowait(pattern(size))
+                        if not early:
+                            await refused(receive, limit, name)
+                    client.send_nowait(pattern(size, 1))
+                    assert await server.receive(max_size=size) == pattern(size, 1)
+        client.send_nowait(pattern(40))
+        with trio.fail_after(15):
+            await server.wait_message()
+        assert server.receive_nowait() == pattern(40)
+        for max_size, kind in ((-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("1", TypeError)):
+            for function in (
+                lambda max_size=max_size: server.receive(max_size=max_size),
+                lambda max_size=max_size: server.receive_nowait(max_size=max_size),
+            ):
+                await refuses(function, kind, "max_size")
 
 
 async def test_closed_objects(worker: ucp.Worker) -> None:
@@ -184,8 +232,10 @@ async def test_raw_operations(worker: ucp.Worker) -> None:
         for tag, kind, match in BAD_RAW_TAGS:
             await refuses(lambda tag=tag: client.tag_send(b"x", tag), kind, match)
             await refuses(lambda tag=tag: worker.tag_receive(buffer, tag), kind, match)
-            await refuses(lambda tag=tag: worker.tag_receive(buffer, 0, tag), kind, match)
             await refuses(lambda tag=tag: worker.tag_probe(tag), kind, match)
+            if tag is not None:  # a mask of None means all bits
+                await refuses(lambda tag=tag: worker.tag_receive(buffer, 0, tag), kind, match)
+                await refuses(lambda tag=tag: worker.tag_probe(0, tag), kind, match)
         await client.tag_send(bytes(20), 1)
         await until(lambda: worker.tag_probe(1) is not None)
         probed = worker.tag_probe(1)
@@ -495,7 +545,7 @@ async def test_no_transport_in_common() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         async with listener, ucp.open_worker(config={"TLS": "sm,self"}) as other:
-            with pytest.raises(ConnectionRefusedError, match=r"no shared memory.*no other transport: add tcp"):
+            with pytest.raises(trio_ucx.NotAdmitted, match=r"no shared memory.*no other transport: add tcp"):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=other)
 
 

@@ -85,15 +85,15 @@ async def test_each_queue_keeps_its_order(worker: ucp.Worker, seed: int) -> None
             sent[tag].append(data)
             try:
                 if way < 0.7:
-                    client.send_nowait(data, tag)
+                    client.send_nowait(data, tag=tag)
                     continue
             except trio.WouldBlock:
                 pass
             if way > 0.9:
                 async with worker.open_request_group() as group:
-                    group.send(client, data, tag)
+                    group.send(client, data, tag=tag)
             else:
-                await client.send(data, tag)
+                await client.send(data, tag=tag)
 
     async with open_pair(worker) as (client, server):
         got: dict[int, list[bytes]] = {tag: [] for tag in sent}

@@ -154,24 +154,24 @@ async def test_operations_of_connections(transports: str) -> None:
     async with open_waits(transports) as waits:
         start = waits.start
         connection = await waits.connection(window=8192)
-        start("receive", connection.receive, 1)
-        start("receive_into", connection.receive_into, bytearray(8), 2)
+        start("receive", partial(connection.receive, tag=1))
+        start("receive_into", partial(connection.receive_into, bytearray(8), tag=2))
         start("receive_some", connection.receive_some)
         without_credit = False
         while not without_credit:
             with trio.move_on_after(0.3) as scope:
-                await connection.send(bytes(1024), 3)
+                await connection.send(bytes(1024), tag=3)
             without_credit = scope.cancelled_caught
-        start("send, for credit", connection.send, bytes(1024), 3)
+        start("send, for credit", partial(connection.send, bytes(1024), tag=3))
         start("wait_closed", connection.wait_closed)
         cancelled = await waits.connection()
         with trio.move_on_after(0.05):
-            await cancelled.send(bytes(LARGE), 1)
+            await cancelled.send(bytes(LARGE), tag=1)
         start("wait_buffers_released", cancelled.wait_buffers_released)
-        start("send, by rendezvous", cancelled.send, bytes(LARGE), 2)
+        start("send, by rendezvous", partial(cancelled.send, bytes(LARGE), tag=2))
         start("send_all", connection.send_all, bytes(LARGE))
         closing = await waits.connection(close_timeout=30)
-        closing.send_nowait(bytes(LARGE), 1)
+        closing.send_nowait(bytes(LARGE), tag=1)
         start("Connection.aclose", closing.aclose)
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=waits.worker)
         waits.stack.push_async_callback(listener.aclose)
@@ -179,7 +179,7 @@ async def test_operations_of_connections(transports: str) -> None:
         await check_all_told(waits)
         if waits.ended["wait_buffers_released"] is None:  # UCX has let go of them after all
             del waits.ended["wait_buffers_released"]
-        check_errors(waits, "wait_closed")
+        check_errors(waits)
 
 
 @pytest.mark.parametrize("how", ["a close in the background", "a close that waits for its acknowledgement"])
@@ -187,7 +187,7 @@ async def test_closes_of_connections(transports: str, how: str, monkeypatch: pyt
     async with open_waits(transports) as waits:
         connection = await waits.connection(close_timeout=30)
         if "background" in how:
-            connection.send_nowait(bytes(LARGE), 1)
+            connection.send_nowait(bytes(LARGE), tag=1)
             with trio.move_on_after(0.05):
                 await connection.aclose()
             waits.start("background", until, lambda: not waits.worker.statistics().background_closes)

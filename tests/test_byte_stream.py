@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -24,17 +25,17 @@ async def test_bytes_arrive_in_order_beside_messages(worker: ucp.Worker) -> None
         async def send() -> None:
             for start in range(0, len(data), 100_001):
                 await client.send_all(data[start : start + 100_001])
-                await client.send(start.to_bytes(4, "little"), 1)
+                await client.send(start.to_bytes(4, "little"), tag=1)
             await client.send_all(b"")
             await client.send_eof()
-            await client.send(b"after", 1)
+            await client.send(b"after", tag=1)
 
         nursery.start_soon(send)
         got = b"".join([chunk async for chunk in server])
         assert got == data
         for start in range(0, len(data), 100_001):
-            assert await server.receive(1) == start.to_bytes(4, "little")
-        assert await server.receive(1) == b"after"
+            assert await server.receive(tag=1) == start.to_bytes(4, "little")
+        assert await server.receive(tag=1) == b"after"
         with pytest.raises(trio.ClosedResourceError, match="send_eof"):
             await client.send_all(b"x")
         await server.send_all(b"the other way")
@@ -66,35 +67,49 @@ async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
         nursery.cancel_scope.cancel()
 
 
+Maker = Callable[[], Awaitable[tuple[trio_ucx.Connection, trio_ucx.Connection]]]
+
+
+@asynccontextmanager
+async def stream_makers(worker: ucp.Worker, *open_pairs: Any) -> AsyncIterator[list[Maker]]:
+    async with AsyncExitStack() as stack:
+
+        def maker(open_pair: Any) -> Maker:
+            return lambda: stack.enter_async_context(open_pair(worker=worker))
+
+        yield [maker(open_pair) for open_pair in open_pairs]
+
+
 @pytest.mark.sample(1)
 async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker, rounds: Rounds) -> None:
     for _ in range(rounds(5, 20)):  # in a row, without a failure
-        await trio.testing.check_half_closeable_stream(
-            partial(open_pair_over_listener, worker=worker), partial(open_clogged_pair, worker=worker)
-        )
+        async with stream_makers(worker, open_pair_over_listener, open_clogged_pair) as makers:
+            await trio.testing.check_half_closeable_stream(*makers)
 
 
 async def test_trio_s_checks_by_unix_socket(worker: ucp.Worker) -> None:
-    await trio.testing.check_half_closeable_stream(partial(open_connection_pair, worker=worker), None)
+    async with stream_makers(worker, open_connection_pair) as [maker]:
+        await trio.testing.check_half_closeable_stream(maker, None)
 
 
 async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certificates, rounds: Rounds) -> None:
     async def maker() -> tuple[trio.SSLStream[trio_ucx.Connection], trio.SSLStream[trio_ucx.Connection]]:
-        client, server = await open_pair_over_listener(worker=worker)
+        client, server = await open_pair()
         return (
             trio.SSLStream(client, certificates.client, server_hostname="localhost"),
             trio.SSLStream(server, certificates.server, server_side=True),
         )
 
     for _ in range(rounds(5, 20)):
-        await trio.testing.check_two_way_stream(maker, None)
+        async with stream_makers(worker, open_pair_over_listener) as [open_pair]:
+            await trio.testing.check_two_way_stream(maker, None)
 
 
 async def test_cancelled_send_eof_can_be_called_again(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         with pytest.raises(trio.WouldBlock):
             while True:
-                client.send_nowait(b"", 1)
+                client.send_nowait(b"", tag=1)
         with trio.move_on_after(0.05) as scope:
             await client.send_eof()
         assert scope.cancelled_caught
@@ -110,7 +125,6 @@ async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int)
     """The byte stream of ``test_link.py`` over real connections: writes, reads, cancellations, ends and closes."""
     chance = random.Random(seed)
     window = chance.choice([2**14, 2**20])
-    client, server = await open_pair_over_listener(worker=worker, window=window, close_timeout=20)
     ending = chance.choice(["eof", "close", "close", "abort"])
 
     async def perhaps_cancelled(function: Callable[[], Awaitable[Any]]) -> Any:
@@ -146,29 +160,28 @@ async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int)
                 return "end"
             got += part or b""
 
-    ends: dict[trio_ucx.Connection, str] = {}
-    gots: dict[trio_ucx.Connection, bytearray] = {client: bytearray(), server: bytearray()}
-    written: dict[trio_ucx.Connection, list[tuple[int, bool]]] = {client: [], server: []}
+    async with open_pair_over_listener(worker=worker, window=window, close_timeout=20) as (client, server):
+        ends: dict[trio_ucx.Connection, str] = {}
+        gots: dict[trio_ucx.Connection, bytearray] = {client: bytearray(), server: bytearray()}
+        written: dict[trio_ucx.Connection, list[tuple[int, bool]]] = {client: [], server: []}
 
-    async def run(connection: trio_ucx.Connection, leaves: bool) -> None:
-        async def reading() -> None:
-            ends[connection] = await read(connection, gots[connection])
+        async def run(connection: trio_ucx.Connection, leaves: bool) -> None:
+            async def reading() -> None:
+                ends[connection] = await read(connection, gots[connection])
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(reading)
-            await write(connection, written[connection])
-            if leaves and ending == "close":
-                await connection.aclose()
-            elif leaves and ending == "abort":
-                connection.abort()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reading)
+                await write(connection, written[connection])
+                if leaves and ending == "close":
+                    await connection.aclose()
+                elif leaves and ending == "abort":
+                    connection.abort()
 
-    with trio.fail_after(30):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run, client, True)
-            nursery.start_soon(run, server, False)
-    check_stream(written[client], gots[server], everything=ending != "abort")
-    check_stream(written[server], gots[client], everything=ending == "eof")
-    assert ends[server] == ("broken" if ending == "abort" else "end")
-    assert ends[client] == ("end" if ending == "eof" else "closed")
-    for connection in (client, server):
-        connection.abort()
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run, client, True)
+                nursery.start_soon(run, server, False)
+        check_stream(written[client], gots[server], everything=ending != "abort")
+        check_stream(written[server], gots[client], everything=ending == "eof")
+        assert ends[server] == ("broken" if ending == "abort" else "end")
+        assert ends[client] == ("end" if ending == "eof" else "closed")

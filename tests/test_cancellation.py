@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from functools import partial
 
 import pytest
 import trio
@@ -131,9 +132,9 @@ async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         buffer = bytearray(100)
         for receive in (
-            lambda: server.receive(1),
-            lambda: server.receive_into(buffer, 1),
-            lambda: server.wait_message(1),
+            lambda: server.receive(tag=1),
+            lambda: server.receive_into(buffer, tag=1),
+            lambda: server.wait_message(tag=1),
             lambda: server.receive_some(),
             lambda: server.messages(1).__anext__(),
         ):
@@ -141,8 +142,8 @@ async def test_pending_receives_consume_nothing(worker: ucp.Worker) -> None:
             assert_free(buffer)
         for size in (5, 100_000):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.send, pattern(size, 1), 1)
-                assert await server.receive(1) == pattern(size, 1)
+                nursery.start_soon(partial(client.send, pattern(size, 1), tag=1))
+                assert await server.receive(tag=1) == pattern(size, 1)
         assert server.statistics().left_over_operations == 0
 
 
@@ -164,7 +165,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                 # send. Over shared memory we read the peer's memory ourselves, perhaps in one go: before it begins.
                 stopped = number % 4 == 0
                 if stopped:
-                    await connection.wait_message(1)
+                    await connection.wait_message(tag=1)
                     await peer.stop()
                 while got is None:
                     into = {"receive": False, "mixed": chance.random() < 0.5}.get(way, True)
@@ -174,9 +175,9 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                         if stopped and transports != "tcp":
                             scope.cancel()
                         if buffer is None:
-                            got = await connection.receive(1)
+                            got = await connection.receive(tag=1)
                         else:
-                            assert await connection.receive_into(buffer, 1) == BIG
+                            assert await connection.receive_into(buffer, tag=1) == BIG
                             got = buffer
                     if stopped:
                         assert got is None and scope.cancelled_caught
@@ -189,7 +190,7 @@ async def test_receive_cancelled_in_the_middle_loses_nothing(
                         assert_free(buffer)
                 assert got == expected, f"message {number} is torn, lost or doubled"
             with pytest.raises(trio.EndOfChannel):
-                await connection.receive(1)
+                await connection.receive(tag=1)
             assert connection.statistics().left_over_operations == 0
 
 
@@ -197,14 +198,14 @@ async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, tr
     async with open_peer("numbered", 1, BIG, transports=transports) as peer:
         address, _ = await peer.hear()
         async with trio_ucx.connect(tuple(address), worker=worker) as connection:
-            assert await connection.wait_message(1) == BIG
+            assert await connection.wait_message(tag=1) == BIG
             buffer = bytearray(BIG)
             stopped = transports == "tcp"  # over shared memory we read the peer's memory ourselves, in one call
             if stopped:
                 await peer.stop()
             try:
                 with trio.move_on_after(0.02) as scope:
-                    await connection.receive_into(buffer, 1)
+                    await connection.receive_into(buffer, tag=1)
                 if stopped:
                     assert scope.cancelled_caught
                     assert_pinned(buffer)
@@ -220,18 +221,18 @@ async def test_buffer_of_a_cancelled_receive_stays_pinned(worker: ucp.Worker, tr
                 assert_free(buffer)
                 assert connection.statistics().left_over_operations == 0
                 buffer[:] = bytes(BIG)  # ours again: it must not matter to the message
-                assert await connection.receive(1) == pattern(BIG, 0)
+                assert await connection.receive(tag=1) == pattern(BIG, 0)
 
 
 async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) -> None:
     async with open_pair(worker) as (client, server):
         buffer = bytearray(pattern(BIG, 3))
-        await cancelled_promptly(client.send, buffer, 1)
+        await cancelled_promptly(partial(client.send, buffer, tag=1))
         assert_pinned(buffer)
         assert client.statistics().left_over_operations == 1
         await cancelled_promptly(client.wait_buffers_released)
         with trio.fail_after(15):
-            assert await server.receive(1) == buffer  # it may be delivered, and if so, whole
+            assert await server.receive(tag=1) == buffer  # it may be delivered, and if so, whole
             await client.wait_buffers_released()
         assert_free(buffer)
         assert client.statistics().left_over_operations == 0
@@ -241,35 +242,35 @@ async def test_send_that_nobody_receives(worker: ucp.Worker, transports: str) ->
 async def test_cancelled_large_sends_do_not_hinder_the_close(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         buffer = bytearray(BIG)
-        await cancelled_promptly(client.send, buffer, 1)
-        await client.send(b"after", 2)
+        await cancelled_promptly(partial(client.send, buffer, tag=1))
+        await client.send(b"after", tag=2)
         with Stopwatch(5):  # close_timeout is longer
             await client.aclose()
             await client.wait_buffers_released()
         assert_free(buffer)
-        assert await server.receive(2) == b"after"
+        assert await server.receive(tag=2) == b"after"
         with pytest.raises(trio.EndOfChannel):
-            await server.receive(1)
+            await server.receive(tag=1)
 
 
 async def test_send_that_waits_for_credit(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=8192) as (client, server):
-        await client.send(bytes(1000), 1)
+        await client.send(bytes(1000), tag=1)
         sent = 1
         with pytest.raises(trio.WouldBlock):
             while True:
-                client.send_nowait(bytes(1000), 1)
+                client.send_nowait(bytes(1000), tag=1)
                 sent += 1
         assert sent < 8
         buffer = bytearray(1000)
-        await cancelled_promptly(client.send, buffer, 1)
+        await cancelled_promptly(partial(client.send, buffer, tag=1))
         assert_free(buffer)
         with pytest.raises(trio.WouldBlock):
-            client.send_nowait(bytes(1000), 1)
+            client.send_nowait(bytes(1000), tag=1)
         for _ in range(sent):
-            assert await server.receive(1) == bytes(1000)
-        await client.send(b"next", 1)
-        assert await server.receive(1) == b"next"
+            assert await server.receive(tag=1) == bytes(1000)
+        await client.send(b"next", tag=1)
+        assert await server.receive(tag=1) == b"next"
 
 
 async def test_connect_where_nobody_answers(worker: ucp.Worker) -> None:
@@ -324,7 +325,7 @@ async def test_pair_of_connections_at_its_end(worker: ucp.Worker, monkeypatch: p
 
     monkeypatch.setattr(trio_ucx.Listener, "aclose", aclose)
     with scope:
-        await testing.open_connection_pair(worker=worker)
+        await testing.open_connection_pair(worker=worker).__aenter__()
     assert scope.cancelled_caught
     assert "connection" not in testing.live_handles()
 

@@ -97,9 +97,7 @@ class Stage:
 @asynccontextmanager
 async def set_stage(worker: ucp.Worker) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
-        client, server = await open_pair_over_listener(worker=worker)
-        stack.callback(client.abort)
-        stack.callback(server.abort)
+        client, server = await stack.enter_async_context(open_pair_over_listener(worker=worker))
         raw_client, raw_server = await stack.enter_async_context(open_raw_pair(worker))
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         stack.push_async_callback(listener.aclose)
@@ -149,7 +147,7 @@ async def enter_and_exit(make: Callable[[], AbstractAsyncContextManager[Any]]) -
 # ---- opening ----
 
 
-@calls("connect")
+@calls("connect", "Connecting.__aenter__", "Connecting.__aexit__")
 async def use_connect(stage: Stage) -> None:
     await enter_and_exit(lambda: trio_ucx.connect(stage.listener.address, worker=stage.worker))
     (await stage.listener.accept()).abort()
@@ -192,10 +190,12 @@ async def use_serve_ucx(stage: Stage) -> None:
 @calls("open_connection_pair", "open_pair_over_listener", "open_clogged_pair")
 async def use_open_connection_pair(stage: Stage) -> None:
     for open_pair in (testing.open_connection_pair, testing.open_pair_over_listener, testing.open_clogged_pair):
-        with assert_checkpoints():
-            pair = await open_pair(worker=stage.worker)
-        for connection in pair:
-            connection.abort()
+        await enter_and_exit(partial(open_pair, worker=stage.worker))
+
+
+@calls("open_peer_process")
+async def use_open_peer_process(stage: Stage) -> None:
+    await enter_and_exit(partial(testing.open_peer_process, trio_ucx.Connection.wait_closed, worker=stage.worker))
 
 
 @calls("open_worker")
@@ -288,7 +288,7 @@ async def use_connection_send(stage: Stage) -> None:
     for data in (b"", b"small", [b"a", bytearray(b"b")]):
         with assert_checkpoints():
             await stage.client.send(data)
-    await together(partial(stage.client.send, bytes(2**20), 5), partial(stage.server.receive, 5))
+    await together(partial(stage.client.send, bytes(2**20), tag=5), partial(stage.server.receive, tag=5))
 
 
 @calls("Connection.receive", "Connection.receive_into", "Connection.wait_message", "Messages.__anext__")
@@ -325,6 +325,64 @@ async def use_connection_wait_closed(stage: Stage) -> None:
     await together(stage.client.wait_closed, abort)
     with assert_checkpoints():
         await stage.client.wait_closed()
+
+
+@calls("Connection.receive_any")
+async def use_connection_receive_any(stage: Stage) -> None:
+    client, server = stage.client, stage.server
+    for tags in (None, [3, 4]):
+        for size in (10, 2**18):
+            await together(partial(server.receive_any, tags), partial(client.send, bytes(size), tag=4))
+        client.send_nowait(b"there", tag=4)
+        await server.wait_message(tag=4)
+        with assert_checkpoints():
+            await server.receive_any(tags)
+
+
+@calls(
+    *("Channel.send", "Channel.receive", "Channel.receive_into", "Channel.__anext__", "Channel.aclose"),
+    *("Channel.__aenter__", "Channel.__aexit__", "Conversations.__anext__"),
+)
+async def use_channels(stage: Stage) -> None:
+    client, server = stage.client, stage.server
+    for _ in range(2):
+        async with client.open_conversation() as here:
+            with assert_checkpoints():
+                await here.send(b"begin")
+            with assert_checkpoints():
+                there = await anext(server.conversations())
+            await there.receive()
+            for way in (there.receive, partial(there.receive_into, bytearray(2**18)), there.__anext__):
+                for size in (10, 2**18):
+                    await together(way, partial(here.send, bytes(size)))
+                here.send_nowait(b"there")
+                await arrived(stage, server.statistics().messages_received)
+                with assert_checkpoints():
+                    await way()
+            for end in (here.aclose, here.aclose, partial(there.__aexit__, None, None, None)):
+                with assert_checkpoints():
+                    await end()
+    await together(server.conversations().__anext__, partial(client.open_conversation().send, b"x"))
+
+
+@calls("Connection.ping")
+async def use_connection_ping(stage: Stage) -> None:
+    for _ in range(3):
+        with assert_checkpoints():
+            await stage.client.ping()
+
+
+@calls("Server.drain")
+async def use_server_drain(stage: Stage) -> None:
+    async def handler(connection: trio_ucx.Connection) -> None:
+        await connection.receive()
+
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1"))
+        async with trio_ucx.connect(server.address):
+            for _ in range(2):
+                with assert_checkpoints():
+                    await server.drain(5)
 
 
 @calls("Connection.wait_buffers_released")
@@ -366,10 +424,8 @@ async def use_connection_send_all(stage: Stage) -> None:
 
     for size in (2**18, 3 * 2**20):
         await while_read(stage.server, partial(stage.client.send_all, bytes(size)))
-    client, server = await testing.open_clogged_pair(worker=stage.worker)
-    await while_read(server, client.wait_send_all_might_not_block)
-    client.abort()
-    server.abort()
+    async with testing.open_clogged_pair(worker=stage.worker) as (client, server):
+        await while_read(server, client.wait_send_all_might_not_block)
 
 
 @calls("Connection.receive_some", "Connection.__anext__", "Connection.send_eof")
@@ -399,21 +455,20 @@ async def use_connection_receive_some(stage: Stage) -> None:
 @calls("Connection.aclose", "Connection.__aenter__", "Connection.__aexit__")
 async def use_connection_aclose(stage: Stage) -> None:
     for close in ("aclose", "normal", "broken"):
-        client, server = await open_pair_over_listener(worker=stage.worker)
-        if close == "aclose":
-            for _ in range(2):
+        async with open_pair_over_listener(worker=stage.worker) as (client, server):
+            if close == "aclose":
+                for _ in range(2):
+                    with assert_checkpoints():
+                        await client.aclose()
+            elif close == "broken":
+                server.abort()
+                with pytest.raises(trio.BrokenResourceError):
+                    await client.receive()
                 with assert_checkpoints():
                     await client.aclose()
-        elif close == "broken":
-            server.abort()
-            with pytest.raises(trio.BrokenResourceError):
-                await client.receive()
-            with assert_checkpoints():
-                await client.aclose()
-        else:
-            with assert_checkpoints():
-                await client.__aexit__(None)
-        server.abort()
+            else:
+                with assert_checkpoints():
+                    await client.__aexit__(None)
 
 
 @calls("Endpoint.aclose", "Endpoint.__aenter__", "Endpoint.__aexit__")
@@ -466,6 +521,24 @@ async def use_worker_tag_receive_message(stage: Stage) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stage.raw_client.tag_send, bytes(size), 7)
             await receive()
+
+
+@calls("Worker.tag_wait")
+async def use_worker_tag_wait(stage: Stage) -> None:
+    await together(partial(stage.worker.tag_wait, 7), partial(stage.raw_client.tag_send, b"x", 7))
+    with assert_checkpoints():
+        await stage.worker.tag_wait(7)
+    await stage.worker.tag_receive(bytearray(1), 7)
+
+
+@calls("Endpoint.wait_closed")
+async def use_endpoint_wait_closed(stage: Stage) -> None:
+    async def abort() -> None:
+        stage.raw_client.abort()
+
+    await together(stage.raw_client.wait_closed, abort)
+    with assert_checkpoints():
+        await stage.raw_client.wait_closed()
 
 
 @calls("Endpoint.flush", "Worker.flush")
@@ -708,13 +781,21 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
             stream = trio_ucx.anyio.UCXStream(client)
             buffer = bytearray(8)
             atomics = ("add", "and_", "or_", "xor", "fetch_add", "fetch_and", "fetch_or", "fetch_xor", "swap")
+            channel = client.channel(6)
             yield {
+                "Channel.__anext__": lambda: anext(aiter(channel)),
+                "Channel.receive": channel.receive,
+                "Channel.receive_into": lambda: channel.receive_into(buffer),
+                "Channel.send": lambda: channel.send(b"data"),
+                "Connection.receive_any": client.receive_any,
+                "Conversations.__anext__": lambda: anext(client.conversations()),
                 **{f"RemoteMemory.{name}": partial(getattr(memory, name), 1) for name in atomics},
                 "ActiveMessage.receive": message.receive,
                 "ActiveMessage.receive_into": lambda: message.receive_into(buffer),
                 "ActiveMessages.receive": active.receive,
                 "ActiveMessages.__anext__": lambda: anext(aiter(active)),
                 "Connection.__anext__": lambda: anext(aiter(client)),
+                "Connection.ping": client.ping,
                 "Connection.receive": client.receive,
                 "Connection.receive_into": lambda: client.receive_into(buffer),
                 "Connection.receive_some": client.receive_some,
@@ -732,6 +813,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Endpoint.stream_send": lambda: endpoint.stream_send(b"data"),
                 "Endpoint.tag_send": lambda: endpoint.tag_send(b"data", 1),
                 "Endpoint.tag_send_sync": lambda: endpoint.tag_send_sync(b"data", 1),
+                "Endpoint.wait_closed": endpoint.wait_closed,
                 "Listener.accept": stage.listener.accept,
                 "Messages.__anext__": lambda: anext(client.messages()),
                 "RawListener.__anext__": lambda: anext(aiter(stage.raw_listener)),
@@ -751,6 +833,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Worker.open_endpoint": lambda: closed.open_endpoint(address),
                 "Worker.open_listener": lambda: closed.open_listener("127.0.0.1", 0),
                 "Worker.tag_receive": lambda: closed.tag_receive(buffer, 1),
+                "Worker.tag_wait": lambda: closed.tag_wait(1),
                 "Worker.wait_stream_ready": closed.wait_stream_ready,
             }
 
@@ -760,6 +843,7 @@ NOT_CALLED_WHEN_CLOSED = {
     "ConnectionRequest.accept",
     "Request.__await__",
     "UCXListener.serve",
+    "Server.drain",
     "Worker.tag_receive_message",
     *(name for name in find() if "." not in name or name.startswith("Worker.open_") or name.endswith("aclose")),
     *(name for name in find() if name.endswith(("enter__", "exit__", "__aiter__"))),

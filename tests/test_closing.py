@@ -39,7 +39,7 @@ PLAN = [[0, 10, 1], [1, 0, 2], [0, 3000, 3], [2, 70_000, 4], [0, 2**22, 5], [3, 
 async def send_plan(connection: trio_ucx.Connection) -> None:
     """Posts everything at once; the large ones wait for the peer."""
     for tag, size, seed in PLAN:
-        connection.send_nowait(pattern(size, seed), tag)
+        connection.send_nowait(pattern(size, seed), tag=tag)
 
 
 async def test_flush_delivers_what_was_posted(worker: ucp.Worker, transports: str) -> None:
@@ -54,31 +54,31 @@ async def test_flush_delivers_what_was_posted(worker: ucp.Worker, transports: st
 async def test_flush_waits_for_a_receiver_that_comes_late(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         async with trio.open_nursery() as nursery:
-            client.send_nowait(pattern(2**20), 1)
+            client.send_nowait(pattern(2**20), tag=1)
             nursery.start_soon(client.aclose)
             await nothing_happens(0.2)
             assert nursery.child_tasks, "the close did not wait"
-            assert await server.receive(1) == pattern(2**20)
+            assert await server.receive(tag=1) == pattern(2**20)
         with pytest.raises(trio.EndOfChannel):
-            await server.receive(1)
+            await server.receive(tag=1)
 
 
 async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         for number in range(5):
-            await client.send(bytes([number]), number % 2)
+            await client.send(bytes([number]), tag=number % 2)
         await client.send_all(b"stream")
         await client.aclose()
-        assert [await server.receive(0) for _ in range(3)] == [b"\0", b"\2", b"\4"]
+        assert [await server.receive(tag=0) for _ in range(3)] == [b"\0", b"\2", b"\4"]
         assert await server.receive_some() == b"stream"
         assert await server.receive_some() == b""
         assert await server.receive_some() == b""
         assert [message async for message in server.messages(1)] == [b"\1", b"\3"]
         for receive in (server.receive, server.wait_message):
             with pytest.raises(trio.EndOfChannel):
-                await receive(0)
+                await receive(tag=0)
         with pytest.raises(trio.EndOfChannel):
-            server.receive_nowait(0)
+            server.receive_nowait(tag=0)
         with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
             await server.send(b"x")
         with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
@@ -88,20 +88,46 @@ async def test_what_arrived_can_be_read_after_a_clean_close(worker: ucp.Worker) 
         await server.aclose()
 
 
+async def test_peer_that_aborts_in_the_middle_of_a_message(worker: ucp.Worker, transports: str) -> None:
+    """UCX may tell it before the control socket does."""
+    async with ucp.open_worker(config={"TLS": transports}) as other:
+        for number in range(20):
+            async with open_pair(worker, other) as (client, server):
+
+                async def send(client: trio_ucx.Connection = client, seconds: float = 0.0003 * number) -> None:
+                    with trio.move_on_after(seconds):
+                        while True:
+                            await client.send(bytes(2_000_000), tag=1)
+                    client.abort()
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(send)
+                    for _ in range(2):
+                        with pytest.raises(trio_ucx.PeerLost, match="aborted the connection") as caught:
+                            while True:
+                                await server.receive(tag=1)
+                        assert caught.value.reason == "aborted"
+
+
 @pytest.mark.parametrize("how", ["aclose", "cancelled aclose", "abort", "peer closes", "peer aborts", "peer is lost"])
 async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
-    """However the connection ends, every waiting task returns, and messages that had arrived can be received."""
+    """However the connection ends, each waiting task learns it, and messages that had arrived can be received."""
+    lost = {"peer aborts": "aborted", "peer is lost": "broken"}.get(how)
     async with open_pair(worker) as (client, server):
         returned = 0
 
         async def wait() -> None:
             nonlocal returned
-            await client.wait_closed()
-            assert client.closed
+            if lost is None:
+                await client.wait_closed()
+            else:
+                with pytest.raises(trio_ucx.PeerLost) as caught:
+                    await client.wait_closed()
+                assert caught.value.reason == lost
             returned += 1
 
-        await server.send(b"before", 3)
-        assert await client.wait_message(3) == 6
+        await server.send(b"before", tag=3)
+        assert await client.wait_message(tag=3) == 6
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(wait)
@@ -124,13 +150,14 @@ async def test_wait_closed(worker: ucp.Worker, how: str) -> None:
                     server.abort()
                 else:
                     break_connection(client)
-                await client.wait_closed()
-        assert returned == 3
-        await client.wait_closed()
+                await wait()
+        assert returned == 4
+        assert client.closed is ("peer" not in how)
         if "peer" in how:
-            assert await client.receive(3) == b"before"
+            assert client.peer_state is (trio_ucx.PeerState.LOST if lost else trio_ucx.PeerState.FINISHED)
+            assert await client.receive(tag=3) == b"before"
         client.abort()
-        await client.wait_closed()
+        await wait()
 
 
 async def test_wait_closed_when_the_worker_closes() -> None:
@@ -180,11 +207,11 @@ async def test_close_ends_waiting_tasks(worker: ucp.Worker) -> None:
 
 async def test_undelivered_data_is_an_error(worker: ucp.Worker) -> None:
     async with open_pair(worker, close_timeout=0.3) as (client, server):
-        client.send_nowait(bytes(2**20), 1)
+        client.send_nowait(bytes(2**20), tag=1)
         with Stopwatch(0.3 + PROMPT), pytest.raises(trio.BrokenResourceError, match="may not have been delivered"):
             await client.aclose()
         with pytest.raises(trio.BrokenResourceError):
-            await server.receive(1)
+            await server.receive(tag=1)
 
 
 async def test_peer_that_closed_before_our_data_arrived(worker: ucp.Worker) -> None:
@@ -200,14 +227,14 @@ async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, tran
     for by in ("tcp", "unix"):
         async with open_pair(worker, by=by) as (client, server):
             for number in range(10):
-                client.send_nowait(bytes(2**20), number)
+                client.send_nowait(bytes(2**20), tag=number)
             with Stopwatch():
                 client.abort()
             with trio.fail_after(15), pytest.raises(trio.BrokenResourceError) as caught:
-                await server.receive(99)
+                await server.receive(tag=99)
             assert isinstance(caught.value.__cause__, ucp.UCXError)
             with pytest.raises(trio.BrokenResourceError):
-                await server.receive(99)
+                await server.receive(tag=99)
 
 
 async def test_leaving_connect_by_an_exception_forces(worker: ucp.Worker, transports: str) -> None:
@@ -250,7 +277,7 @@ async def test_handlers_of_serve_listeners_deliver(worker: ucp.Worker) -> None:
         nursery.start_soon(trio.serve_listeners, handler, listeners)
         async with trio_ucx.connect(listeners[0].address, worker=worker) as client:
             for tag, size, seed in PLAN:
-                assert await client.receive(tag) == pattern(size, seed)
+                assert await client.receive(tag=tag) == pattern(size, seed)
         nursery.cancel_scope.cancel()
 
 
@@ -466,7 +493,7 @@ async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker
 
         async def send() -> None:
             with pytest.raises(trio.BrokenResourceError, match="closed the connection"):
-                await client.send(buffer, 1)
+                await client.send(buffer, tag=1)
 
         with trio.fail_after(15):
             async with trio.open_nursery() as nursery:
@@ -511,11 +538,11 @@ async def test_buffers_are_released_soon(worker: ucp.Worker, transports: str, wh
                 await function(*arguments)
 
         for tag, buffer in enumerate(buffers):
-            nursery.start_soon(quiet, ours.send, buffer, tag)
-            nursery.start_soon(quiet, ours.receive_into, bytearray(2**24), tag)
+            nursery.start_soon(quiet, partial(ours.send, buffer, tag=tag))
+            nursery.start_soon(quiet, partial(ours.receive_into, bytearray(2**24), tag=tag))
             if reads:
-                nursery.start_soon(quiet, theirs.send, bytes(2**24), tag)
-                nursery.start_soon(quiet, theirs.receive, tag)
+                nursery.start_soon(quiet, partial(theirs.send, bytes(2**24), tag=tag))
+                nursery.start_soon(quiet, partial(theirs.receive, tag=tag))
         await nothing_happens(0.01)
         if who == "we abort":
             ours.abort()
@@ -523,7 +550,8 @@ async def test_buffers_are_released_soon(worker: ucp.Worker, transports: str, wh
             theirs.abort()
         else:
             break_connection(ours)
-        await ours.wait_closed()
+        with pytest.raises(trio_ucx.PeerLost) if who != "we abort" else contextlib.nullcontext():
+            await ours.wait_closed()
         with Stopwatch(WRITING_TIME + PROMPT):
             await ours.wait_buffers_released()
         for buffer in buffers:
@@ -541,12 +569,12 @@ async def test_buffers_are_released_soon_by_a_suspended_peer(worker: ucp.Worker,
 
         async def send(tag: int) -> None:
             while True:
-                await connection.send(outgoing[tag], tag)
+                await connection.send(outgoing[tag], tag=tag)
 
         async def receive(tag: int) -> None:
             buffer = bytearray(size)
             while True:
-                await connection.receive_into(buffer, tag)
+                await connection.receive_into(buffer, tag=tag)
 
         async with trio.open_nursery() as nursery:
             for tag in range(4):
@@ -599,9 +627,10 @@ async def main(rounds, chance):
                     for _ in range(chance.randrange(30)):
                         await trio.lowlevel.checkpoint()
                     end.abort()
-        with trio.fail_after(15):
-            while sockets() > before:
-                await trio.sleep(0.01)
+            # Without this wait, UCX 1.22 may hang: docs/ucx-reports.md, "Partial data survives a reconnect".
+            with trio.fail_after(15):
+                while sockets() > before:
+                    await trio.sleep(0.001)
 
 trio.run(main, int(sys.argv[1]), random.Random(int(sys.argv[2])))
 """
@@ -655,12 +684,12 @@ async def test_two_workers_that_send_the_same_memory(transports: str, size: int)
                         nursery.start_soon(send, first)
                         await trio.testing.wait_all_tasks_blocked()
                         first.abort()
-                postponed = len(context.postponed)
+                postponed = len(context._postponed)
                 second.abort()
             await until(lambda: second.statistics().left_over_operations == 0)
             async with ucp.open_worker(context=context):
-                assert not context.postponed
-        assert not context.workers
+                assert not context._postponed
+        assert not context._workers
     if ucx.version >= (1, 22) and SANITIZED != "address":  # tools/sanitize.sh leaves out what keeps registrations
         assert postponed
     assert_free(data)

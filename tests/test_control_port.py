@@ -89,6 +89,7 @@ class Attacker:
             wish=SharedMemory.AUTO,
             sees_local=True,
             software="attacker",
+            host_name="nowhere",
             worker=worker.address._changed(
                 host=host, shared_memory_kinds=frozenset(), tcp_addresses=(("127.0.0.1", 9),), features=ucp.Feature(0)
             ),

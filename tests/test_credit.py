@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
 
 import attrs
 import pytest
@@ -16,6 +17,7 @@ from trio_ucx import ucp
 from trio_ucx._credit import (
     ANNOUNCEMENT,
     LARGE_OVERHEAD,
+    LONE,
     MESSAGE_OVERHEAD,
     SMALL_MESSAGE,
     ReceiveCredit,
@@ -88,6 +90,18 @@ def test_grants_to_a_fast_receiver_stay_few() -> None:
             out.grant(amount, received)
             grants += 1
     assert grants <= count / 3
+
+
+def test_message_larger_than_the_window_goes_by_itself() -> None:
+    out = SendCredit[Send](4096, 0)
+    assert not out.take(1, LONE)  # it would be too much for a receiver that does not wait
+    assert out.take(1, 60_000) and out.credit < 0
+    for size in (60_000, 1):
+        out.wait(Send(2, size))
+    out.grant(60_000, 1)
+    assert not ready(out)
+    out.grant(LARGE_OVERHEAD, 1)
+    assert [send.size for send in ready(out)] == [60_000]  # type: ignore[attr-defined]
 
 
 def test_nobody_overtakes_within_a_queue_nor_starves_a_large_message() -> None:
@@ -183,7 +197,8 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
             send = wire.pop(0)
             was_admitted = send.queue in into._admitted
             into.arrived(send.queue, send.size)
-            assert was_admitted or into.outstanding <= window
+            came_alone = into.outstanding == cost(send.size, 0) <= LONE
+            assert was_admitted or came_alone or into.outstanding <= window
             unread[send.queue].append(send.size)
         elif action == 2 and back:
             kind, value, received = back.pop(0)
@@ -246,7 +261,7 @@ async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
 
         async def flood() -> None:
             for number in range(1000):
-                await client.send(pattern(1000, number), 1)
+                await client.send(pattern(1000, number), tag=1)
 
         nursery.start_soon(flood)
         await until(lambda: client.statistics().queued_sends)
@@ -254,9 +269,9 @@ async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
         for number in range(20):
             with trio.fail_after(15):
                 async with trio.open_nursery() as sends:  # one send_all is over before the next begins
-                    sends.start_soon(client.send, pattern(2000, number), 2)
+                    sends.start_soon(partial(client.send, pattern(2000, number), tag=2))
                     sends.start_soon(client.send_all, bytes([number]) * 3000)
-                    assert await server.receive(2) == pattern(2000, number)
+                    assert await server.receive(tag=2) == pattern(2000, number)
                     got = b""
                     while len(got) < 3000:
                         got += await server.receive_some()
@@ -264,7 +279,7 @@ async def test_unread_queue_does_not_block_others(worker: ucp.Worker) -> None:
         assert server.statistics().held <= 16384
         with trio.fail_after(15):
             for number in range(1000):
-                assert await server.receive(1) == pattern(1000, number)
+                assert await server.receive(tag=1) == pattern(1000, number)
 
 
 async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.Worker) -> None:
@@ -273,14 +288,14 @@ async def test_polling_a_queue_with_receive_nowait_lets_messages_in(worker: ucp.
         async def flood() -> None:
             with trio.move_on_after(0.2):
                 while True:
-                    await client.send(bytes(1000), 1)
-            await client.send(b"here", 2)
+                    await client.send(bytes(1000), tag=1)
+            await client.send(b"here", tag=2)
 
         nursery.start_soon(flood)
         with trio.fail_after(15):
             while True:
                 try:
-                    assert server.receive_nowait(2) == b"here"
+                    assert server.receive_nowait(tag=2) == b"here"
                     break
                 except trio.WouldBlock:
                     await trio.sleep(0.005)
@@ -293,14 +308,14 @@ async def test_all_receives_of_a_queue_are_served_beside_a_full_one(worker: ucp.
     async with open_pair(worker, window=2**17) as (client, server):
         with pytest.raises(trio.WouldBlock):
             while True:
-                client.send_nowait(bytes(100), 1)
+                client.send_nowait(bytes(100), tag=1)
         with trio.fail_after(15):
             async with worker.open_request_group() as group:
                 buffers = [bytearray(size) for _ in range(count)]
                 for buffer in buffers:
                     group.receive_into(server, buffer, tag=2)
                 for number in range(count):
-                    await client.send(pattern(size, number), 2)
+                    await client.send(pattern(size, number), tag=2)
         assert buffers == [pattern(size, number) for number in range(count)]
 
 
@@ -310,16 +325,16 @@ async def test_sends_that_find_no_memory_cost_no_credit(worker: ucp.Worker) -> N
         before = client.statistics()
         for _ in range(10):
             with few_allocations(), pytest.raises(MemoryError):
-                await client.send(parts, 2)
+                await client.send(parts, tag=2)
             with few_allocations(), pytest.raises(MemoryError):
-                client.send_nowait(parts, 2)
+                client.send_nowait(parts, tag=2)
         assert client.statistics() == before
         with trio.fail_after(15):
-            await client.send(parts, 1)  # it is not received: then tag 2 needs to be admitted
+            await client.send(parts, tag=1)  # it is not received: then tag 2 needs to be admitted
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.send, bytes(60_000), 2)
-                assert await server.receive(2) == bytes(60_000)
-            assert await server.receive(1) == bytes(20_000)
+                nursery.start_soon(partial(client.send, bytes(60_000), tag=2))
+                assert await server.receive(tag=2) == bytes(60_000)
+            assert await server.receive(tag=1) == bytes(20_000)
             await client.aclose()
 
 
@@ -336,14 +351,14 @@ async def test_end_of_the_stream_that_finds_no_memory_can_be_sent_again(
 
         with pytest.raises(trio.WouldBlock):
             while True:
-                client.send_nowait(bytes(1000), 1)
+                client.send_nowait(bytes(1000), tag=1)
         nursery.start_soon(end)
         await until(lambda: client.statistics().queued_sends)
         monkeypatch.setattr(Transport, "send", lambda *_: Status.NO_MEMORY)
         with trio.fail_after(15):
             while not refused.is_set():
                 with contextlib.suppress(trio.WouldBlock):  # all were read, and the sender does not know it yet
-                    assert server.receive_nowait(1) == bytes(1000)
+                    assert server.receive_nowait(tag=1) == bytes(1000)
                 await trio.sleep(0.001)
             monkeypatch.undo()
             await client.send_eof()
@@ -353,9 +368,33 @@ async def test_end_of_the_stream_that_finds_no_memory_can_be_sent_again(
 async def test_message_larger_than_the_window(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
         for size in (4096, 60_000, 200_000):
-            nursery.start_soon(client.send, pattern(size), 1)
+            nursery.start_soon(partial(client.send, pattern(size), tag=1))
             with trio.fail_after(15):
-                assert await server.receive(1) == pattern(size)
+                assert await server.receive(tag=1) == pattern(size)
+
+
+@pytest.mark.parametrize("size", [5000, 60_000, 200_000])
+async def test_message_larger_than_the_window_that_no_receive_asks_for(worker: ucp.Worker, size: int) -> None:
+    """It goes by itself, when the peer has read everything else."""
+    async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            async with client.open_conversation() as talk:
+                await talk.send(pattern(size))
+                assert await talk.receive() == b"answer"
+
+        with trio.fail_after(15):
+            for tag in range(3):
+                for data in (pattern(size), bytes(3000)):
+                    nursery.start_soon(partial(client.send, data, tag=tag))
+            sizes = [len((await server.receive_any())[1]) for _ in range(6)]
+            assert sorted(sizes) == [3000] * 3 + [size] * 3
+            nursery.start_soon(ask)
+            async for talk in server.conversations():
+                async with talk:
+                    assert await talk.receive() == pattern(size)
+                    await talk.send(b"answer")
+                break
 
 
 async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
@@ -363,7 +402,7 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
         await client.wait_send_all_might_not_block()
         with pytest.raises(trio.WouldBlock):
             while True:
-                client.send_nowait(b"", 1)
+                client.send_nowait(b"", tag=1)
         done = trio.Event()
 
         async def wait() -> None:
@@ -376,26 +415,26 @@ async def test_wait_send_all_might_not_block(worker: ucp.Worker) -> None:
         with trio.fail_after(15):
             while not done.is_set():
                 with contextlib.suppress(trio.WouldBlock):
-                    assert server.receive_nowait(1) == b""
+                    assert server.receive_nowait(tag=1) == b""
                 await trio.sleep(0.001)
 
 
 async def test_cancelled_queued_send_does_not_reorder_the_others(worker: ucp.Worker) -> None:
     """Credit that comes while the queue is being posted: posting large messages progresses the worker."""
     async with open_pair(worker, window=20_000) as (client, server), trio.open_nursery() as nursery:
-        await client.send(bytes(15_000), 9)
+        await client.send(bytes(15_000), tag=9)
         scope = trio.CancelScope()
 
         async def blocked() -> None:
             with scope:
-                await client.send(bytes(19_000), 8)
+                await client.send(bytes(19_000), tag=8)
 
         nursery.start_soon(blocked)
         await trio.testing.wait_all_tasks_blocked()
         for number in range(6):
-            nursery.start_soon(client.send, bytes([number]) * (100_000 if number % 2 else 1000), 1)
+            nursery.start_soon(partial(client.send, bytes([number]) * (100_000 if number % 2 else 1000), tag=1))
             await trio.testing.wait_all_tasks_blocked()
         scope.cancel()
         with trio.fail_after(15):
-            assert [(await server.receive(1))[0] for _ in range(6)] == list(range(6))
-            await server.receive(9)
+            assert [(await server.receive(tag=1))[0] for _ in range(6)] == list(range(6))
+            await server.receive(tag=9)

@@ -157,5 +157,5 @@ async def test_what_a_worker_needs_is_what_it_takes(transports: str) -> None:
             before = len(os.listdir("/proc/self/fd"))
             async with ucp.open_worker(context=context):
                 taken = len(os.listdir("/proc/self/fd")) - before
-        assert taken <= context.descriptors_per_worker <= taken + 4
+        assert taken <= context._descriptors_per_worker <= taken + 4
         assert descriptors.for_worker("") >= 5

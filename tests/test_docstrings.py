@@ -30,19 +30,13 @@ import pytest
 import trio
 
 import trio_ucx
-from trio_ucx import testing, ucp
+from trio_ucx import mesh, testing, ucp
 from trio_ucx.ucp import chains
 
 anyio = pytest.importorskip("anyio")
 import trio_ucx.anyio  # noqa: E402
 
-MODULES: list[ModuleType] = [trio_ucx, ucp, chains, testing, trio_ucx.anyio]
-
-#: Methods that are public by name only: modules of the library call them on each other's objects.
-INTERNAL = {
-    "Context.require": "seven modules check by it that the context has a feature",
-    "Context.destroy_postponed": "the engine calls it when a worker opens or closes",
-}
+MODULES: list[ModuleType] = [trio_ucx, ucp, chains, mesh, testing, trio_ucx.anyio]
 
 ASYNC_METHODS = ("__aenter__", "__aexit__", "__anext__", "__await__")
 REFERENCE = re.compile(r":(?:meth|func|class|exc|attr):`([\w.]+)`")
@@ -76,7 +70,7 @@ def methods(cls: type) -> Iterator[Documented]:
     """The public ones that are written in the library, in whatever base class."""
     for member in dir(cls):
         name = f"{cls.__name__}.{member}"
-        if member.startswith("_") or name in INTERNAL:
+        if member.startswith("_"):
             continue
         value = inspect.getattr_static(cls, member)
         if isinstance(value, property):
@@ -273,11 +267,6 @@ def test_finds_each_kind() -> None:
     assert {"connect", "open_worker", "Connection.send", "Connection.messages"} <= asynchronous
     assert "Connection.closed" not in DOCUMENTED and "Connection.abort" not in asynchronous
     assert {"Connection", "Messages", "Request"} <= set(async_classes())
-
-
-@pytest.mark.parametrize("name", INTERNAL)
-def test_internal_methods_exist(name: str) -> None:
-    assert resolve(name, None) is not None, f"{name} is gone: take it off the list"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
     assert error.status is ucp.Status.CONNECTION_RESET and str(error).startswith("reading")
     hinted = ucp.UCXError(-25, "reading", " (a hint)")
     assert str(pickle.loads(pickle.dumps(hinted))) == str(hinted) and str(hinted).endswith(" (a hint)")
+    too_long = pickle.loads(pickle.dumps(ucp.MessageTooLong(3, 2, "receiving")))
+    assert (too_long.length, too_long.limit, too_long.status) == (3, 2, ucp.Status.MESSAGE_TRUNCATED)
+    assert str(too_long).startswith("receiving: ")
     assert ucp.UCXError(-99, "x").status is ucp.Status.UNKNOWN
     assert "-99" in str(ucp.UCXError(-99, "x"))
 

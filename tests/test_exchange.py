@@ -28,14 +28,14 @@ from trio_ucx._handshake.exchange import (
     Event,
     Exchange,
     Kind,
-    NotTrioUCX,
     Opened,
     Refused,
     State,
     Taken,
+    UnknownProtocol,
     Welcomed,
 )
-from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, use_shared_memory
+from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.peer_workers import Standing
 from trio_ucx.ucp._process import Host, Process
@@ -343,7 +343,7 @@ def test_every_state_and_every_kind(key: bytes | None) -> None:
             if state is State.ENDED:
                 assert side.error is None
             else:
-                assert isinstance(side.error, NotTrioUCX if state is State.PREAMBLE else ProtocolError)
+                assert isinstance(side.error, UnknownProtocol if state is State.PREAMBLE else ProtocolError)
                 if state is not State.PREAMBLE:
                     assert f"kind {number} is out of place" in str(side.error)
             assert side.exchange.state is State.ENDED and side.events == []
@@ -638,6 +638,7 @@ WORKERS = st.builds(
     wish=st.sampled_from(SharedMemory),
     sees_local=st.booleans(),
     software=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=100),
+    host_name=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), max_size=60),
     worker=WORKERS,
 )
 def test_descriptions_survive_the_wire(**fields: Any) -> None:
@@ -675,7 +676,7 @@ def test_lies_with_the_right_checksum(edits: list[tuple[int, int]], network: boo
         data[at % len(data)] = value
     try:
         theirs = PeerDescription.decode(with_checksum(bytes(data[:worker]) + with_checksum(bytes(data[worker:]))))
-        use_shared_memory(some_description(), theirs)
+        why_not_shared_memory(some_description(), theirs)
     except ProtocolError:
         pass
 
@@ -721,12 +722,13 @@ def test_use_of_shared_memory(obstacle: str) -> None:
         for ours, theirs in ((one, two), (two, one)):
             if ALWAYS in (mine, other) and NEVER in (mine, other):
                 with pytest.raises(ProtocolError, match="one side wants shared_memory=True"):
-                    use_shared_memory(ours, theirs)
+                    why_not_shared_memory(ours, theirs)
             elif ALWAYS in (mine, other) and reason is not None:
                 with pytest.raises(ProtocolError, match=f"shared_memory=True, but .*{reason.rstrip('$')}"):
-                    use_shared_memory(ours, theirs)
+                    why_not_shared_memory(ours, theirs)
             else:
-                assert use_shared_memory(ours, theirs) is (reason is None and NEVER not in (mine, other))
+                uses = why_not_shared_memory(ours, theirs) is None
+                assert uses is (reason is None and NEVER not in (mine, other))
             both = ours.worker, theirs.worker
             assert obstacle_to_shared_memory(*both) == obstacle_to_shared_memory(*reversed(both))
 
@@ -739,12 +741,12 @@ def test_nothing_but_shared_memory() -> None:
         other = some_description()
         for ours, theirs in ((lonely, other), (other, lonely)):
             if reason is None:
-                assert use_shared_memory(ours, theirs)
+                assert why_not_shared_memory(ours, theirs) is None
             else:
                 with pytest.raises(ProtocolError, match=f"cannot be used .*{reason.rstrip('$')}.*no other transport"):
-                    use_shared_memory(ours, theirs)
+                    why_not_shared_memory(ours, theirs)
         with pytest.raises(ProtocolError, match="shared_memory=False.*no other transport"):
-            use_shared_memory(lonely, some_description(wish=NEVER))
+            why_not_shared_memory(lonely, some_description(wish=NEVER))
 
 
 def test_releases_that_do_not_know_each_other_s_loopback() -> None:
@@ -755,10 +757,10 @@ def test_releases_that_do_not_know_each_other_s_loopback() -> None:
         two = attrs.evolve(one, worker=one.worker._changed(release=(1, 21)))
         for ours, theirs in ((one, two), (two, one)):
             if works:
-                assert not use_shared_memory(ours, theirs)
+                assert why_not_shared_memory(ours, theirs)
             else:
                 with pytest.raises(ProtocolError, match="use one release on both sides"):
-                    use_shared_memory(ours, theirs)
+                    why_not_shared_memory(ours, theirs)
 
 
 # ---- control frames ----

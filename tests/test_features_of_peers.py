@@ -232,7 +232,7 @@ async def expect(action: Any, end: End, data: bytearray, missing: F) -> None:
             await action(end, data)
     assert_free(data)
     assert end.endpoint.statistics().left_over_operations == 0
-    assert end.endpoint.statistics().operations_in_flight == 0, end.endpoint.describe_operations()
+    assert end.endpoint.statistics().operations_in_flight == 0, trio_ucx.report()
     assert end.endpoint.alive
 
 
@@ -274,7 +274,7 @@ async def test_remote_memory(transports: str, way: str) -> None:
 
 async def test_where_the_features_are_not_known(worker: ucp.Worker) -> None:
     """Endpoints by socket address, those of UCX's own addresses, and those of version 5 refuse nothing."""
-    config = {"TLS": worker.context.transports}
+    config = {"TLS": worker.context._transports}
     async with ucp.open_worker(config=config, features=F.ALL) as able:
         blob = ucp.WorkerAddress.from_ucx(worker.address.ucx, shared_memory=True)
         unknown, known = await able.open_endpoint(blob), await able.open_endpoint(worker.address)

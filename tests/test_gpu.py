@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,10 +158,10 @@ async def test_connection(worker: ucp.Worker, device: Device, size: int) -> None
             results: list[Any] = []
 
             async def receive(target: Memory = target, halves: Memory = halves, results: list[Any] = results) -> None:
-                results.append(await server.receive_into(target, 1))
-                results.append(await server.receive(1))
+                results.append(await server.receive_into(target, tag=1))
+                results.append(await server.receive(tag=1))
                 middle = size // 3
-                results.append(await server.receive_into([halves.part(0, middle), halves.part(middle, size)], 1))
+                results.append(await server.receive_into([halves.part(0, middle), halves.part(middle, size)], tag=1))
 
             with trio.fail_after(30):
                 async with trio.open_nursery() as nursery:
@@ -169,21 +170,21 @@ async def test_connection(worker: ucp.Worker, device: Device, size: int) -> None
                         await trio.testing.wait_all_tasks_blocked()
                     else:
                         nursery.start_soon(_after_a_message, server, receive)
-                    await client.send(source, 1)
-                    await client.send([source.part(0, size // 2), source.part(size // 2, size)], 1)
-                    await client.send(data, 1)
+                    await client.send(source, tag=1)
+                    await client.send([source.part(0, size // 2), source.part(size // 2, size)], tag=1)
+                    await client.send(data, tag=1)
             assert results == [size, data, size]
             assert target.read() == halves.read() == data
         if size <= 2**20:
-            client.send_nowait(source, 2)
+            client.send_nowait(source, tag=2)
             source.write(bytes(size))  # it was copied
             with trio.fail_after(15):
-                assert await server.receive(2) == data
+                assert await server.receive(tag=2) == data
         assert client.statistics().left_over_operations == server.statistics().left_over_operations == 0
 
 
 async def _after_a_message(connection: trio_ucx.Connection, then: Any) -> None:
-    await connection.wait_message(1)
+    await connection.wait_message(tag=1)
     await then()
 
 
@@ -271,19 +272,19 @@ async def test_cancelled(worker: ucp.Worker, device: Device) -> None:
     async with open_pair(worker) as (client, server):
         with trio.fail_after(30):
             with trio.move_on_after(0.05):
-                await client.send(source, 1)
-            assert await server.receive(1) == data
+                await client.send(source, tag=1)
+            assert await server.receive(tag=1) == data
             await client.wait_buffers_released()
             for delay in (0, 0.001, 0.005, 0.02):
                 target.write(bytes(size))
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(client.send, source, 1)
-                    await server.wait_message(1)
+                    nursery.start_soon(partial(client.send, source, tag=1))
+                    await server.wait_message(tag=1)
                     with trio.move_on_after(delay) as scope:
-                        await server.receive_into(target, 1)
+                        await server.receive_into(target, tag=1)
                     if scope.cancelled_caught:
                         await server.wait_buffers_released()
-                        assert await server.receive_into(target, 1) == size
+                        assert await server.receive_into(target, tag=1) == size
                 assert target.read() == data
         assert client.statistics().left_over_operations == server.statistics().left_over_operations == 0
 

@@ -57,9 +57,9 @@ async def test_no_keepalive_no_missed_event(transports: str) -> None:
                 for size in (8, 5000, 65536, 2**20):
                     for number in range(100 if size < 2**20 else 20):
                         await trio.testing.wait_all_tasks_blocked()
-                        connection.send_nowait(pattern(size, number), 1)
+                        connection.send_nowait(pattern(size, number), tag=1)
                         with trio.fail_after(20):
-                            assert await connection.receive(1) == pattern(size, number)
+                            assert await connection.receive(tag=1) == pattern(size, number)
             assert worker.statistics().missed_events == 0
         await peer.tell()
         assert await peer.hear() == 0
@@ -68,10 +68,10 @@ async def test_no_keepalive_no_missed_event(transports: str) -> None:
 async def test_thousand_sends_to_an_armed_worker(worker: ucp.Worker, transports: str) -> None:
     async with open_pair(worker) as (client, server):
         for number in range(1000):
-            client.send_nowait(number.to_bytes(8, "little"), 3)
+            client.send_nowait(number.to_bytes(8, "little"), tag=3)
         with trio.fail_after(20):
             for number in range(1000):
-                assert await server.receive(3) == number.to_bytes(8, "little")
+                assert await server.receive(tag=3) == number.to_bytes(8, "little")
         assert worker.statistics().missed_events == 0  # the safety net would have helped
 
 

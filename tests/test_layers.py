@@ -17,12 +17,12 @@ from trio_ucx.ucp import chains
 PACKAGE = Path(trio_ucx.__file__).parent
 
 #: By folder, lowest first. The top level's own modules are the layer "".
-LAYERS = ["_native", "ucp", "", "_cli", "testing"]
+LAYERS = ["_native", "ucp", "", "mesh", "_cli", "testing"]
 #: What a layer may not import although it lies below: the two top ones do not know each other.
 APART = {("testing", "_cli")}
 
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
-RULES = ["_wire", "_credit", "_tag_queue", "_byte_stream", "_close_handshake", "_batch"]
+RULES = ["_wire", "_credit", "_unread", "_tag_queue", "_byte_stream", "_close_handshake", "_batch"]
 #: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
 PURE = [*RULES, "_handshake/exchange", "_handshake/peer_description", "ucp/_transports", "ucp/_engine/arming"]
 #: What the rules may import besides each other.
@@ -40,7 +40,7 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_link": ["transport", "buffers", "sending", "receiving", "closing", "link", "__init__"],
+    "_link": ["transport", "buffers", "sending", "conversations", "receiving", "closing", "link", "__init__"],
     "_handshake": [
         *("peer_description", "exchange"),
         *("control_stream", "control_sockets"),
@@ -48,9 +48,13 @@ ORDER = {
         *("client", "server"),
         "__init__",
     ],
+    "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
 }
 #: Modules that do not import each other although the order would allow it.
-SIBLINGS = {("_handshake", "server", "client"), ("_handshake", "control_stream", "exchange")}
+SIBLINGS = {
+    *(("_handshake", "server", "client"), ("_handshake", "control_stream", "exchange")),
+    *(("_report", "network", "items"), ("_report", "network", "frames"), ("_report", "frames", "items")),
+}
 
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
@@ -77,10 +81,11 @@ UCP = [
     ["__init__"],
 ]
 
-#: The only exceptions: what users get as ``endpoint.worker`` and ``memory.context``. Modules below theirs import them,
-#: for annotations.
+#: The only exceptions: what users get as ``endpoint.worker``, ``channel.connection`` and ``memory.context``. Modules
+#: below theirs import them, for annotations.
 HOLDERS = {
     "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
+    "trio_ucx._connection": "Connection: Channel.connection",
     "trio_ucx.ucp._context": "Context: Memory.context",
 }
 #: The same inside ``ucp/_engine``, where a part refers to the whole that has it.

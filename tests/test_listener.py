@@ -677,7 +677,7 @@ async def test_isolated_connections_to_a_suspended_peer_close_together(transport
                     assert await peer.hear() == "connected"
                 peer.process.send_signal(signal.SIGSTOP)
                 for connection in connections:
-                    connection.send_nowait(bytes(2**23), 1)
+                    connection.send_nowait(bytes(2**23), tag=1)
             with Stopwatch(2.5), pytest.warns(ResourceWarning, match="unclosed"):
                 await closing.aclose()
         peer.process.send_signal(signal.SIGCONT)

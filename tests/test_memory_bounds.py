@@ -37,8 +37,8 @@ class Client:
     async def all_received(self) -> None:
         """Waits until everything that was sent before has arrived."""
         for connection in self.connections:
-            await connection.send(b"x", 7)
-            assert await connection.receive(7) == b"x"
+            await connection.send(b"x", tag=7)
+            assert await connection.receive(tag=7) == b"x"
 
     def abort(self) -> None:
         for connection in self.connections:
@@ -91,8 +91,8 @@ async def round_trips(transports: str, flood: Callable[[Client], Awaitable[None]
             assert await pinger.hear() == "pinging"
             async with ucp.open_worker(config={"TLS": transports}) as warm_up:
                 async with trio_ucx.connect(address, worker=warm_up) as connection:
-                    await connection.send(bytes(100_000), 7)
-                    await connection.receive(7)
+                    await connection.send(bytes(100_000), tag=7)
+                    await connection.receive(tag=7)
             before = await memory()
             async with ucp.open_worker(config={"TLS": transports}) as worker:
                 client = Client(worker, address)

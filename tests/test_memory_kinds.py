@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,19 +105,21 @@ async def test_dlpack_in_every_position(worker: ucp.Worker, kind: type[Tensor]) 
                 assert np.array_equal(source, target)
                 target[:] = 0
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(left.send, kind(source), 1)
-                    assert await right.receive_into([kind(target[: size // 2]), kind(target[size // 2 :])], 1) == size
+                    nursery.start_soon(partial(left.send, kind(source), tag=1))
+                    assert (
+                        await right.receive_into([kind(target[: size // 2]), kind(target[size // 2 :])], tag=1) == size
+                    )
                 assert np.array_equal(source, target)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(left.send, [b"head", kind(source)], 1)
-                    assert await right.receive(1) == b"head" + source.tobytes()
-                left.send_nowait(kind(source), 1)
-                assert await right.receive(1) == source.tobytes()
+                    nursery.start_soon(partial(left.send, [b"head", kind(source)], tag=1))
+                    assert await right.receive(tag=1) == b"head" + source.tobytes()
+                left.send_nowait(kind(source), tag=1)
+                assert await right.receive(tag=1) == source.tobytes()
                 # A column of it, both ways.
                 matrix = np.zeros((size, 2), np.uint8)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(left.send, Strided(kind(source[::-1])), 1)
-                    assert await right.receive_into(Strided(kind(matrix[:, 1])), 1) == size
+                    nursery.start_soon(partial(left.send, Strided(kind(source[::-1])), tag=1))
+                    assert await right.receive_into(Strided(kind(matrix[:, 1])), tag=1) == size
                 assert np.array_equal(matrix[::-1, 1], source)
                 assert not matrix[:, 0].any()
 
@@ -480,13 +483,13 @@ async def test_memory_that_the_transports_do_not_reach(
             (cuda, "reach CUDA memory: .*cuda in it"),
             ([rocm, b""], "reach ROCM memory: .*rocm in it"),
         ):
-            for send in (raw.tag_send, raw.tag_send_sync, client.send):
+            for send in (partial(raw.tag_send, tag=1), partial(raw.tag_send_sync, tag=1), client.send):
                 with pytest.raises(ValueError, match=match):
-                    await send(thing, 1)
+                    await send(thing)
             with pytest.raises(ValueError, match=match):
                 await worker.tag_receive(thing if thing is cuda else rocm, 1)
             with pytest.raises(ValueError, match=match if thing is cuda else "cannot copy to and from ROCm"):
-                await server.receive_into(thing if thing is cuda else rocm, 1)
+                await server.receive_into(thing if thing is cuda else rocm, tag=1)
         await raw.tag_send(b"probed", 2)
         with trio.fail_after(15):
             await until(lambda: worker.tag_probe(2))
@@ -514,23 +517,23 @@ async def test_small_messages_are_copied_to_the_device(
     ignore_unreachable_memory(monkeypatch)
     async with open_pair(worker) as (client, server):
         with trio.fail_after(15):
-            await client.send(b"message", 1)
-            await server.wait_message(1)
-            assert await server.receive_into(cuda, 1) == 7
+            await client.send(b"message", tag=1)
+            await server.wait_message(tag=1)
+            assert await server.receive_into(cuda, tag=1) == 7
             assert bytes(memory)[:8] == b"message\0"
-            client.send_nowait(cuda, 1)
-            assert await server.receive(1) == bytes(memory)[:32]
+            client.send_nowait(cuda, tag=1)
+            assert await server.receive(tag=1) == bytes(memory)[:32]
             driver.broken = True
-            await client.send(b"lost", 1)
-            await client.send(b"next", 1)
-            await server.wait_message(1)
+            await client.send(b"lost", tag=1)
+            await client.send(b"next", tag=1)
+            await server.wait_message(tag=1)
             with pytest.raises(RuntimeError, match="cuMemcpyHtoD_v2 failed: out of luck"):
-                await server.receive_into(cuda, 1)
-            assert await server.receive(1) == b"next"
+                await server.receive_into(cuda, tag=1)
+            assert await server.receive(tag=1) == b"next"
             with pytest.raises(ValueError, match="cannot copy to and from ROCm"):
-                await server.receive_into(rocm, 1)
+                await server.receive_into(rocm, tag=1)
             with pytest.raises(ValueError, match="cannot copy to and from ROCm"):
-                client.send_nowait(rocm, 1)
-            await client.send(b"still works", 1)
-            assert await server.receive(1) == b"still works"
+                client.send_nowait(rocm, tag=1)
+            await client.send(b"still works", tag=1)
+            assert await server.receive(tag=1) == b"still works"
         assert isinstance(server, trio_ucx.Connection) and server.statistics().held == 0

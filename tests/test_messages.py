@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import mmap
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ async def test_sizes(worker: ucp.Worker, transports: str) -> None:
                 data = pattern(size, size)
                 with trio.fail_after(20):
                     async with trio.open_nursery() as nursery:
-                        nursery.start_soon(connection.send, data, 5)
-                        assert await connection.receive(5) == data
+                        nursery.start_soon(partial(connection.send, data, tag=5))
+                        assert await connection.receive(tag=5) == data
 
 
 async def test_sizes_by_unix_socket(worker: ucp.Worker, transports: str) -> None:
@@ -46,8 +47,8 @@ async def test_sizes_by_unix_socket(worker: ucp.Worker, transports: str) -> None
                 buffer = bytearray(size)
                 with trio.fail_after(20):
                     async with trio.open_nursery() as nursery:
-                        nursery.start_soon(connection.send, data, 5)
-                        assert await connection.receive_into(buffer, 5) == size
+                        nursery.start_soon(partial(connection.send, data, tag=5))
+                        assert await connection.receive_into(buffer, tag=5) == size
                     assert buffer == data
             assert_transports(connection, transports)
 
@@ -99,8 +100,8 @@ async def test_gather_and_scatter(worker: ucp.Worker, transports: str, scale: in
                 targets = [bytearray(len(whole) // 2), bytearray(1), bytearray(len(whole))]
                 with trio.fail_after(20):
                     async with trio.open_nursery() as nursery:
-                        nursery.start_soon(connection.send, gathered, 9)
-                        length = await connection.receive_into(targets, 9)
+                        nursery.start_soon(partial(connection.send, gathered, tag=9))
+                        length = await connection.receive_into(targets, tag=9)
                 assert length == len(expected)
                 assert b"".join(targets)[:length] == expected
 
@@ -123,11 +124,11 @@ async def test_hundred_tags_interleaved_both_ways(worker: ucp.Worker, transports
 
             async def send(tag: int) -> None:
                 for number, size in enumerate(sizes * 3):
-                    await connection.send(pattern(size, tag + number), tag)
+                    await connection.send(pattern(size, tag + number), tag=tag)
 
             async def check(tag: int) -> None:
                 for number, size in enumerate(sizes * 3):
-                    assert await connection.receive(tag) == pattern(size, tag + number)
+                    assert await connection.receive(tag=tag) == pattern(size, tag + number)
 
             with trio.fail_after(60):
                 async with trio.open_nursery() as nursery:
@@ -164,23 +165,23 @@ async def test_two_hundred_connections_on_one_worker(worker: ucp.Worker, transpo
 async def test_nowait_and_wait_message(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         with pytest.raises(trio.WouldBlock):
-            server.receive_nowait(3)
+            server.receive_nowait(tag=3)
         data = bytearray(b"first")
-        client.send_nowait(data, 3)
+        client.send_nowait(data, tag=3)
         data[:] = b"XXXXX"
-        client.send_nowait([b"se", bytearray(b"cond")], 3)
-        assert await server.wait_message(3) == 5
-        assert await server.wait_message(3) == 5
-        assert server.receive_nowait(3) == b"first"
-        assert await server.wait_message(3) == 6
-        assert await server.receive(3) == b"second"
+        client.send_nowait([b"se", bytearray(b"cond")], tag=3)
+        assert await server.wait_message(tag=3) == 5
+        assert await server.wait_message(tag=3) == 5
+        assert server.receive_nowait(tag=3) == b"first"
+        assert await server.wait_message(tag=3) == 6
+        assert await server.receive(tag=3) == b"second"
         with pytest.raises(ValueError, match="copies at most"):
             client.send_nowait(bytearray(2**20 + 1))
-        client.send_nowait(bytes(2**22), 3)
-        assert await server.wait_message(3) == 2**22
+        client.send_nowait(bytes(2**22), tag=3)
+        assert await server.wait_message(tag=3) == 2**22
         with pytest.raises(trio.WouldBlock):
-            server.receive_nowait(3)
-        assert await server.receive(3) == bytes(2**22)
+            server.receive_nowait(tag=3)
+        assert await server.receive(tag=3) == bytes(2**22)
 
 
 async def test_messages_iterator_survives_timeouts(worker: ucp.Worker) -> None:
@@ -191,7 +192,7 @@ async def test_messages_iterator_survives_timeouts(worker: ucp.Worker) -> None:
             with trio.move_on_after(0.02):
                 async for message in messages:
                     got.append(message)
-            await client.send(str(number).encode(), 4)
+            await client.send(str(number).encode(), tag=4)
         await client.aclose()
         async for message in messages:
             got.append(message)
@@ -202,14 +203,14 @@ async def test_waiters_are_first_come_first_served(worker: ucp.Worker) -> None:
     got: list[tuple[int, bytes]] = []
 
     async def receive(number: int) -> None:
-        got.append((number, await server.receive(1)))
+        got.append((number, await server.receive(tag=1)))
 
     async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
         for number in range(20):
             nursery.start_soon(receive, number)
             await trio.testing.wait_all_tasks_blocked()
         for number in range(20):
-            nursery.start_soon(client.send, bytes([number]) * (1 if number % 3 else 100_000), 1)
+            nursery.start_soon(partial(client.send, bytes([number]) * (1 if number % 3 else 100_000), tag=1))
             await trio.testing.wait_all_tasks_blocked()
     assert sorted((number, message[0]) for number, message in got) == [(number, number) for number in range(20)]
 
@@ -253,11 +254,11 @@ async def test_receives_that_overlap(worker: ucp.Worker, transports: str) -> Non
     async with open_peer("numbered", 40, 300_000, transports=transports) as peer:
         async with trio_ucx.connect(await listening(peer), worker=worker) as connection:
             for number in range(0, 40, 2):
-                await connection.wait_message(1)
+                await connection.wait_message(tag=1)
                 buffers = [bytearray(300_000), bytearray(300_000)]
                 with trio.fail_after(15):
                     async with worker.open_request_group() as group:
-                        group.receive_into(connection, buffers[0], 1)
+                        group.receive_into(connection, buffers[0], tag=1)
                         time.sleep(0.005)
-                        group.receive_into(connection, buffers[1], 1)
+                        group.receive_into(connection, buffers[1], tag=1)
                 assert buffers == [pattern(300_000, number), pattern(300_000, number + 1)]

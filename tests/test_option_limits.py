@@ -12,6 +12,7 @@ import pytest
 import trio
 from helpers import assert_transports, open_pair, pattern
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.ucp._quirks import option_limits, shared_memory
 from trio_ucx.ucp._quirks.option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
@@ -142,7 +143,7 @@ async def test_sides_that_differ_over_tcp() -> None:
         what = r"TCP_RX_SEG_SIZE \(UCX_TCP_RX_SEG_SIZE\) is \d+ on one side and \d+ on the other"
         with trio.fail_after(20):
             for here, there in ((worker, other), (other, worker)):
-                with pytest.raises(ConnectionRefusedError, match=what):
+                with pytest.raises(trio_ucx.NotAdmitted, match=what):
                     async with open_pair(here, there):
                         pass
                 with pytest.raises(OSError, match=what):
@@ -212,3 +213,38 @@ def test_numbers() -> None:
     assert number("inf") == number("auto") == number("-1") == math.inf
     assert number("none") is number("") is number("k") is None
     assert option_limits.differences((), DEFAULT_SIZES, "sysv") is None
+
+
+# ---- devices that do not exist ----
+
+
+@pytest.mark.parametrize("value", ["nope0", "lo,nope0", "nope0,lo", "lo,nope0:1", " lo,nope0"])
+@pytest.mark.parametrize("transports", ["tcp", "all", "sm,self"])
+def test_devices_that_do_not_exist(value: str, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = r".*there is no device .*'nope0(:1)?'.*; give it one or more of (\S+, )*lo(, \S+)*$"
+    with pytest.raises(ValueError, match=rf"UCX's option NET_DEVICES={value} in config=: {there}"):
+        with ucp.open_context({"TLS": transports, "NET_DEVICES": value}):
+            pass
+    monkeypatch.setenv("UCX_NET_DEVICES", value)
+    with pytest.raises(ValueError, match=rf"UCX's option UCX_NET_DEVICES={value} in the environment: {there}"):
+        with ucp.open_context({"TLS": transports}):
+            pass
+    with ucp.open_context({"TLS": transports, "NET_DEVICES": "lo"}):
+        pass
+    assert not ucp._live_handles.live_handles.counts()
+
+
+@pytest.mark.parametrize("value", ["all", "lo", "lo,", "^lo", "^nope0", "^", "n*", ""])
+@pytest.mark.parametrize("transports", ["all", "sm,self"])
+def test_devices_that_ucx_accepts(value: str, transports: str) -> None:
+    with ucp.open_context({"TLS": transports, "NET_DEVICES": value}):
+        pass
+
+
+def test_names_of_devices() -> None:
+    def missing(value: str) -> list[str]:
+        return option_limits.missing_devices({"NET_DEVICES": value}, ["mlx5_0:1", "mlx5_0:2", "eth0"])
+
+    assert missing("mlx5_0:1,eth0,mlx5_0") == []
+    assert missing("mlx5_0:3,eth1,eth0") == ["mlx5_0:3", "eth1"]
+    assert missing("(mlx5_0|eth1)") == []

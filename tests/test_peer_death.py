@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -50,47 +51,47 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                 assert await peer.hear() == "sent"
                 assert_transports(connection, transports)
                 await until(lambda: connection.statistics().messages_received == 2)
-                failed: list[str] = []
+                failed: list[object] = []
 
-                async def expect_broken(function, *args: object) -> None:  # type: ignore[no-untyped-def]
+                async def expect_broken(function: Callable[[], Awaitable[object]]) -> None:
                     with pytest.raises(trio.BrokenResourceError) as caught:
-                        await function(*args)
+                        await function()
                     assert isinstance(caught.value.__cause__, ucp.UCXError)
-                    failed.append(function.__name__)
+                    failed.append(function)
 
                 async def send_for_ever() -> None:
                     while True:
-                        await connection.send(bytes(1000), 7)
+                        await connection.send(bytes(1000), tag=7)
 
                 async def group() -> None:
                     with pytest.raises(ExceptionGroup) as caught:
                         async with worker.open_request_group() as requests:
-                            requests.send(connection, bytes(2**26), 9)
-                            requests.receive_into(connection, bytearray(10), 9)
+                            requests.send(connection, bytes(2**26), tag=9)
+                            requests.receive_into(connection, bytearray(10), tag=9)
                     assert caught.group_contains(trio.BrokenResourceError)
                     failed.append("group")
 
                 waiting = [
-                    (connection.receive, 2),
-                    (connection.receive_into, bytearray(10), 3),
-                    (connection.wait_message, 4),
-                    (connection.receive_some,),
-                    (connection.send, bytearray(2**26), 5),  # a rendezvous that is not asked for
-                    (send_for_ever,),
+                    partial(connection.receive, tag=2),
+                    partial(connection.receive_into, bytearray(10), tag=3),
+                    partial(connection.wait_message, tag=4),
+                    connection.receive_some,
+                    partial(connection.send, bytearray(2**26), tag=5),  # a rendezvous that is not asked for
+                    send_for_ever,
                 ]
-                for function, *args in waiting:
-                    nursery.start_soon(expect_broken, function, *args)
+                for function in waiting:
+                    nursery.start_soon(expect_broken, function)
                 nursery.start_soon(group)
                 await nothing_happens(0.2)
                 assert not failed
                 peer.signal(signal.SIGKILL)
                 with Stopwatch(SOON):
                     await until(lambda: len(failed) > len(waiting))
-                assert await connection.receive(1) == pattern(100, 1)
-                assert connection.receive_nowait(1) == pattern(5000, 2)
+                assert await connection.receive(tag=1) == pattern(100, 1)
+                assert connection.receive_nowait(tag=1) == pattern(5000, 2)
                 for function in (connection.receive, connection.wait_message):
                     with pytest.raises(trio.BrokenResourceError):
-                        await function(1)
+                        await function(tag=1)
                 with pytest.raises(trio.BrokenResourceError):
                     connection.send_nowait(b"x")
                 with trio.fail_after(15):
@@ -222,7 +223,7 @@ async def test_killed_in_the_middle_of_transfers(transports: str, by: str) -> No
                         nursery.start_soon(kill)
                         try:
                             while True:
-                                data = await connection.receive(1)
+                                data = await connection.receive(tag=1)
                                 assert data == pattern(len(data), number)
                                 number += 1
                         except (trio.BrokenResourceError, trio.EndOfChannel) as error:
@@ -245,7 +246,7 @@ async def test_buffers_are_released_with_the_worker(transports: str) -> None:
         connection = await trio_ucx.connect(tuple(address), worker=worker).__aenter__()
         with trio.move_on_after(10) as receiving:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(connection.receive_into, buffer, 1)
+                nursery.start_soon(partial(connection.receive_into, buffer, tag=1))
                 await until(lambda: worker.statistics().operations_in_flight)
                 lose_completions(worker)
                 receiving.cancel()
@@ -281,7 +282,7 @@ async def test_worker_uses_no_cpu_after_a_peer_died_with_unread_messages(worker:
         await peer.stop()
         with pytest.raises(trio.WouldBlock):
             while True:
-                connection.send_nowait(bytes(2000), 1)
+                connection.send_nowait(bytes(2000), tag=1)
         peer.signal(signal.SIGKILL)
         with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
             await connection.receive()

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ async def assert_soon_lost(connection: trio_ucx.Connection, peer: Peer, since: f
     with Noise(waited_by(peer.process.pid)) as noise:
         with pytest.raises(trio.BrokenResourceError):
             with trio.fail_after(60):
-                await connection.receive(1)
+                await connection.receive(tag=1)
         took, now = trio.current_time() - since, time.perf_counter()
         allowed = SOON + noise.since(now - took, now)
     assert took < allowed, f"{what}: noticed after {took:.3f} s, allowed are {allowed:.3f} s"
     with pytest.raises(trio.BrokenResourceError):
-        connection.send_nowait(b"x", 4)
+        connection.send_nowait(b"x", tag=4)
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -150,8 +151,8 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
             open_peer("lost_peer", transports=transports) as peer,
             met(peer, worker, side, host, "echo", "abort", keepalive_interval=1) as connection,
         ):
-            await connection.send(b"well?", 3)
-            assert await connection.receive(3) == b"well?"
+            await connection.send(b"well?", tag=3)
+            assert await connection.receive(tag=3) == b"well?"
             running += 1
             if running == everybody:
                 all_run.set()
@@ -160,9 +161,9 @@ async def test_stopped_is_not_lost(tmp_path: Path) -> None:
             large = pattern(2**24)
             with trio.move_on_after(3) as stopped:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(connection.receive, 1)
-                    nursery.start_soon(connection.send, large, 3)
-                    await connection.send(b"still there?", 3)
+                    nursery.start_soon(partial(connection.receive, tag=1))
+                    nursery.start_soon(partial(connection.send, large, tag=3))
+                    await connection.send(b"still there?", tag=3)
             assert stopped.cancelled_caught
             peer.resume()
             with trio.fail_after(60):

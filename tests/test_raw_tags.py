@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 import trio.testing
@@ -36,8 +38,8 @@ async def test_open_masks_take_no_message_of_a_connection(worker: ucp.Worker, ta
                 nursery.start_soon(request)
                 await trio.testing.wait_all_tasks_blocked()
                 for size in (5, 5000, 2**20):
-                    nursery.start_soon(client.send, bytes(size), 5)
-                    assert len(await server.receive(5)) == size
+                    nursery.start_soon(partial(client.send, bytes(size), tag=5))
+                    assert len(await server.receive(tag=5)) == size
                     assert worker.tag_probe(tag, mask) is None
                     assert worker.tag_probe(tag, mask, remove=True) is None
                 assert not received
@@ -65,8 +67,8 @@ async def test_tags_of_connections_are_refused(worker: ucp.Worker) -> None:
                 async with worker.open_request_group() as group:
                     group.tag_receive([bytearray(1), bytearray(1)], tag, mask)
             assert caught.group_contains(ValueError, match="belong to the Connections")
-        await client.send(b"x", 0)
-        assert await server.receive(0) == b"x"
+        await client.send(b"x", tag=0)
+        assert await server.receive(tag=0) == b"x"
 
 
 @pytest.mark.parametrize(("tag", "mask"), [(0, 0), (5, 0xFF), (BIT_63, 2**64 - 1)])
@@ -85,8 +87,8 @@ async def test_earlier_receives(worker: ucp.Worker, tag: int, mask: int) -> None
                         pass
                 nursery.cancel_scope.cancel()
         async with open_pair(worker, other) as (client, server):
-            await client.send(b"x", 0)
-            assert await server.receive(0) == b"x"
+            await client.send(b"x", tag=0)
+            assert await server.receive(tag=0) == b"x"
 
 
 async def test_earlier_receives_that_take_other_tags(worker: ucp.Worker) -> None:
@@ -96,8 +98,8 @@ async def test_earlier_receives_that_take_other_tags(worker: ucp.Worker) -> None
             nursery.start_soon(worker.tag_receive, buffer, 7, BIT_63 | 0xFF)
             await trio.testing.wait_all_tasks_blocked()
             async with open_pair(worker) as (client, server):
-                await client.send(b"x", 7)
-                assert await server.receive(7) == b"x"
+                await client.send(b"x", tag=7)
+                assert await server.receive(tag=7) == b"x"
                 await client.endpoint.tag_send(b"r", 7)
                 await until(lambda: not nursery.child_tasks)
     assert buffer == b"r"

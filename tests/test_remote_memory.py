@@ -811,7 +811,7 @@ async def test_context_closed_with_memory_in_use() -> None:
     del array, arrays
     for memory in memories:
         memory.close()
-    assert not context.memories and context._handle is None
+    assert not context._memories and context._handle is None
     assert not live_handles()
 
 

@@ -169,7 +169,7 @@ async def open_asker(
 
 
 def token_of(memory: ucp.Memory) -> bytes:
-    return ucp.MemoryDescriptor.from_bytes(memory.descriptor).token
+    return ucp.MemoryDescriptor.from_bytes(memory.descriptor)._token
 
 
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
@@ -446,7 +446,7 @@ async def test_a_descriptor_that_claims_more_than_is_mapped() -> None:
     async with open_endpoint_and_context("sm,self", "worker") as (endpoint, context):
         with context.allocate(8192) as memory:
             whole = ucp.MemoryDescriptor.from_bytes(memory.descriptor)
-            lying = ucp.MemoryDescriptor(whole.address, 2**30, whole.rkey, token=whole.token)
+            lying = ucp.MemoryDescriptor(whole.address, 2**30, whole.rkey, token=whole._token)
             with endpoint.attach(lying) as remote:
                 for call in (remote.get, lambda: remote.put(b"x"), lambda: remote.get(2**29, 8)):
                     with pytest.raises(ValueError, match="exist"):

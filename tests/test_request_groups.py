@@ -32,8 +32,8 @@ async def test_connection_requests(worker: ucp.Worker) -> None:
         buffers = [bytearray(100_000) for _ in range(50)]
         async with worker.open_request_group() as group:
             for number in range(50):
-                group.send(client, pattern(number * 2000, number), 7)
-            receives = [group.receive_into(server, buffer, 7) for buffer in buffers]
+                group.send(client, pattern(number * 2000, number), tag=7)
+            receives = [group.receive_into(server, buffer, tag=7) for buffer in buffers]
         for number, buffer in enumerate(buffers):
             assert await receives[number] == number * 2000
             assert buffer[: number * 2000] == pattern(number * 2000, number)
@@ -72,11 +72,11 @@ async def test_cancelled_group_with_sends_that_nobody_receives(worker: ucp.Worke
         data = bytearray(2**20)
         with trio.move_on_after(0.05) as scope:
             async with worker.open_request_group() as group:
-                group.send(client, data, 1)
+                group.send(client, data, tag=1)
         assert scope.cancelled_caught
         with pytest.raises(BufferError):
             data.append(0)
-        assert await server.receive(1) == data
+        assert await server.receive(tag=1) == data
         await client.wait_buffers_released()
         data.append(0)
 

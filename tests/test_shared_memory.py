@@ -261,9 +261,8 @@ from trio_ucx.testing import open_connection_pair
 
 async def victim(opened):
     async with ucp.open_worker() as worker:
-        one, other = await open_connection_pair(worker=worker)
-        os.write(opened, b"x")  # killed before, it may leave a segment that UCX has not yet marked for removal
-        async with trio.open_nursery() as nursery:
+        async with open_connection_pair(worker=worker) as (one, other), trio.open_nursery() as nursery:
+            os.write(opened, b"x")  # killed before, it may leave a segment that UCX has not yet marked for removal
             async def send():
                 while True:
                     await one.send(bytes(5000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
 
 async def receive_into(connection: trio_ucx.Connection) -> bytes:
     buffer = bytearray(2**20)
-    return bytes(buffer[: await connection.receive_into(buffer, 1)])
+    return bytes(buffer[: await connection.receive_into(buffer, tag=1)])
 
 
 async def receive_in_group(connection: trio_ucx.Connection) -> bytes:
@@ -39,18 +40,18 @@ async def receive_in_group(connection: trio_ucx.Connection) -> bytes:
 async def receive_nowait(connection: trio_ucx.Connection) -> bytes:
     while True:
         try:
-            return connection.receive_nowait(1)
+            return connection.receive_nowait(tag=1)
         except trio.WouldBlock:
             await trio.sleep(0)
 
 
 async def wait_and_receive(connection: trio_ucx.Connection) -> bytes:
-    await connection.wait_message(1)
-    return await connection.receive(1)
+    await connection.wait_message(tag=1)
+    return await connection.receive(tag=1)
 
 
 RECEIVES: dict[str, Receive] = {
-    "receive": lambda connection: connection.receive(1),
+    "receive": lambda connection: connection.receive(tag=1),
     "receive_into": receive_into,
     "group": receive_in_group,
     "receive_nowait": receive_nowait,
@@ -64,15 +65,16 @@ RECEIVES: dict[str, Receive] = {
 async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing: int) -> None:
     """A large message stays with its sender, who aborts: small ones that were sent after it are not delivered."""
     async with open_pair(worker) as (client, server):
-        client.send_nowait(b"first", 1)
+        client.send_nowait(b"first", tag=1)
         for _ in range(missing):
-            client.send_nowait(bytes(100_000), 1)
-        client.send_nowait(b"behind the hole", 1)
-        client.send_nowait(b"x" * 5000, 1)
-        client.send_nowait(b"another tag", 2)
+            client.send_nowait(bytes(100_000), tag=1)
+        client.send_nowait(b"behind the hole", tag=1)
+        client.send_nowait(b"x" * 5000, tag=1)
+        client.send_nowait(b"another tag", tag=2)
         await until(lambda: server.statistics().messages_received == 4 + missing)
         client.abort()
-        await server.wait_closed()
+        with pytest.raises(trio_ucx.PeerLost):
+            await server.wait_closed()
         with trio.fail_after(15):
             assert await RECEIVES[how](server) == b"first"
             lengths = set()
@@ -81,7 +83,7 @@ async def test_a_tag_queue_ends_at_a_hole(worker: ucp.Worker, how: str, missing:
                     await RECEIVES[how](server)
                 lengths.add(len(traceback.extract_tb(broken.tb)))
             assert len(lengths) == 1, "the error keeps the frames of all those that got it"
-            assert await server.receive(2) == b"another tag"
+            assert await server.receive(tag=2) == b"another tag"
         server.abort()
 
 
@@ -89,13 +91,13 @@ async def test_a_cancelled_large_message_is_no_hole(worker: ucp.Worker) -> None:
     """A send that was cancelled may not be delivered; the connection closes in order, and the next message is."""
     async with open_pair(worker) as (client, server):
         with trio.move_on_after(0):
-            await client.send(b"x", 1)  # cancelled before anything is sent
+            await client.send(b"x", tag=1)  # cancelled before anything is sent
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.send, bytes(100_000), 1)
+                nursery.start_soon(partial(client.send, bytes(100_000), tag=1))
                 await until(lambda: server.statistics().messages_received == 1)
                 scope.cancel()
-        await client.send(b"next", 1)
+        await client.send(b"next", tag=1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.aclose)
             received = [message async for message in server.messages(1)]
@@ -117,7 +119,7 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker, how: str, mo
             receiving.packed_arrived(tag, 1, 4, b"late")  # UCX delivers what it read from the socket only now
             receiving.message_arrived(tag, tag, 5000)
             with pytest.raises(trio.BrokenResourceError):
-                await server.receive(tag)
+                await server.receive(tag=tag)
         assert discarded == [1, 2]
         server.abort()
 
@@ -127,16 +129,17 @@ async def test_a_failed_transfer_breaks_the_connection(worker: ucp.Worker, monke
     async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
         complete = Transfer.complete
         monkeypatch.setattr(
-            Transfer, "complete", lambda self, status, length, tag: complete(self, Status.CANCELED, length, tag)
+            Transfer, "complete", lambda self, status, length, tag: complete(self, Status.CONNECTION_RESET, length, tag)
         )
         with trio.fail_after(60):
-            nursery.start_soon(client.send, bytes(100_000), 1)
+            nursery.start_soon(partial(client.send, bytes(100_000), tag=1))
             with pytest.raises(trio.BrokenResourceError, match="receiving a message"):
-                await server.receive(1)
-            assert server.closed
+                await server.receive(tag=1)
+            assert server.peer_state is trio_ucx.PeerState.LOST and not server.closed
             with pytest.raises(trio.BrokenResourceError, match="broke: receiving a message"):
-                await server.receive(2)
-            await client.wait_closed()
+                await server.receive(tag=2)
+            with pytest.raises(trio_ucx.PeerLost):
+                await client.wait_closed()
 
 
 # ---- many tags ----
@@ -148,28 +151,28 @@ async def send_and_receive(client: trio_ucx.Connection, server: trio_ucx.Connect
     data = tag.to_bytes(4, "big") * (size // 4)
     if way in (0, 1):  # somebody waits
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(client.send, data, tag)
+            nursery.start_soon(partial(client.send, data, tag=tag))
             if way == 0:
-                assert await server.receive(tag) == data
+                assert await server.receive(tag=tag) == data
             else:
-                assert await server.receive_into(bytearray(size), tag) == size
+                assert await server.receive_into(bytearray(size), tag=tag) == size
         return
     if way in (2, 6):
         with trio.move_on_after(0.0001):
-            await server.receive(tag)
+            await server.receive(tag=tag)
     if way == 6:  # nothing ever comes
         return
-    await client.send(data, tag)
+    await client.send(data, tag=tag)
     if way == 3:
-        assert await server.wait_message(tag) == size
+        assert await server.wait_message(tag=tag) == size
     if way == 4:
         while True:
             try:
-                assert server.receive_nowait(tag) == data
+                assert server.receive_nowait(tag=tag) == data
                 return
             except trio.WouldBlock:
                 await trio.sleep(0)
-    assert await server.receive(tag) == data
+    assert await server.receive(tag=tag) == data
 
 
 async def test_idle_tags_are_forgotten(worker: ucp.Worker, rounds: Rounds) -> None:
@@ -260,5 +263,5 @@ async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: p
 
             nursery.start_soon(send)
             for tag in reversed(range(1500)):
-                assert await server.receive(tag) == tag.to_bytes(4, "big")
+                assert await server.receive(tag=tag) == tag.to_bytes(4, "big")
     assert looks < 10 * 1500

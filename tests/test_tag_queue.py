@@ -12,6 +12,7 @@ from trio_ucx import _tag_queue, ucp
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import PendingReceive
 from trio_ucx._tag_queue import Message, Receive, State, TagQueue, Want
+from trio_ucx.ucp._engine.ending import Ending
 from trio_ucx.ucp._memory.buffers import Pinned
 
 LIMIT = 1 << 40
@@ -23,6 +24,8 @@ class Mover:
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once = at_once
         self.moving: list[tuple[Message, Receive | None]] = []
+        self.dropped_ones: list[Message] = []
+        self.ending = Ending()
         self.consumed_ones: list[Message] = []
         self.discarded: list[Message] = []
         self.given_up: list[Message] = []
@@ -57,6 +60,9 @@ class Mover:
 
     def consumed(self, message: Message) -> None:
         self.consumed_ones.append(message)
+
+    def dropped(self, message: Message) -> None:
+        self.dropped_ones.append(message)
 
     def discard(self, message: Message) -> None:
         self.discarded.append(message)

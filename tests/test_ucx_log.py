@@ -155,8 +155,7 @@ def test_protocol_information_goes_to_stderr() -> None:
 import trio
 from trio_ucx.testing import open_connection_pair
 async def main():
-    one, other = await open_connection_pair()
-    async with one, other:
+    async with open_connection_pair() as (one, other):
         await one.send(b"x")
         await other.receive()
 trio.run(main)

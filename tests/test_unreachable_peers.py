@@ -68,7 +68,7 @@ async def test_socket_address_over_shared_memory_alone() -> None:
     """Whether UCX first notices that no process listens there, or that it has no transport."""
     async with ucp.open_worker(config={"TLS": "sm,self"}) as worker:
         for status in (Status.UNREACHABLE, Status.NOT_CONNECTED, Status.REJECTED):
-            assert "Socket addresses need tcp" in hint(worker.context.transports, status, None)
+            assert "Socket addresses need tcp" in hint(worker.context._transports, status, None)
         endpoint = await worker.open_endpoint(("127.0.0.1", 9))
         expected = r"transports in use: sm,self. Socket addresses need tcp"
         with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match=expected):

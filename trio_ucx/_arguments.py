@@ -1,10 +1,11 @@
-"""The arguments that opening a connection and opening a listener have in common: their defaults and their checks."""
+"""The arguments that opening a connection and opening a listener have in common: their types, defaults and checks."""
 
 from __future__ import annotations
 
 import ssl
-from typing import Literal
+from typing import Literal, TypedDict
 
+from ._backoff import Backoff
 from ._handshake.handshake import ExchangeOptions
 from ._handshake.peer_description import SharedMemory
 from ._link import Options
@@ -16,6 +17,36 @@ from .ucp._util import check_integer, check_timeout
 KEEPALIVE_INTERVAL = 20.0
 #: The shortest authkey, in bytes: a client may try some 300,000 keys a second.
 MIN_AUTHKEY = 16
+
+
+class ConnectionOptions(TypedDict, total=False):
+    """The options that both sides of a connection have: see :func:`connect` and :func:`open_ucx_listeners`."""
+
+    connect_timeout: float
+    close_timeout: float
+    window: int
+    max_message_size: int
+    shared_memory: Literal["auto"] | bool
+    keepalive_interval: float
+    authkey: bytes | None
+    ssl_context: ssl.SSLContext | None
+    isolate: bool
+
+
+class ConnectOptions(ConnectionOptions, total=False):
+    """The options of :func:`connect`, besides ``worker``."""
+
+    happy_eyeballs_delay: float | None
+    local_address: str | None
+    server_hostname: str | None
+    retry: Backoff | None
+
+
+class ListenerOptions(ConnectionOptions, total=False):
+    """The options of :func:`open_ucx_listeners`, besides ``host`` and ``worker``."""
+
+    backlog: int | None
+    allow_anyone: bool
 
 
 def check_options(close_timeout: float, window: int, max_message_size: int) -> Options:

@@ -77,8 +77,11 @@ class Write(Generic[_Piece]):
             Exception: what a piece failed with; then :meth:`cancel` the rest.
         """
         while True:
+            for sent in self._in_flight:
+                if sent.outcome is not None:
+                    sent.result()  # nothing may follow a piece that was not sent
             while self._in_flight and self._in_flight[0].outcome is not None:
-                self._in_flight.popleft().result()
+                self._in_flight.popleft()
             piece = next(self._cut, None) if len(self._in_flight) < AHEAD else None
             if piece is None:
                 return self._in_flight[0] if self._in_flight else None

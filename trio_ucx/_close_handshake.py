@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import enum
 
+import attrs
+
 
 class Peer(enum.Enum):
     """What the peer has done about the end: see the table above."""
@@ -34,6 +36,21 @@ class Peer(enum.Enum):
     ACKNOWLEDGED = enum.auto()
     CLOSED = enum.auto()
     LOST = enum.auto()
+
+
+@attrs.frozen
+class Loss:
+    """Why the control socket tells nothing about the peer any more.
+
+    Attributes:
+        reason: in words.
+        vanished: whether the peer's host does not answer any more. Else the peer's end was closed, or something failed.
+        cause: the internal error that ended the control socket, if one did.
+    """
+
+    reason: str
+    vanished: bool = False
+    cause: BaseException | None = None
 
 
 class CloseHandshake:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import cast
 
 import attrs
@@ -11,9 +12,10 @@ from trio.lowlevel import enable_ki_protection
 
 from . import _byte_stream as stream
 from . import _wire as wire
-from ._close_handshake import Peer
+from ._channels import Channel, QueueNumber
 from ._copies import immutable
 from ._link import Link
+from ._peer_info import PeerInfo, PeerState
 from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
@@ -21,14 +23,24 @@ from .ucp._endpoint import close_in_background
 from .ucp._engine.ending import CloseState
 from .ucp._engine.posting import completed
 from .ucp._engine.waits import Pending
-from .ucp._memory.buffers import Buffer
+from .ucp._memory.buffers import Buffer, WritableBuffer
 from .ucp._memory.pointers import refuse_pointers
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
 def check_tag(tag: int) -> int:
+    if type(tag) is QueueNumber:
+        return int(tag)
     return check_integer(tag, "the tag", 0, wire.MAX_TAG)
+
+
+def check_max_unread(max_unread: int) -> int:
+    return check_integer(max_unread, "max_unread", 1, 2**62)
+
+
+def check_max_size(max_size: int) -> int:
+    return check_integer(max_size, "max_size", 0, 2**62)
 
 
 @attrs.define(eq=False, repr=False)
@@ -81,12 +93,50 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def closed(self) -> bool:
-        """Whether the connection has ended: it was closed or aborted here, the peer has closed it, or the peer is lost.
+        """Whether this side has closed or aborted it, also while a cancelled :meth:`aclose` ends in the background.
 
-        What had arrived from a peer that closed or was lost can still be received.
+        See :attr:`peer_state` for the peer.
         """
-        link = self._link
-        return link.closed or link.share.error is not None or link.close_handshake.peer is not Peer.OPEN
+        return self._link.ending.state is not CloseState.OPEN
+
+    @property
+    def peer_state(self) -> PeerState:
+        """How far the peer has closed, as far as this side knows."""
+        return self._link.peer_state
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server that has accepted it shuts down (:meth:`Server.drain`).
+
+        Receives then get what has arrived, and after that the end; sends go on.
+        """
+        return self._link.receiving.draining
+
+    @property
+    def peer(self) -> PeerInfo:
+        """Who the peer is."""
+        info = self._link.peer_info
+        assert info is not None
+        return info
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """UCX's transports that it uses, such as ``("sysv/memory", "cma/memory")`` (``ucp_ep_query``; UCX 1.14).
+
+        Raises:
+            UCXError: trio_ucx was built against UCX 1.13.
+        """
+        return tuple(f"{each.name}/{each.device}" for each in self.endpoint.transports)
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether it uses shared memory."""
+        return self._link.why_not_shared_memory is None
+
+    @property
+    def why_not_shared_memory(self) -> str | None:
+        """Why it does not use shared memory, in words; None if it does."""
+        return self._link.why_not_shared_memory
 
     @property
     def local_address(self) -> tuple[str, int] | None:
@@ -119,7 +169,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     # ---- messages ----
 
     @enable_ki_protection
-    async def send(self, data: Buffer, tag: int = 0) -> None:
+    async def send(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
         """Sends one message (``ucp_tag_send_nbx``).
 
         Returns when ``data`` may be used again, which is not yet delivery. Waits while the peer holds a whole
@@ -129,6 +179,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             data: a contiguous buffer, or a list of them, which arrives as one message; or a ``ucp.Strided``. Large ones
                 are not copied. Device memory goes to UCX as it is.
             tag: the tag queue, 0 to 2**31 - 1.
+            max_unread: the most messages of this tag, at least 1, that the peer may have unread; the send waits for
+                room. Messages sent without ``max_unread`` are counted only after so many were sent with it.
 
         Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
         pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
@@ -144,6 +196,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
+        if max_unread is not None:
+            await self._wait_unread(tag, max_unread)
         sent = link.sending.send_short(tag, data)
         if sent is True:
             await link.engine.waiting.schedule_point()
@@ -151,14 +205,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await completed(sent or link.sending.submit(tag, data), link.engine)
 
     @enable_ki_protection
-    def send_nowait(self, data: Buffer, tag: int = 0) -> None:
+    def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
         """Sends one message without waiting; ``data`` and ``tag`` as for :meth:`send`.
 
         ``bytes`` are kept by reference until UCX has taken them; mutable data are copied. An error that shows only
         later breaks the connection, or is raised by :meth:`aclose`.
 
         Raises:
-            trio.WouldBlock: the peer's window is full, or other sends wait for it.
+            trio.WouldBlock: the peer's window is full, or other sends wait for it; or it has ``max_unread`` messages of
+                this tag unread.
             ValueError: more than 1 MiB of mutable data: use :meth:`send`, which does not copy.
             trio.ClosedResourceError, trio.BrokenResourceError, TypeError, RuntimeError: as for :meth:`send`.
         """
@@ -166,40 +221,59 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             tag = check_tag(tag)
         link = self._link
         link.check()
-        if not link.sending.send_short(tag, data):
-            link.sending.submit_nowait(tag, immutable(data))
+        sending = link.sending
+        if max_unread is not None and not sending.may_add(tag, check_max_unread(max_unread)):
+            sending.check()
+            raise trio.WouldBlock
+        if not sending.send_short(tag, data):
+            sending.submit_nowait(tag, immutable(data))
+        if max_unread is not None:
+            sending.added(tag, max_unread)
+
+    async def _wait_unread(self, tag: int, max_unread: int) -> None:
+        """Waits until the peer has room for one more message of a tag queue, and counts it."""
+        link = self._link
+        await link.sending.wait_unread(tag, check_max_unread(max_unread))
+        link.check()
+        link.sending.check()
+        link.sending.unread.sent(tag)
 
     @enable_ki_protection
-    async def receive(self, tag: int = 0) -> bytes:
+    async def receive(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
         """Receives the next message of a tag queue.
+
+        Args:
+            tag: the tag queue.
+            max_size: the longest message to take, in bytes; by default the connection's ``max_message_size``.
 
         Cancellation: nothing is lost. A message whose transfer had begun goes to the queue's next receive.
 
         Raises:
-            trio.EndOfChannel: the peer has closed the connection and all its messages were received.
+            trio.EndOfChannel: the peer has closed, or this server drains, and all that had arrived was received.
             trio.BrokenResourceError: the peer is gone, and all that had arrived was received.
             trio.ClosedResourceError: this connection was closed, perhaps meanwhile.
-            UCXError: MESSAGE_TRUNCATED: the message is longer than ``max_message_size``; it was dropped.
+            MessageTooLong: the message is longer than ``max_size``; it was dropped.
             MemoryError: there is no memory for the message; it was dropped.
-            TypeError, ValueError: a wrong tag.
+            TypeError, ValueError: a wrong tag or ``max_size``.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         link = self._link
+        receiving = link.receiving
+        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        receiving = link.receiving
-        data = receiving.take_ready(tag, receiving.max_message_size)
+        data = receiving.take_ready(tag, limit)
         if data is not None:
             await link.engine.waiting.schedule_point()
             return data
-        receive = receiving.receive(tag, Want.BYTES)
+        receive = receiving.receive(tag, Want.BYTES, limit)
         if receive.outcome is None:
             return cast(bytes, await link.engine.waiting.wait(receive))
         return cast(bytes, await completed(receive, link.engine))
 
     @enable_ki_protection
-    async def receive_into(self, buffer: Buffer, tag: int = 0) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0) -> int:
         """Receives the next message of a tag queue into a buffer; a large message directly, without a copy.
 
         Args:
@@ -214,7 +288,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         used until :meth:`wait_buffers_released` returns; the message goes to the queue's next receive.
 
         Raises:
-            UCXError: MESSAGE_TRUNCATED: the message is longer than the buffer; it was dropped.
+            MessageTooLong: the message is longer than the buffer; it was dropped.
             RuntimeError: the device of the buffer failed; the message is lost.
             TypeError, ValueError: not such a buffer; a wrong tag.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
@@ -250,21 +324,22 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return len(data)
 
     @enable_ki_protection
-    def receive_nowait(self, tag: int = 0) -> bytes:
-        """Receives the next message of a tag queue if it has arrived.
+    def receive_nowait(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
+        """Receives the next message of a tag queue if it has arrived; ``tag`` and ``max_size`` as for :meth:`receive`.
 
         Raises:
             trio.WouldBlock: it has not; or it is a large one, which only a waiting receive transfers.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
-            UCXError, MemoryError, TypeError, ValueError: as for :meth:`receive`.
+            MessageTooLong, MemoryError, TypeError, ValueError: as for :meth:`receive`.
         """
         tag = check_tag(tag)
-        link = self._link
-        link.check()
-        return link.receiving.receive_nowait(tag)
+        receiving = self._link.receiving
+        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
+        self._link.check()
+        return receiving.receive_nowait(tag, limit)
 
     @enable_ki_protection
-    async def wait_message(self, tag: int = 0) -> int:
+    async def wait_message(self, *, tag: int = 0) -> int:
         """Waits until a tag queue has a message, which stays; returns its length.
 
         Cancellation: it has no effect.
@@ -287,6 +362,85 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong tag. (Each step raises what :meth:`receive` does, except at the end.)
         """
         return Messages._create(self, check_tag(tag))
+
+    @enable_ki_protection
+    async def receive_any(self, tags: Iterable[int] | None = None, *, max_size: int | None = None) -> tuple[int, bytes]:
+        """Receives the next message of any of several tag queues, and returns its tag and its content.
+
+        Tag queues that have messages take turns. Receives that wait at one of them come first there.
+
+        Args:
+            tags: the tag queues; None: all. With None, no message is let through beside a window that is full of the
+                byte stream or of conversations, because this side does not know which one to admit.
+            max_size: as for :meth:`receive`.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.EndOfChannel: as for :meth:`receive`, when it is the end of all of them.
+            trio.BrokenResourceError, trio.ClosedResourceError, MessageTooLong, MemoryError: as for :meth:`receive`.
+            TypeError, ValueError: a wrong tag, or none; a wrong ``max_size``.
+        """
+        numbers = None if tags is None else [check_tag(tag) for tag in tags]
+        if numbers is not None and not numbers:
+            raise ValueError("tags must have at least one tag; None means all")
+        link, receiving = self._link, self._link.receiving
+        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        link.check()
+        number = receiving.next_number(numbers)
+        if number is None:
+            number = await receiving.wait_any(numbers)
+            link.check()
+        data = receiving.take_ready(number, limit)
+        if data is None:
+            data = cast(bytes, await completed(receiving.receive(number, Want.BYTES, limit), link.engine))
+        else:
+            await link.engine.waiting.schedule_point()
+        return number, data
+
+    # ---- channels ----
+
+    def channel(self, tag: int) -> Channel:
+        """Returns a channel over a tag, for code that was written for Trio's channels.
+
+        Both sides call it, and use nothing else for this tag. When both have closed their ends, the tag can be used
+        anew. The side that closes its end second can do so at once; the other one does not learn when that is. For one
+        exchange after the other, use :meth:`open_conversation`.
+
+        Cancellation: of its operations, see :class:`Channel`.
+
+        Raises:
+            RuntimeError: this side has closed the last channel with this tag, and the peer has not closed its end yet.
+            TypeError, ValueError: a wrong tag.
+        """
+        return Channel._create(self, self._link.receiving.conversations.over_tag(check_tag(tag)))
+
+    def open_conversation(self) -> Channel:
+        """Opens a channel with tag queues of its own, for a request and its replies. Leave its block when it is over.
+
+        The peer gets its end from :meth:`conversations`, with the first message. A reply that comes after this side has
+        left, because it did not wait any longer, is dropped: no other conversation gets it.
+
+        Cancellation: of its operations, see :class:`Channel`.
+
+        Raises:
+            trio.ClosedResourceError: this connection was closed.
+            RuntimeError: 2**28 conversations that were opened here have not ended.
+        """
+        self._link.check()
+        return Channel._create(self, self._link.receiving.conversations.open())
+
+    def conversations(self) -> Conversations:
+        """Returns the conversations that the peer opens as an asynchronous iterator, which ends when the peer closes.
+
+        It also ends when the server drains (:meth:`Server.drain`); conversations that are open then go on.
+
+        Cancellation: a cancelled step loses no conversation, and the iterator can be used again.
+
+        Raises: nothing.
+        """
+        return Conversations._create(self)
 
     @enable_ki_protection
     async def wait_buffers_released(self) -> None:
@@ -318,7 +472,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         sent = sending.send_short(tag, data)
         return None if sent is True else sent or sending.submit(tag, data)
 
-    def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending:
+    def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending:
         tag = check_tag(tag)
         self._link.check()
         receiving = self._link.receiving
@@ -494,17 +648,40 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_closed(self) -> None:
-        """Waits until either side has ended the connection (:attr:`closed`), or a cancelled :meth:`aclose` has ended.
+        """Waits until the connection has ended: the peer or this side has closed it, in the background perhaps.
+
+        What has arrived can still be received if this side has not closed it.
 
         Cancellation: it has no effect.
 
-        Raises: nothing, whatever ended the connection.
+        Raises:
+            trio.BrokenResourceError: the peer is lost (:class:`PeerLost` says how), or what this side had sent before
+                its close may not have been delivered; the worker broke. Raised at once, without anybody receiving.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        if not self.closed:
-            self._link.engine.check()
-            await self._link.share.operations.wait_until(lambda: self.closed)
+        link = self._link
+        await link.share.operations.wait_until(link.is_over)
+        await link.engine.waiting.schedule_point()
+        link.closing.check()
+        if link.peer_state is PeerState.LOST:
+            link.sending.check()
+
+    @enable_ki_protection
+    async def ping(self) -> float:
+        """Asks the peer's library for an answer, over UCX like a message, and returns the seconds until it has come.
+
+        A peer that is stopped, or whose Trio loop is blocked, does not answer: set a timeout.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._link.check()
+        seconds = await self._link.ping()
         await self._link.engine.waiting.schedule_point()
+        return seconds
 
     @enable_ki_protection
     async def __aenter__(self) -> Connection:
@@ -548,9 +725,40 @@ class Messages(metaclass=OpenedNotConstructed):
     @enable_ki_protection
     async def __anext__(self) -> bytes:
         try:
-            return await self._connection.receive(self._tag)
+            return await self._connection.receive(tag=self._tag)
         except trio.EndOfChannel:
             raise StopAsyncIteration from None
 
     def __repr__(self) -> str:
         return f"<messages with tag {self._tag} of {self._connection!r}>"
+
+
+@attrs.define(eq=False, repr=False)
+class Conversations(metaclass=OpenedNotConstructed):
+    """The conversations that the peer opens: see :meth:`Connection.conversations`.
+
+    Cancellation: as :meth:`Connection.conversations`.
+    """
+
+    _connection: Connection
+
+    def __aiter__(self) -> Conversations:
+        return self
+
+    @enable_ki_protection
+    async def __anext__(self) -> Channel:
+        link = self._connection._link
+        await trio.lowlevel.checkpoint_if_cancelled()
+        link.check()
+        receiving = link.receiving
+        while True:
+            try:
+                begun = await completed(receiving.receive(wire.BEGUN, Want.COPY, 4), link.engine)
+            except trio.EndOfChannel:
+                raise StopAsyncIteration from None
+            talk = receiving.conversations.accept(int.from_bytes(begun, "little"))
+            if talk is not None:
+                return Channel._create(self._connection, talk, True)
+
+    def __repr__(self) -> str:
+        return f"<conversations of {self._connection!r}>"

@@ -13,13 +13,12 @@ NOWAIT_COPY_LIMIT = 2**20
 def immutable(data: Buffer) -> Buffer:
     """The same bytes in objects that nobody will change."""
     budget = NOWAIT_COPY_LIMIT
-    several = isinstance(data, (list, tuple))
 
-    def copy(part: Any) -> bytes:
+    def copy(part: Any, pinned: Any) -> bytes:
         nonlocal budget
         if isinstance(part, bytes):
             return part
-        pins = Pinned([part] if several else part)  # what must not be in a list is refused
+        pins = Pinned(pinned)
         try:
             budget -= pins.size
             if budget < 0:
@@ -31,4 +30,6 @@ def immutable(data: Buffer) -> Buffer:
         finally:
             pins.release()
 
-    return [copy(part) for part in data] if several else copy(data)
+    if isinstance(data, (list, tuple)):
+        return [copy(part, [part]) for part in data]  # a list, so that what must not be in one is refused
+    return copy(data, data)

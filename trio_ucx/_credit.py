@@ -1,6 +1,6 @@
 """Credit: how much each side may send to the other. Pure; one class for each direction.
 
-Each side promises to hold at most ``window`` bytes of unread messages of the other. The sender (:class:`SendCredit`)
+Each side promises to hold ``window`` bytes of unread messages of the other. The sender (:class:`SendCredit`)
 counts what it has sent and what the peer has granted back. The receiver (:class:`ReceiveCredit`) counts the same, and
 grants what was read (GRANT). Every message costs its payload plus an overhead; one that stays with its sender until it
 is received (rendezvous) costs only what UCX keeps of its announcement.
@@ -11,6 +11,9 @@ the next message of that queue whatever the credit (ADMIT). The message is charg
 zero. An ADMIT is void when a message of that queue was already on its way. When a message has arrived and further
 receives wait at its queue, the receiver admits the next one. So the admitted messages of a queue that nobody has read
 are never more than the receives that have waited there at the same time.
+
+*No message is too large for the window.* When the peer has read everything, a message that costs more than the window
+may go by itself (:data:`LONE`); a larger one waits for its ADMIT.
 
 Sends wait for credit in one list, first come first served, so that small messages do not starve a large one. An
 admitted queue may overtake.
@@ -31,6 +34,9 @@ LARGE_OVERHEAD = 512
 #: What a message costs in all that stays with its sender: the objects, and UCX's buffer with its announcement, which is
 #: one receive segment of shared memory (8,256 bytes), less over TCP.
 ANNOUNCEMENT = 8960
+
+#: What a message may cost that goes by itself: any that costs its payload with the usual rendezvous threshold.
+LONE = 68 << 10
 
 #: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
 _REMEMBERED_QUEUES = 1024
@@ -93,10 +99,14 @@ class SendCredit(Generic[_Send]):
         """Charges a message if it may be sent now, and returns whether it may."""
         if queue in self._lines:
             return False  # earlier sends of this queue wait
-        if queue not in self._admitted and (self.waiting or cost(size, self.threshold) > self.credit):
+        if queue not in self._admitted and (self.waiting or not self._suffices(size)):
             return False
         self._charge(queue, size)
         return True
+
+    def _suffices(self, size: int) -> bool:
+        amount = cost(size, self.threshold)
+        return amount <= self.credit or (self.credit == self.window and amount <= LONE)
 
     def take_short(self, queue: int, size: int) -> bool:
         """Does the same in the simple case, which is the usual one; if it returns False, ask :meth:`take`."""
@@ -178,13 +188,17 @@ class SendCredit(Generic[_Send]):
             send = next(iter(self._lines[next(iter(self._overtaking))]))
         elif self.waiting:
             send = next(iter(self.waiting))
-            if cost(send.size, self.threshold) > self.credit:
+            if not self._suffices(send.size):
                 return None
         else:
             return None
         self.withdraw(send)
         self._charge(send.queue, send.size)
         return send
+
+    def makes_wait(self, queue: int) -> bool:
+        """Whether sends of this queue wait for credit."""
+        return queue in self._lines
 
     def has_room(self, queue: int) -> bool:
         """Whether a small message of this queue could be sent now."""
@@ -202,6 +216,7 @@ class ReceiveCredit:
     """What the peer may send."""
 
     def __init__(self, window: int, threshold: int) -> None:
+        self.window = window
         self.threshold = threshold
         #: What the messages cost that arrived and were not granted back.
         self.outstanding = 0

@@ -78,10 +78,13 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
         Raises: nothing, closed already or not.
         """
+        self._close()
+        await trio.lowlevel.checkpoint()
+
+    def _close(self) -> None:
         self._acceptor.engine.run.check_thread()
         if self._acceptor.engine.usable:
             self._acceptor.close()
-        await trio.lowlevel.checkpoint()
 
     def __del__(self) -> None:
         acceptor = self._acceptor

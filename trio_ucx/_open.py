@@ -7,16 +7,16 @@ import math
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Unpack
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
+from ._arguments import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
+from ._backoff import Backoff
 from ._connection import Connection
 from ._handshake.client import Connector
 from ._handshake.handshake import ExchangeOptions
@@ -28,7 +28,7 @@ from .ucp import Worker
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._endpoint_options import check_is_ours, check_local_address
 from .ucp._quirks import descriptors
-from .ucp._util import check_timeout
+from .ucp._util import OpenedNotConstructed, check_in_trio, check_timeout
 
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
 Address = SocketAddress
@@ -158,7 +158,14 @@ def _hint(number: int) -> str:
     return "; is a listener open there?" if number in (errno.ECONNREFUSED, errno.ENOENT) else ""
 
 
-async def _open(destination: _Destination, exchange_options: ExchangeOptions, options: Options) -> Connection:
+async def _open(
+    destination: _Destination, exchange_options: ExchangeOptions, options: Options, retry: Backoff | None
+) -> Connection:
+    check_in_trio()
+    if retry is not None:
+        if not isinstance(retry, Backoff):
+            raise TypeError(f"retry must be a trio_ucx.Backoff, not {type(retry).__name__}")
+        return await retry._run(lambda: _open(destination, exchange_options, options, None))
     await trio.lowlevel.checkpoint_if_cancelled()
     check_worker(destination.worker)
     descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
@@ -178,21 +185,26 @@ async def _open(destination: _Destination, exchange_options: ExchangeOptions, op
     return Connection._wrap(await connector.run())
 
 
-class _Connect:
-    """The context manager that :func:`connect` returns.
+@attrs.define(eq=False, repr=False)
+class Connecting(metaclass=OpenedNotConstructed):
+    """What :func:`connect` returns: ``async with`` opens the :class:`Connection`, and closes it at the end.
 
-    A class, because a KeyboardInterrupt can end a generator between any two of its lines.
+    Cancellation: as :func:`connect`.
     """
 
-    def __init__(self, open: Callable[[], Awaitable[Connection]]) -> None:
-        self._open = open
-        self._connection: Connection | None = None
+    # A class, because a KeyboardInterrupt can end a generator between any two of its lines.
+
+    _destination: _Destination
+    _exchange_options: ExchangeOptions
+    _options: Options
+    _retry: Backoff | None
+    _connection: Connection | None = None
 
     @enable_ki_protection
     async def __aenter__(self) -> Connection:
         if self._connection is not None:
             raise RuntimeError("connect(...) can be entered once; call connect again for another connection")
-        self._connection = await self._open()
+        self._connection = await _open(self._destination, self._exchange_options, self._options, self._retry)
         return self._connection
 
     @enable_ki_protection
@@ -201,6 +213,9 @@ class _Connect:
     ) -> None:
         assert self._connection is not None
         await self._connection.__aexit__(exc_type, exc, traceback)
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.Connecting to {self._destination.label}>"
 
 
 def connect(
@@ -219,7 +234,8 @@ def connect(
     ssl_context: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
     isolate: bool = False,
-) -> _Connect:
+    retry: Backoff | None = None,
+) -> Connecting:
     """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
 
     A connection begins on a TCP or Unix socket, the *control socket*. There the two sides authenticate each other if
@@ -251,13 +267,17 @@ def connect(
             Otherwise it shares the endpoint with all connections between the same two workers, and its small messages
             wait behind their large ones. A worker costs about 5 MB of memory, 16 file descriptors, and 10 ms to open,
             during which the program is blocked.
+        retry: tries again as a :class:`Backoff` says. ``connect_timeout`` is then for each attempt.
 
     Cancellation: if entering the block is cancelled, no connection is left behind.
 
     Raises:
         TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
-        OSError: refused, unreachable, an unknown host; ``errno`` says which. ``ssl.SSLError`` for certificates. Too few
-            file descriptors are left (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports.
+        ServerDraining, ServerFull: try another server, or later.
+        NotAdmitted: a wrong or missing ``authkey`` or certificate, protected mode, or sides that cannot work together.
+        NotTrioUCX: something else listens there.
+        OSError: nobody listens there, unreachable, an unknown host; ``errno`` says which. Too few file descriptors are
+            left (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports.
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
@@ -269,27 +289,12 @@ def connect(
         shared_memory, keepalive_interval, authkey, ssl_context, server_hostname, isolate=isolate
     )
     options = check_options(close_timeout, window, max_message_size)
-    return _Connect(lambda: _open(destination, exchange_options, options))
+    return Connecting._create(destination, exchange_options, options, retry)
 
 
 @enable_ki_protection
 async def open_ucx_stream(
-    host: str,
-    port: int,
-    *,
-    worker: Worker | None = None,
-    connect_timeout: float = 10,
-    close_timeout: float = 10,
-    window: int = 2**20,
-    max_message_size: int = 2**30,
-    happy_eyeballs_delay: float | None = HAPPY_EYEBALLS_DELAY,
-    local_address: str | None = None,
-    shared_memory: Literal["auto"] | bool = "auto",
-    keepalive_interval: float = KEEPALIVE_INTERVAL,
-    authkey: bytes | None = None,
-    ssl_context: ssl.SSLContext | None = None,
-    server_hostname: str | None = None,
-    isolate: bool = False,
+    host: str, port: int, *, worker: Worker | None = None, **options: Unpack[ConnectOptions]
 ) -> Connection:
     """Connects to a trio_ucx listener, as ``trio.open_tcp_stream`` does over TCP; close the result.
 
@@ -299,8 +304,4 @@ async def open_ucx_stream(
 
     Raises: as :func:`connect`.
     """
-    destination = _Destination.check((host, port), worker, connect_timeout, happy_eyeballs_delay, local_address)
-    exchange_options = check_exchange_options(
-        shared_memory, keepalive_interval, authkey, ssl_context, server_hostname, isolate=isolate
-    )
-    return await _open(destination, exchange_options, check_options(close_timeout, window, max_message_size))
+    return await connect((host, port), worker=worker, **options).__aenter__()

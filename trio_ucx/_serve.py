@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import ssl
-import traceback
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+import threading
+from typing import Literal, Unpack
 
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ._arguments import KEEPALIVE_INTERVAL, check_exchange_options, check_options, check_worker
-from ._connection import Connection
+from ._arguments import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
 from ._handshake.server import Acceptor
 from ._listener import Listener
+from ._server import Handler, OnHandlerError, Server
 from ._shared import shared_worker
 from ._unix import open_unix_listener, unix_path
 from .ucp import Worker
 from .ucp._address import format_address
 from .ucp._listener import check_port
-from .ucp._status import origin_of
-from .ucp._util import check_integer, check_timeout
+from .ucp._util import check_in_trio, check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 
@@ -86,6 +85,7 @@ async def open_ucx_listeners(
         RuntimeError: a raw receive waits on ``worker`` that could take messages of its first Connection.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
     """
+    check_in_trio()
     port = check_port(port)
     path = unix_path((host, port))
     check_worker(worker)
@@ -160,109 +160,63 @@ async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
         raise
 
 
-def split_loss(connection: Connection, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
-    """Separates the errors that a connection raised because its peer was lost from all others.
-
-    Returns:
-        The first of these errors, and ``error`` without them; each is None if there is none.
-    """
-    share = connection._link.share
-    if share.engine.broken is not None:
-        return None, error  # the worker broke, not the connection
-
-    def is_its_own(one: BaseException) -> bool:
-        return isinstance(one, trio.BrokenResourceError) and origin_of(one) is share.ending.origin
-
-    if not isinstance(error, BaseExceptionGroup):
-        return (error, None) if is_its_own(error) else (None, error)
-    own, rest = error.split(is_its_own)
-    first: BaseException | None = own
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first, rest
-
-
-def _log_loss(handler: object, connection: Connection, loss: BaseException, raised: BaseException) -> None:
-    """Logs that a handler has ended because its client has gone.
-
-    Args:
-        raised: what the handler raised: ``loss``, or a group with it.
-    """
-    level = logging.DEBUG if connection._link.close_handshake.peer_closes else logging.WARNING
-    stood = _innermost_frame(loss) or _innermost_frame(raised) or "after it had returned"
-    name = getattr(handler, "__qualname__", None) or repr(handler)
-    logger.log(level, "%r: %s. The handler %s ended %s", connection, loss, name, stood)
-
-
-#: Packages whose frames say nothing about where a handler stood.
-_LIBRARIES = frozenset({"trio_ucx", "trio", "outcome", "contextlib"})
-
-
-def _innermost_frame(error: BaseException) -> str | None:
-    """Where the user's code stood."""
-    stood = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            stood = f"at {frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
-    return stood
-
-
 @enable_ki_protection
 async def serve_ucx(
-    handler: Callable[[Connection], Awaitable[object]],
+    handler: Handler,
     port: int,
     *,
     host: str | None = None,
     worker: Worker | None = None,
     handler_nursery: trio.Nursery | None = None,
-    task_status: trio.TaskStatus[list[Listener]] = trio.TASK_STATUS_IGNORED,
-    **options: Any,
+    on_handler_error: OnHandlerError = "raise",
+    drain_on_signal: float | None = None,
+    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
+    **options: Unpack[ListenerOptions],
 ) -> None:
     """Listens, and runs ``handler(connection)`` in a task for each client, as ``trio.serve_tcp`` does over TCP.
 
     When a handler returns, its connection is closed gracefully; when it raises, by force.
 
-    If a handler raises the ``trio.BrokenResourceError`` of its own connection, its client has gone: that is logged with
-    the handler's name and where it stood (logger ``trio_ucx``: DEBUG if the client closed in order, WARNING if it
-    aborted, died or vanished), the error is removed from exception groups, and the server goes on. Every other
+    What a handler's own connection raises because of its client ends that handler alone,
+    with a log line that has the handler's name and where it stood (logger ``trio_ucx``): ``trio.EndOfChannel`` and
+    :class:`PeerClosed`, when the client has closed in order, at DEBUG, and the connection is closed gracefully;
+    :class:`PeerLost` and :class:`MessageTooLong` at WARNING. They are removed from exception groups. Every other
     exception ends the server, as in Trio: an error of another connection that the handler uses,
-    ``trio.ClosedResourceError``, ``trio.EndOfChannel``, or an exception that was raised from the error of a lost
-    client.
+    ``trio.ClosedResourceError``, or an exception that was raised from an error of its own
+    connection, as ``trio.SSLStream`` does.
+
+    It returns when all listeners were closed, by :meth:`Server.drain` or one by one, and the handlers have ended.
 
     Args:
         handler: an async function that takes a :class:`Connection`.
         port, host, worker: see :func:`open_ucx_listeners`, which also takes the ``options``.
         handler_nursery: where the handlers run; by default a nursery of its own.
-        task_status: ``await nursery.start(serve_ucx, handler, 0)`` returns the listeners once they listen.
+        on_handler_error: what an exception of a handler does, if it does not come from the handler's own client:
+            ``"raise"`` ends the server; ``"log"`` logs it with its traceback, at ERROR; a function is called with the
+            connection and the exception. In the last two cases only that handler ends.
+        drain_on_signal: SIGTERM or SIGINT drains the server (:meth:`Server.drain`), with this timeout in seconds; a
+            second signal cancels what is left. Several servers may do so. Only in the main thread.
+        task_status: ``await nursery.start(serve_ucx, handler, 0)`` returns the :class:`Server` once it listens.
 
     Cancellation: closes the listeners, and cancels the handlers unless they run in ``handler_nursery``.
 
     Raises:
-        ExceptionGroup: of what handlers raised (in ``handler_nursery``, that raises it), and of the listeners' errors:
-            ``trio.ClosedResourceError`` when one was closed, ``trio.BrokenResourceError`` when the worker broke.
+        ExceptionGroup: of what handlers raised (in ``handler_nursery``, that raises it), and of
+            ``trio.BrokenResourceError`` when the worker broke.
         OSError, TypeError, ValueError, UCXError, RuntimeError: as :func:`open_ucx_listeners`.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke, before the server listened.
     """
+    if on_handler_error not in ("raise", "log") and not callable(on_handler_error):
+        raise ValueError(f"on_handler_error must be 'raise', 'log' or a function, not {on_handler_error!r}")
+    if inspect.iscoroutinefunction(on_handler_error):
+        raise TypeError("on_handler_error must be a plain function, not an async one")
+    if drain_on_signal is not None:
+        drain_on_signal = check_timeout(drain_on_signal, "drain_on_signal")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("drain_on_signal= works only in the main thread, where Python receives signals")
     listeners = await open_ucx_listeners(port, host=host, worker=worker, **options)
-
-    async def handle(connection: Connection) -> None:
-        rest: BaseException | None
-        try:
-            await handler(connection)
-        except BaseException as error:
-            loss, rest = split_loss(connection, error)
-            if loss is not None:
-                _log_loss(handler, connection, loss, error)
-            connection.abort()
-            if loss is None:
-                raise
-        else:
-            rest = None
-            try:
-                await connection.aclose()
-            except trio.BrokenResourceError as error:
-                _log_loss(handler, connection, error, error)
-        if rest is not None:
-            raise rest  # outside the except block, or the removed errors would be its context
-
-    await trio.serve_listeners(handle, listeners, handler_nursery=handler_nursery, task_status=task_status)
+    server = Server._create(tuple(listeners), handler, on_handler_error)
+    async with trio.open_nursery() as nursery:
+        server._start(nursery, handler_nursery or nursery, drain_on_signal)
+        task_status.started(server)
+    await server._wait_until(lambda: not server._running)  # handlers in a nursery of the user's

@@ -131,6 +131,9 @@ class Mover(Protocol):
     def consumed(self, message: Message) -> None:
         """The user has taken the message, or it was dropped."""
 
+    def dropped(self, message: Message) -> None:
+        """A message was dropped that the user could not receive: its sender is told."""
+
     def discard(self, message: Message) -> None:
         """Nobody wants a HELD message."""
 
@@ -193,9 +196,22 @@ class TagQueue:
         return not (self.messages or self.receives or self.packed) and self.failure is None
 
     @property
+    def unread(self) -> int:
+        """How many messages have arrived and were not taken."""
+        packed = 0 if self.packed is None else self.packed.left + sum(each.left for each in self._later)
+        return packed + len(self.messages)
+
+    @property
     def lacks_messages(self) -> bool:
         """Whether more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
         return len(self.receives) > len(self.messages)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """How many messages nobody has taken yet, and their bytes."""
+        packed = [each for each in (self.packed, *self._later) if each is not None]
+        size = sum(message.length for message in self.messages) + sum(each.left * each.length for each in packed)
+        return self.unread, size
 
     # ---- messages arrive ----
 
@@ -458,6 +474,7 @@ class TagQueue:
         self._drop_first(message)
         self._remove(receive)
         receive.fail_too_long(message.length)
+        self.mover.dropped(message)
         return True
 
     def _no_memory(self, message: Message, receive: Receive, cause: MemoryError) -> bool:
@@ -471,6 +488,8 @@ class TagQueue:
             self._drop_first(message)
         self._remove(receive)
         receive.fail(error)
+        if not self.stream:
+            self.mover.dropped(message)
         return True
 
     def _drop_first(self, message: Message) -> None:
@@ -599,6 +618,18 @@ class TagQueue:
                 self._part(message)
         self._remove(receive)
         receive.fail(error)
+
+    def drop_all(self, error: Exception) -> None:
+        """The user is done with the queue: drops what is there and what will arrive. All receives get the error."""
+        self.unpack()
+        for receive in list(self.receives):
+            self.give_up(receive, error)
+        self.failure = error
+        while self.messages:
+            message = self.messages.pop()
+            if message.state is State.READY:
+                self._part(message)
+            self._drop(message)
 
     def close(self, error: Exception) -> None:
         """Ends the queue: all receives, now and later, get the error."""

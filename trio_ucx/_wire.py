@@ -8,14 +8,18 @@ id under which *it* wants to be written to. From then on everything over UCX is 
     STREAM    the byte stream; an empty message is its end
     BATCH     several small messages as one, taken apart before anything else looks at them
     LONG      announcements of long messages, which are then as if the messages had arrived
-    PIECES    and above: pieces of long messages
+
+    CONVERSATIONS  and above: messages in conversations that their sender has opened
+    ANSWERS        and above: messages in conversations that their receiver has opened
+    PIECES         and above: pieces of long messages
 """
 
 from __future__ import annotations
 
+import enum
 import secrets
 import struct
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import attrs
 
@@ -27,7 +31,13 @@ CONTROL = 2**31
 STREAM = 2**31 + 1
 BATCH = 2**31 + 2
 LONG = 2**31 + 3
+CONVERSATIONS = 2**31 + 2**29
+ANSWERS = CONVERSATIONS + 2**28
 PIECES = 2**31 + 2**30
+#: So many conversations that one side has opened may be open at once.
+MAX_CONVERSATIONS = 2**28
+#: Not on the wire: the tag queue in which this side keeps the numbers of conversations that nobody has accepted.
+BEGUN = CONVERSATIONS - 1
 
 #: The least window: a smaller one would hold hardly any message.
 MIN_WINDOW = 4096
@@ -47,6 +57,15 @@ PACKED_HEAD = struct.Struct("<IHH")
 MAX_BATCH = 4096
 
 
+class Why(enum.IntEnum):
+    """Why a listener refuses a client."""
+
+    OTHER = 0
+    DRAINING = 1
+    FULL = 2
+    NOT_ADMITTED = 3
+
+
 class ProtocolError(Exception):
     """The peer sent something that the wire format does not allow."""
 
@@ -60,12 +79,12 @@ def new_connection_id() -> int:
 
 
 def check_queue(queue: int) -> None:
-    """Refuses a tag queue that is neither the user's nor the byte stream's.
+    """Refuses a tag queue that is neither the user's, nor the byte stream's, nor a conversation's.
 
     Raises:
         ProtocolError: it is reserved.
     """
-    if queue > MAX_TAG and queue != STREAM:
+    if queue > MAX_TAG and queue != STREAM and not CONVERSATIONS <= queue < PIECES:
         raise ProtocolError(f"the peer wrote to the reserved tag queue {queue}")
 
 
@@ -140,11 +159,71 @@ class Hello:
     format: ClassVar[str] = "<B"
 
 
-Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Done | Hello
+@attrs.frozen
+class Ping:
+    """Asks the peer's library for a PONG with the same number."""
 
-_FRAMES: dict[int, type[Frame]] = {
-    frame.kind: frame for frame in (Grant, Stalled, Admit, Goodbye, GoodbyeAck, Done, Hello)
-}
+    number: int
+    kind: ClassVar[int] = 9
+    format: ClassVar[str] = "<BQ"
+
+
+@attrs.frozen
+class Pong:
+    """The answer to a PING."""
+
+    number: int
+    kind: ClassVar[int] = 10
+    format: ClassVar[str] = "<BQ"
+
+
+@attrs.frozen
+class Leave:
+    """The sender of this has left a channel, and sends nothing to its tag queue ``queue`` any more.
+
+    ``by_force`` is 1 if that is not the end that it had meant: its block was left by an exception.
+    """
+
+    queue: int
+    by_force: int
+    kind: ClassVar[int] = 11
+    format: ClassVar[str] = "<BIB"
+
+
+@attrs.frozen
+class Dropped:
+    """The receiver has dropped a message of this tag queue and length: it was too long, or memory was short."""
+
+    queue: int
+    length: int
+    kind: ClassVar[int] = 12
+    format: ClassVar[str] = "<BIQ"
+
+
+@attrs.frozen
+class Ask:
+    """Asks for an UNREAD as soon as fewer than ``limit`` messages of this tag queue are unread."""
+
+    queue: int
+    limit: int
+    kind: ClassVar[int] = 13
+    format: ClassVar[str] = "<BIQ"
+
+
+@attrs.frozen
+class Unread:
+    """The answer to an ASK with this limit: so many messages of the tag queue are unread."""
+
+    queue: int
+    limit: int
+    count: int
+    kind: ClassVar[int] = 14
+    format: ClassVar[str] = "<BIQQ"
+
+
+Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Done | Hello | Ping | Pong | Leave | Dropped | Ask | Unread
+
+_FRAMES: dict[int, type[Frame]] = {frame.kind: frame for frame in get_args(Frame)}
 
 #: No control frame is longer.
 MAX_FRAME = 32

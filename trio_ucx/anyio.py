@@ -7,7 +7,8 @@
     [listener] = await trio_ucx.open_ucx_listeners(port)
     await UCXListener(listener).serve(handler)      # several: anyio.streams.stapled.MultiListener
 
-Needs anyio 4, which trio_ucx does not install.
+Needs anyio 4, which trio_ucx does not install, and anyio's trio backend: under asyncio, opening anything raises a
+RuntimeError that says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import trio
 from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
 
 import trio_ucx
+
+from ._unix import PREFIX
 
 __all__ = ["UCXListener", "UCXStream"]
 
@@ -45,6 +48,8 @@ class UCXStream(ByteStream):
     Attributes:
         connection: the Connection, whose messages can be used at the same time.
     """
+
+    connection: trio_ucx.Connection
 
     def __init__(self, connection: trio_ucx.Connection) -> None:
         self.connection = connection
@@ -104,7 +109,7 @@ class UCXStream(ByteStream):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """anyio's socket attributes, as far as a Connection has them (one made by worker address has none)."""
+        """anyio's attributes of the control socket. The addresses of a Unix socket are paths, "" without a name."""
         return {
             **_attributes(self.connection.local_address, SocketAttribute.local_address, SocketAttribute.local_port),
             **_attributes(self.connection.remote_address, SocketAttribute.remote_address, SocketAttribute.remote_port),
@@ -117,6 +122,8 @@ class UCXListener(Listener[UCXStream]):
     Attributes:
         listener: the :class:`trio_ucx.Listener`.
     """
+
+    listener: trio_ucx.Listener
 
     def __init__(self, listener: trio_ucx.Listener) -> None:
         self.listener = listener
@@ -157,7 +164,8 @@ class UCXListener(Listener[UCXStream]):
 
 
 def _attributes(address: tuple[str, int] | None, whole: Any, port: Any) -> dict[Any, Callable[[], Any]]:
-    if address is None:
-        return {}
+    if address is None or address[0].startswith(PREFIX):  # only a Unix socket can be without a name
+        path = "" if address is None else address[0].removeprefix(PREFIX)
+        return {SocketAttribute.family: lambda: AddressFamily.AF_UNIX, whole: lambda: path}
     family = AddressFamily.AF_INET6 if ":" in address[0] else AddressFamily.AF_INET
     return {SocketAttribute.family: lambda: family, whole: lambda: address, port: lambda: address[1]}

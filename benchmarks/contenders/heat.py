@@ -56,9 +56,9 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
         if setup["role"] != "client":
             connections[1] = await listener.accept()
         for connection in connections.values():
-            await connection.send(b"hello", TAG)
+            await connection.send(b"hello", tag=TAG)
         for connection in connections.values():
-            await connection.receive(TAG)
+            await connection.receive(tag=TAG)
             check_transports(connection.endpoint, setup)
         yield OurStrip(setup["role"], connections)
         for connection in connections.values():
@@ -122,9 +122,9 @@ class OurStrip(Strip):
 
     async def exchange(self) -> None:
         for neighbour, (mine, _) in self.edges.items():
-            await self.connections[neighbour].send(mine, TAG)
+            await self.connections[neighbour].send(mine, tag=TAG)
         for neighbour, (_, theirs) in self.edges.items():
-            await self.connections[neighbour].receive_into(theirs, TAG)
+            await self.connections[neighbour].receive_into(theirs, tag=TAG)
 
 
 class MpiStrip(Strip):

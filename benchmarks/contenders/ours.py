@@ -162,13 +162,13 @@ class OurEnd(TrioEnd):
 
     async def ping(self, batch: Batch) -> list[int]:
         self.last = self.buffer
-        send = partial(self.connection.send, self.payload, TAG)
-        return await ping(send, partial(self.connection.receive_into, self.buffer, TAG), batch.count)
+        send = partial(self.connection.send, self.payload, tag=TAG)
+        return await ping(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
 
     async def echo(self, batch: Batch) -> None:
         self.last = self.buffer
-        send = partial(self.connection.send, self.buffer, TAG)
-        await echo(send, partial(self.connection.receive_into, self.buffer, TAG), batch.count)
+        send = partial(self.connection.send, self.buffer, tag=TAG)
+        await echo(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
 
     async def send(self, batch: Batch) -> None:
         way = batch.job.way
@@ -177,7 +177,7 @@ class OurEnd(TrioEnd):
         elif way == "byte stream":
             await repeat(partial(self.connection.send_all, self.payload), batch.count)
         elif way.startswith("plain"):
-            await repeat(partial(self.connection.send, self.payload, TAG), batch.count)
+            await repeat(partial(self.connection.send, self.payload, tag=TAG), batch.count)
         elif way == "nowait":
             await self._send_nowait(batch.count)
         else:
@@ -187,14 +187,14 @@ class OurEnd(TrioEnd):
         send, payload = self.connection.send_nowait, self.payload
         for _ in range(count):
             try:
-                send(payload, TAG)
+                send(payload, tag=TAG)
             except trio.WouldBlock:
-                await self.connection.send(payload, TAG)
+                await self.connection.send(payload, tag=TAG)
 
     async def _send_by_group(self, batch: Batch) -> None:
         connection, payload = self.connection, self.payload
         await keep_in_flight(
-            connection.worker, batch.window, batch.count, lambda group: group.send(connection, payload, TAG)
+            connection.worker, batch.window, batch.count, lambda group: group.send(connection, payload, tag=TAG)
         )
 
     async def receive(self, batch: Batch) -> None:
@@ -206,11 +206,11 @@ class OurEnd(TrioEnd):
         elif way == "plain":
             receive = self.connection.receive
             for _ in range(batch.count):
-                message = await receive(TAG)
+                message = await receive(tag=TAG)
             self.last = message
         elif way == "plain, into":
             self.last = self.buffer
-            await repeat(partial(self.connection.receive_into, self.buffer, TAG), batch.count)
+            await repeat(partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
         elif way == "nowait":
             await self._receive_nowait(batch.count)
         elif way == "receive":
@@ -232,11 +232,11 @@ class OurEnd(TrioEnd):
         receive = self.connection.receive_nowait
         left = count
         while left:
-            message = await self.connection.receive(TAG)
+            message = await self.connection.receive(tag=TAG)
             left -= 1
             try:
                 while left:
-                    message = receive(TAG)
+                    message = receive(tag=TAG)
                     left -= 1
             except trio.WouldBlock:
                 pass
@@ -249,7 +249,7 @@ class OurEnd(TrioEnd):
             nonlocal left
             while left:
                 left -= 1
-                self.last = await self.connection.receive(TAG)
+                self.last = await self.connection.receive(tag=TAG)
 
         async with trio.open_nursery() as nursery:
             for _ in range(min(batch.window, batch.count)):
@@ -258,6 +258,6 @@ class OurEnd(TrioEnd):
     async def _receive_by_group(self, batch: Batch) -> None:
         connection, buffer = self.connection, self.buffer
         await keep_in_flight(
-            connection.worker, batch.window, batch.count, lambda group: group.receive_into(connection, buffer, TAG)
+            connection.worker, batch.window, batch.count, lambda group: group.receive_into(connection, buffer, tag=TAG)
         )
         self.last = buffer

@@ -122,8 +122,8 @@ async def connect_all(worker: ucp.Worker, address: list[Any], count: int) -> lis
             left -= 1
             connection = await trio_ucx.open_ucx_stream(*address, worker=worker, connect_timeout=30)
             connections.append(connection)
-            await connection.send(b"greeting", TAG)
-            await connection.receive(TAG)
+            await connection.send(b"greeting", tag=TAG)
+            await connection.receive(tag=TAG)
 
     async with trio.open_nursery() as nursery:
         for _ in range(min(CONNECTING, count)):
@@ -144,16 +144,16 @@ class ServerEnd(End):
     async def handle(self, connection: trio_ucx.Connection) -> None:
         buffer = bytearray(8)
         try:
-            await connection.receive_into(buffer, TAG)
-            await connection.send(buffer, TAG)
+            await connection.receive_into(buffer, tag=TAG)
+            await connection.send(buffer, tag=TAG)
             self.missing -= 1
             if self.growth is None:
                 self.growth = Growth(self.missing)
             if not self.missing:
                 self.complete.set()
             while True:
-                await connection.receive_into(buffer, TAG)
-                await connection.send(buffer, TAG)
+                await connection.receive_into(buffer, tag=TAG)
+                await connection.send(buffer, tag=TAG)
                 self.echoed += 1
                 if self.echoed >= self.wanted:
                     self.done.set()
@@ -185,8 +185,8 @@ class ClientEnd(End):
     async def _exchange(self, number: int, count: int = 1) -> None:
         connection, buffer, payload = self.connections[number], self.buffers[number], self.payload
         for _ in range(count):
-            await connection.send(payload, TAG)
-            await connection.receive_into(buffer, TAG)
+            await connection.send(payload, tag=TAG)
+            await connection.receive_into(buffer, tag=TAG)
 
     async def send(self, batch: Batch) -> None:
         there = len(self.connections)

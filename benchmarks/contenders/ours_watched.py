@@ -147,11 +147,11 @@ class WatchedEnd(ours.OurEnd):
         watch.clear()
 
         async def send() -> None:
-            await connection.send(payload, ours.TAG)
+            await connection.send(payload, tag=ours.TAG)
             watch.returned = clock()
 
         async def receive() -> None:
-            await connection.receive_into(buffer, ours.TAG)
+            await connection.receive_into(buffer, tag=ours.TAG)
             watch.taken = clock()
 
         with contextlib.ExitStack() as stack:

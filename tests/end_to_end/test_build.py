@@ -89,7 +89,7 @@ assert trio_ucx.__file__.startswith(sys.argv[1]), trio_ucx.__file__
 
 async def echo(connection):
     async for message in connection.messages(1):
-        await connection.send(message, 1)
+        await connection.send(message, tag=1)
 
 async def main(transports):
     config = {"TLS": transports}
@@ -99,8 +99,8 @@ async def main(transports):
             [listener] = await nursery.start(serve)
             async with trio_ucx.connect(listener.address, worker=worker) as connection:
                 for size in (1, 300_000):
-                    await connection.send(bytes(size), 1)
-                    assert await connection.receive(1) == bytes(size)
+                    await connection.send(bytes(size), tag=1)
+                    assert await connection.receive(tag=1) == bytes(size)
                 shared = {each.name for each in connection.endpoint.transports} - {"tcp"}
                 assert bool(shared) == ("sm" in transports), shared
             nursery.cancel_scope.cancel()

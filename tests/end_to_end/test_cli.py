@@ -112,11 +112,22 @@ def test_info_tells_what_the_environment_changes() -> None:
     assert re.search(r"sysv +disabled by the configuration: memory", text)
 
 
+WRONG_OPTIONS = {
+    "UCX_TLS": ("nonsense", "transports 'nonsense'"),
+    "UCX_NET_DEVICES": ("none0", "there is no device 'none0'"),
+}
+
+
 @pytest.mark.full
-def test_info_when_ucx_does_not_start() -> None:
-    done = run_cli("info", UCX_TLS="nonsense")
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_option(name: str) -> None:
+    value, says = WRONG_OPTIONS[name]
+    done = run_cli("info", **{name: value})
     assert done.returncode == 1
-    assert "UCX does not start with this configuration" in done.stdout
+    assert "UCX does not start with this configuration" in done.stdout and says in done.stdout
+    assert "Traceback" not in done.stderr
+    done = run_cli("perf", *QUICK, **{name: value})
+    assert done.returncode == 1 and says in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -266,7 +277,7 @@ if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "s
         if count == 50:
             data = bytearray(data)
             data[7] ^= 1
-        return original(self, data, tag)
+        return original(self, data, tag=tag)
 
     setattr(Connection, method, corrupt)
 """

@@ -31,6 +31,7 @@ def run(name: str, arguments: list[str]) -> int:
     [
         ("copy_files", ["send", str(EXAMPLES), NOBODY], NOBODY),
         ("copy_files", ["send", str(EXAMPLES), NOWHERE], "[Errno "),
+        ("publish", ["watch", NOWHERE], "[Errno "),
         ("copy_files", ["send", "/does/not/exist", NOBODY], "No such file or directory"),
         ("copy_files", ["send", __file__, NOBODY], "Not a directory"),
         ("copy_files", ["receive", __file__], "File exists"),

@@ -148,13 +148,14 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
 async def refused(receive: Receive, destination: Path, plan: bytes, *messages: bytes) -> str:
     """Why the receiver gave up, which it must say to its user and to the sender."""
     async with receive(destination) as (address, reasons):
-        async with trio_ucx.connect(address) as connection:
-            with suppress(trio.BrokenResourceError):  # the receiver gave up before the last message
-                await connection.send(plan, copy_files.CONTENTS)
-                for message in messages:
-                    await connection.send(message, copy_files.FILES)
-            complaint = (await connection.receive(copy_files.COMPLAINTS)).decode()
-            await until(lambda: reasons)
+        with suppress(trio.BrokenResourceError):  # in the end: the receiver has dropped a message
+            async with trio_ucx.connect(address) as connection:
+                with suppress(trio.BrokenResourceError):  # the receiver gave up before the last message
+                    await connection.send(plan, tag=copy_files.CONTENTS)
+                    for message in messages:
+                        await connection.send(message, tag=copy_files.FILES)
+                complaint = (await connection.receive(tag=copy_files.COMPLAINTS)).decode()
+                await until(lambda: reasons)
     assert reasons == [complaint]
     return complaint
 

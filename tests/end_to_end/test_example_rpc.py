@@ -7,7 +7,7 @@ import math
 import random
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -201,10 +201,10 @@ async def test_deadline_goes_along() -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.cancel_scope.deadline = trio.current_time() + seconds
                     nursery.start_soon(client.call, "wait")
-                    header = json.loads(await server.receive(rpc.REQUESTS))
+                    header = json.loads(await server.receive(tag=rpc.REQUESTS))
                     nursery.cancel_scope.cancel()
-            assert json.loads(await server.receive(rpc.REQUESTS)) == {"cancel": header["call"]}
-            await server.send(b'{"error": ["Cancelled", ""]}', header["call"])
+            assert json.loads(await server.receive(tag=rpc.REQUESTS)) == {"cancel": header["call"]}
+            await server.send(b'{"error": ["Cancelled", ""]}', tag=header["call"])
             if seconds == outer:
                 assert header["timeout"] is None
             else:
@@ -215,8 +215,8 @@ async def test_deadline_is_kept_by_the_server() -> None:
     watched = Watched()
     async with serving({"wait": watched}) as address, trio_ucx.connect(address) as connection:
         for number, timeout in (7, 0), (8, 0.1):
-            await connection.send(request(number, "wait", timeout=timeout), rpc.REQUESTS)
-            kind, text = json.loads(await connection.receive(number))["error"]
+            await connection.send(request(number, "wait", timeout=timeout), tag=rpc.REQUESTS)
+            kind, text = json.loads(await connection.receive(tag=number))["error"]
             assert kind == "TooSlowError" and "deadline" in text
             assert watched.running == 0
 
@@ -291,24 +291,26 @@ async def test_cancellations_leave_nothing() -> None:
 )
 async def test_hangs_up_after_nonsense(messages: list[bytes], complaint: str) -> None:
     watched = Watched()
-    async with client_of({"wait": watched, **rpc.METHODS}) as other:
+    async with client_of({"wait": watched, **rpc.METHODS}) as other, AsyncExitStack() as stack:
+        if complaint == "too long":  # the end of the connection says it, too
+            stack.enter_context(pytest.raises(trio.BrokenResourceError, match="dropped"))
         async with trio_ucx.connect(other._connection.remote_address) as connection:
-            await connection.send(request(1, "wait"), rpc.REQUESTS)
+            await connection.send(request(1, "wait"), tag=rpc.REQUESTS)
             await watched.started()
             for message in messages:
-                await connection.send(message, rpc.REQUESTS)
-            assert complaint in (await connection.receive(rpc.REQUESTS)).decode()
+                await connection.send(message, tag=rpc.REQUESTS)
+            assert complaint in (await connection.receive(tag=rpc.REQUESTS)).decode()
             with pytest.raises(trio.EndOfChannel):
-                await connection.receive(rpc.REQUESTS)
+                await connection.receive(tag=rpc.REQUESTS)
         assert watched.running == 0
         assert await other.call("add", a=1, b=2) == 3
 
 
 async def test_ignores_late_cancellations() -> None:
     async with serving(rpc.METHODS) as address, trio_ucx.connect(address) as connection:
-        await connection.send(b'{"cancel": 17}', rpc.REQUESTS)
-        await connection.send(request(1, values={"data": "here"}), rpc.REQUESTS)
-        assert json.loads(await connection.receive(1))["values"] == {"result": "here"}
+        await connection.send(b'{"cancel": 17}', tag=rpc.REQUESTS)
+        await connection.send(request(1, values={"data": "here"}), tag=rpc.REQUESTS)
+        assert json.loads(await connection.receive(tag=1))["values"] == {"result": "here"}
 
 
 async def test_bounds_the_calls_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +319,7 @@ async def test_bounds_the_calls_of_a_client(monkeypatch: pytest.MonkeyPatch) -> 
     async with client_of({"wait": watched, **rpc.METHODS}) as other:
         async with trio_ucx.connect(other._connection.remote_address) as connection:
             for number in range(1, 11):
-                await connection.send(request(number, "wait"), rpc.REQUESTS)
+                await connection.send(request(number, "wait"), tag=rpc.REQUESTS)
             await watched.started(3)
             for _ in range(20):
                 assert await other.call("add", a=1, b=2) == 3  # of another client
@@ -351,9 +353,12 @@ async def test_tells_why_the_server_hung_up() -> None:
 async def test_malformed_reply(reply: bytes) -> None:
     with trio.fail_after(DEADLINE):
         async with client_of_ours() as (client, server):
-            server.send_nowait(reply, 1)
+            server.send_nowait(reply, tag=1)
             with pytest.raises(trio.BrokenResourceError, match=r"not a reply|not JSON|too long"):
                 await client.call("anything")
+            if len(reply) > 60_000:
+                with pytest.raises(trio.BrokenResourceError, match="dropped"):
+                    await server.aclose()
 
 
 # ---- the end ----

@@ -922,8 +922,8 @@ async def chains(transports: str, spin: float | None) -> AsyncIterator[Begin]:
 
 Wait = Callable[[trio_ucx.Connection], Awaitable[object]]
 WAITS: dict[str, Wait] = {
-    "receive": lambda connection: connection.receive(5),
-    "wait_message": lambda connection: connection.wait_message(5),
+    "receive": lambda connection: connection.receive(tag=5),
+    "wait_message": lambda connection: connection.wait_message(tag=5),
     "receive_some": lambda connection: connection.receive_some(),
     "wait_closed": lambda connection: connection.wait_closed(),
     "wait_buffers_released": lambda connection: connection.wait_buffers_released(),
@@ -945,8 +945,8 @@ async def wait(transports: str, spin: float | None, name: str) -> AsyncIterator[
 
             async def again() -> None:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(client.send, b"message", 5)
-                    assert await server.receive(5) == b"message"
+                    nursery.start_soon(functools.partial(client.send, b"message", tag=5))
+                    assert await server.receive(tag=5) == b"message"
 
             return Attempt(operation, again=again)
 

@@ -18,6 +18,7 @@ from simulation import InFlight, Side, World, simulated
 from test_exchange import BODIES, KEYS, feed, reach, reachable
 
 from trio_ucx import _wire as wire
+from trio_ucx._close_handshake import Loss
 from trio_ucx._handshake.exchange import Aborted, Kind, State
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._tag_queue import Want
@@ -207,7 +208,7 @@ class _Attack:
             if self.reader.below(2):
                 self.side.link.closing.control_said(Aborted(self.reader.below(2**62)))
             else:
-                self.side.link.closing.control_lost("ended")
+                self.side.link.closing.control_lost(Loss("ended"))
 
     def _end(self) -> None:
         """After an abort nothing is left of the connection, whatever the peer has done."""

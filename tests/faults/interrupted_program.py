@@ -167,9 +167,9 @@ async def exchange_messages(client: trio_ucx.Connection, server: trio_ucx.Connec
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send, data)
             assert await server.receive() == data
-            nursery.start_soon(server.send, data, 1)
+            nursery.start_soon(functools.partial(server.send, data, tag=1))
             buffer = bytearray(size)
-            assert await client.receive_into(buffer, 1) == size
+            assert await client.receive_into(buffer, tag=1) == size
             assert buffer == data
     for number in range(3):
         client.send_nowait(b"batch %d" % number)
@@ -178,8 +178,8 @@ async def exchange_messages(client: trio_ucx.Connection, server: trio_ucx.Connec
     with trio.move_on_after(0.001):
         await client.receive()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(client.send, pattern(200_000), 2)
-        assert await server.wait_message(2) == 200_000
+        nursery.start_soon(functools.partial(client.send, pattern(200_000), tag=2))
+        assert await server.wait_message(tag=2) == 200_000
         nursery.cancel_scope.cancel()
     client.send_nowait(b"last")
     async for message in server.messages():

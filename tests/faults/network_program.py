@@ -170,28 +170,30 @@ class Side:
 
     async def _watch(self, flow: Flow, connection: trio_ucx.Connection) -> None:
         """Waits for a message that comes only when the flow ends: an idle wait."""
-        if await connection.receive(1) != b"over":
+        if await connection.receive(tag=1) != b"over":
             flow.wrong("another message than the last one came with tag 1")
 
     async def _end_watch(self, flow: Flow, connection: trio_ucx.Connection) -> None:
-        while not connection.closed:
+        while (
+            not connection.closed and connection.peer_state is not trio_ucx.PeerState.LOST
+        ):  # not at the end of a stream
             with trio.move_on_after(0.05):
                 await self.finishing.wait()
-                await connection.send(b"over", 1)
+                await connection.send(b"over", tag=1)
                 return
 
     async def _send(self, flow: Flow, connection: trio_ucx.Connection) -> None:
         to = payload.Address(flow.name, self.sends, 0)
         while not self.finishing.is_set():
-            await connection.send(payload.make(to, flow.sent, size_of(flow.kind, flow.sent)), DATA)
+            await connection.send(payload.make(to, flow.sent, size_of(flow.kind, flow.sent)), tag=DATA)
             flow.sent += 1
             await self.pause(LARGE_PAUSE if flow.kind == "large" else SMALL_PAUSE)
-        await connection.send(b"", DATA)
+        await connection.send(b"", tag=DATA)
 
     async def _receive(self, flow: Flow, connection: trio_ucx.Connection) -> None:
         buffer = memoryview(bytearray(LARGE if flow.kind == "large" else 2**16))
         while True:
-            length = await connection.receive_into(buffer, DATA)
+            length = await connection.receive_into(buffer, tag=DATA)
             if length == 0:
                 return
             flow.check(self.receives, buffer[:length])
@@ -278,10 +280,10 @@ class Side:
                 ) as connection:
                     # Behind what other Connections send over the same endpoint, a send may wait until the peer is lost.
                     with trio.move_on_after(CYCLE_TIMEOUT) as sending:
-                        await connection.send(b"cycle %d" % flow.sent, NAME)
+                        await connection.send(b"cycle %d" % flow.sent, tag=NAME)
                         for number in range(CYCLE_MESSAGES):
                             to = payload.Address("cycle", self.sends, number)
-                            await connection.send(payload.make(to, flow.sent, size_of("cycle", number * 10)), DATA)
+                            await connection.send(payload.make(to, flow.sent, size_of("cycle", number * 10)), tag=DATA)
                     if sending.cancelled_caught:
                         outcome = "the sends were cancelled"
             except (trio.BrokenResourceError, OSError) as error:
@@ -360,7 +362,7 @@ async def far(host: str, seed: int, intervals: list[float], raw: dict[str, Any])
 
     async def handle(connection: trio_ucx.Connection) -> None:
         try:
-            name = (await connection.receive(NAME)).decode()
+            name = (await connection.receive(tag=NAME)).decode()
         except (trio.BrokenResourceError, trio.EndOfChannel):
             connection.abort()
             return
@@ -407,7 +409,7 @@ async def near(seed: int, kinds: list[str], raw: dict[str, Any], healthy: dict[s
                 for kind in kinds:
                     name = f"{kind},{interval}"
                     connection = await connect(*address, keepalive_interval=float(interval))
-                    await connection.send(name.encode(), NAME)
+                    await connection.send(name.encode(), tag=NAME)
                     nursery.start_soon(side.run_connection, side.flow(name), connection)
             nursery.start_soon(side.make_cycles, tuple(listeners[max(listeners, key=float)]), worker)
             for name, address in raw_addresses.items():

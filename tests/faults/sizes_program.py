@@ -84,11 +84,11 @@ async def burst(sender: trio_ucx.Connection, receiver: trio_ucx.Connection, size
     async def send() -> None:
         async with sender.worker.open_request_group() as group:
             for _ in range(BURST):
-                group.send(sender, data, TAG)
+                group.send(sender, data, tag=TAG)
 
     async def receive() -> None:
         for _ in range(BURST):
-            assert await receiver.receive(TAG) == data
+            assert await receiver.receive(tag=TAG) == data
 
     await both(send, receive)
 

@@ -394,7 +394,8 @@ async def server(stack: AsyncExitStack, common: Common) -> Act:
             async def serve() -> None:
                 async with await common.listener.accept() as server:
                     await server.send(await server.receive())
-                    await server.wait_closed()
+                    with contextlib.suppress(trio.BrokenResourceError):
+                        await server.wait_closed()
 
             async def hear() -> None:
                 nonlocal answer

@@ -399,7 +399,7 @@ class Trial:
         with contextlib.suppress(trio.TooSlowError):
             await until(lambda: all(task.outcome is not None or not task.attached for task in self.tasks))
         untold = [task.name for task in self.tasks if task.outcome is None and task.attached]
-        assert not untold, f"never told: {untold}; {self.worker.describe_operations()}"
+        assert not untold, f"never told: {untold}; {trio_ucx.report()}"
         bound = TOLD
         if self.worker.statistics().stopped_queues:
             bound = TOLD_OF_QUEUE
@@ -609,14 +609,14 @@ async def assert_accepts(trial: Trial) -> None:
 async def assert_accepts_now(listener: trio_ucx.Listener, worker: ucp.Worker) -> None:
     client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
     try:
-        await client.send(b"here I am", 50)
+        await client.send(b"here I am", tag=50)
         while True:
             server = await listener.accept()
             try:
-                assert await server.receive(50) == b"here I am"
+                assert await server.receive(tag=50) == b"here I am"
                 return
             except (trio.BrokenResourceError, trio.EndOfChannel):
-                if client.closed:
+                if client.peer_state is not trio_ucx.PeerState.OPEN:
                     raise
             finally:
                 server.abort()

@@ -12,6 +12,8 @@
     tune        the client of perf --tune, and what it proposes
     report      the output of perf --tune
     pair        both ends as processes of this machine
+    waits       the command report: asks another process for its report
+    mesh        the command mesh: starts the ranks of a mesh on this machine
     here        the commands and their exit status
 
 It may import everything but ``testing``. Results go to stdout, everything else to stderr. The exit status is 0, 1 after
@@ -26,8 +28,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from ..ucp._quirks import option_limits
-from . import info, perf
+from . import info, mesh, perf, waits
 from .errors import describe, is_expected, leaves
 
 
@@ -37,17 +38,14 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)
     perf.add_command(commands)
+    waits.add_command(commands)
+    mesh.add_command(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     arguments = make_parser().parse_args(argv)
-    try:
-        option_limits.check({})
-    except ValueError as error:
-        print(f"{arguments.prog}: {error}", file=sys.stderr)
-        return 1
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

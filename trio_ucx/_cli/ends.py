@@ -37,6 +37,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -219,13 +220,13 @@ async def tell(connection: Connection, message: dict[str, Any]) -> None:
         PerfError: the other side does not read.
     """
     with _within_patience(f"the other side has read nothing for {PATIENCE} seconds"):
-        await connection.send(json.dumps(message).encode(), CONTROL_TAG)
+        await connection.send(json.dumps(message).encode(), tag=CONTROL_TAG)
 
 
 async def hear(connection: Connection, *wanted: str) -> dict[str, Any]:
     """Receives the next control message, which must have one of the ``wanted`` entries."""
     buffer = bytearray(MAX_CONTROL)
-    data = buffer[: await connection.receive_into(buffer, CONTROL_TAG)]
+    data = buffer[: await connection.receive_into(buffer, tag=CONTROL_TAG)]
     message = read_message(data, "error", *wanted)
     if message is None:
         said = " or ".join(map(repr, wanted))
@@ -304,7 +305,7 @@ async def _accept_candidate(connection: Connection, listener: Listener) -> Conne
     candidate: Connection | None = None
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.wait_message, CONTROL_TAG)  # raises when the client is gone
+            nursery.start_soon(partial(connection.wait_message, tag=CONTROL_TAG))  # raises when the client is gone
             with trio.move_on_after(CANDIDATE_PATIENCE):
                 candidate = await listener.accept()
             nursery.cancel_scope.cancel()
@@ -341,12 +342,12 @@ async def _serve_round(connection: Connection, payloads: Payloads, round: Round)
     if round.kind is Kind.LATENCY:
         await tell(connection, {"ready": True})
         for place in places:
-            await connection.receive_into(place, PAYLOAD_TAG)
-            await connection.send(place, PAYLOAD_TAG)
+            await connection.receive_into(place, tag=PAYLOAD_TAG)
+            await connection.send(place, tag=PAYLOAD_TAG)
     else:
         async with connection.worker.open_request_group() as group:
             for place in places:
-                group.receive_into(connection, place, PAYLOAD_TAG)
+                group.receive_into(connection, place, tag=PAYLOAD_TAG)
             await tell(connection, {"ready": True})
     await tell(connection, {"received": True})
     payloads.verify(round)
@@ -434,13 +435,13 @@ class Client:
         if round.kind is Kind.LATENCY:
             for piece, place in zip(pieces, places, strict=True):
                 start = time.perf_counter_ns()
-                await connection.send(piece, PAYLOAD_TAG)
-                await connection.receive_into(place, PAYLOAD_TAG)
+                await connection.send(piece, tag=PAYLOAD_TAG)
+                await connection.receive_into(place, tag=PAYLOAD_TAG)
                 round_trips.append(time.perf_counter_ns() - start)
         else:
             async with connection.worker.open_request_group() as group:
                 for piece in pieces:
-                    group.send(connection, piece, PAYLOAD_TAG)
+                    group.send(connection, piece, tag=PAYLOAD_TAG)
         await hear(connection, "received")
         total = time.perf_counter_ns() - begin
         await hear(connection, "verified")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import trio
 
 from ..ucp import UCXError
+from ..ucp._quirks.option_limits import OptionError
 
 
 class PerfError(Exception):
@@ -17,8 +18,15 @@ class CandidateError(PerfError):
     """These options cannot be measured between the two ends, but others can."""
 
 
+class NoReport(Exception):
+    """Another process has given no report; the text says why."""
+
+
 #: Errors whose text tells the user what to do.
-EXPECTED = (OSError, UCXError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel, PerfError)
+EXPECTED = (
+    *(OSError, UCXError, OptionError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel),
+    *(PerfError, NoReport),
+)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

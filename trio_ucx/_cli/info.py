@@ -16,6 +16,7 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, UCXError, open_context
 from ..ucp._quirks.default_options import DEFAULT_OPTIONS
+from ..ucp._quirks.option_limits import OptionError
 
 #: Options that make UCX list every device, whatever the environment excludes.
 EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")
@@ -86,7 +87,7 @@ def collect() -> dict[str, Any]:
             enabled = resources(context)
             config, chosen = effective_config(context)
             defaults = [_default(name, value, context) for name, value in DEFAULT_OPTIONS.items()]
-    except UCXError as caught:
+    except (UCXError, OptionError) as caught:
         error = str(caught)
         defaults = [_default(name, value, None) for name, value in DEFAULT_OPTIONS.items()]
     return {

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
-from .._wire import ProtocolError
+from .._wire import ProtocolError, Why
 from ..ucp import UCXError
 from ..ucp._engine.operations import under_way
 from .control_stream import ControlStream, set_keepalive
-from .exchange import Exchange, NotTrioUCX, Refused, Welcomed
+from .exchange import Exchange, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
@@ -109,10 +110,10 @@ class Connector:
             return link
         except ProtocolError as error:
             reason = str(error)
-            hint = "; is it a trio_ucx listener?" if isinstance(error, NotTrioUCX) else ""
-            raise ConnectionRefusedError(
-                errno.ECONNREFUSED, f"cannot connect to {self.label}: {error}{hint}"
-            ) from error
+            text = f"cannot connect to {self.label}: {error}"
+            if isinstance(error, UnknownProtocol):
+                raise NotTrioUCX(errno.EPROTO, f"{text}; is it a trio_ucx listener?", self.label) from error
+            raise refusal(Why.NOT_ADMITTED, text, self.label) from error
         except UCXError as error:
             reason = str(error)
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
@@ -123,11 +124,12 @@ class Connector:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            raise self._named(error) from None
+            error = self._named(error)
+            raise error from error.__cause__
         finally:
             if handshake.control is not None:
                 if reason:
-                    handshake.close(reason)
+                    handshake.close(Refused(reason))
             else:
                 if reason:
                     exchange.refuse(reason)
@@ -139,11 +141,17 @@ class Connector:
             return error
         if error.errno == errno.ENOTCONN:  # from getpeername
             error = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        if isinstance(error, ssl.SSLError):
+        text = f"connecting to {self.label}: {error.strerror or error}"
+        hint = "the listener may have closed, or may not be a trio_ucx listener; see its log"
+        if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+            hint += "; does it have an ssl_context?"
+            error = ConnectionResetError(errno.ECONNRESET, "it ended the connection during the TLS handshake")
+        elif isinstance(error, ssl.SSLError):
             hint = "does the listener have an ssl_context, and does each side trust the other's certificate?"
-        else:
-            hint = "the listener may have closed, or may not be a trio_ucx listener; see its log, or try again"
-        error.strerror = f"connecting to {self.label}: {error.strerror or error}: {hint}"
+            refused = refusal(Why.NOT_ADMITTED, f"{text}: {hint}", self.label)
+            refused.__cause__ = error
+            return refused
+        error.strerror = f"{text}: {hint}"
         return error
 
     async def _exchange(self, stream: ControlStream, exchange: Exchange, isolate: bool) -> None:
@@ -166,7 +174,7 @@ class Connector:
         exchange.open(handshake.describe(options.shared_memory))
         event = await handshake.next_event(stream, exchange)
         if isinstance(event, Refused):
-            raise handshake.refusal(event.reason)
+            raise handshake.refusal(event)
         assert isinstance(event, Welcomed), event
         handshake.description_arrived(event.peer)
         generation, greet = handshake.choose(event.standing)

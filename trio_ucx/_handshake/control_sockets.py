@@ -10,19 +10,25 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Callable
 
 import trio
 
+from .._close_handshake import Loss
+from .._peer_info import PeerInfo
 from .._wire import ProtocolError
 from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles
 from ..ucp._util import ignoring_late_run
 from .control_stream import CHUNK, TLS
-from .exchange import Event, Exchange
+from .exchange import Event, Exchange, Refused
+from .peer_description import PeerDescription
 
 _EVENTS = 64
+#: The kernel's struct ucred.
+_CREDENTIALS = struct.Struct("=iII")
 
 
 class ControlSocket:
@@ -30,8 +36,7 @@ class ControlSocket:
 
     Args:
         on_event: called with each event from the peer.
-        on_lost: called once, after the last event, with the reason why there will be no more events, and with the
-            internal error that caused this, if one did.
+        on_lost: called once, after the last event.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class ControlSocket:
         tls: TLS | None,
         exchange: Exchange,
         on_event: Callable[[Event], None],
-        on_lost: Callable[[str, BaseException | None], None],
+        on_lost: Callable[[Loss], None],
     ) -> None:
         self.exchange = exchange
         self.on_event = on_event
@@ -59,7 +64,7 @@ class ControlSocket:
             try:
                 data = self._tls.decrypt(b"")
             except ssl.SSLError as error:
-                self._report_loss(f"its control connection broke: {error}")
+                self._report_loss(Loss(f"its control connection broke: {error}"))
                 return
         self._process(data)
 
@@ -70,16 +75,16 @@ class ControlSocket:
         except BlockingIOError:
             return
         except OSError as error:
-            self._report_loss(_reason(error))
+            self._report_loss(_loss(error))
             return
         if not data:
-            self._report_loss("its control connection ended")
+            self._report_loss(Loss("its control connection ended"))
             return
         if self._tls is not None:
             try:
                 data = self._tls.decrypt(data)
             except ssl.SSLError as error:
-                self._report_loss(f"its control connection ended: {error}")
+                self._report_loss(Loss(f"its control connection ended: {error}"))
                 return
         self._process(data)
 
@@ -90,16 +95,37 @@ class ControlSocket:
                 self.on_event(event)
         except ProtocolError as error:
             self.flush()
-            self._report_loss(f"it violated the protocol: {error}")
+            self._report_loss(Loss(f"it violated the protocol: {error}"))
 
-    def _report_loss(self, reason: str, cause: BaseException | None = None) -> None:
+    def _report_loss(self, loss: Loss) -> None:
         self.close()
-        self.on_lost(reason, cause)
+        self.on_lost(loss)
         self._sockets.peer_may_have_died()
+
+    def identify(self, peer: PeerDescription) -> PeerInfo:
+        """Who the peer is."""
+        assert self._socket is not None
+        pid: int | None = None
+        uid: int | None = None
+        gid: int | None = None
+        if self._socket.family == socket.AF_UNIX:
+            pid, uid, gid = _CREDENTIALS.unpack(
+                self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+        certificate = None if self._tls is None else self._tls.object.getpeercert()
+        return PeerInfo(
+            certificate=certificate or None,
+            pid=pid,
+            uid=uid,
+            gid=gid,
+            stated_host=peer.host_name,
+            stated_pid=peer.worker.process.pid,
+            stated_software=peer.software,
+        )
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code while the socket was read: ends this connection only. Never raises."""
-        contained(self._report_loss, f"an internal error of trio_ucx: {error!r}", error)
+        contained(self._report_loss, Loss(f"an internal error of trio_ucx: {error!r}", cause=error))
 
     def flush(self) -> None:
         """Sends what the exchange has to send. So little is sent on this socket that its send buffer never fills up."""
@@ -118,10 +144,10 @@ class ControlSocket:
             self.flush()
             self.close()
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, refusal: Refused) -> None:
         """Tells the peer why there will be no connection, and closes the socket."""
         if self._socket is not None:
-            self.exchange.refuse(reason)
+            self.exchange.refuse(refusal.reason, refusal.why)
             self.flush()
             self.close()
 
@@ -139,10 +165,10 @@ class ControlSocket:
         return self._socket is None
 
 
-def _reason(error: OSError) -> str:
+def _loss(error: OSError) -> Loss:
     if isinstance(error, TimeoutError):
-        return "its host no longer answers"
-    return f"its control connection broke: {error.strerror or error}"
+        return Loss("its host no longer answers", vanished=True)
+    return Loss(f"its control connection broke: {error.strerror or error}")
 
 
 class ControlSockets:

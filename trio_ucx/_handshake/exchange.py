@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import attrs
 
-from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError
+from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, Why
 from ..ucp._engine.peer_workers import Standing
 from ..ucp._util import printable
 from .peer_description import PeerDescription
@@ -128,9 +128,10 @@ class Again:
 
 @attrs.frozen
 class Refused:
-    """REFUSE arrived."""
+    """REFUSE arrived, or is to be sent."""
 
     reason: str
+    why: Why = Why.OTHER
 
 
 @attrs.frozen
@@ -147,7 +148,7 @@ class Aborted:
 Event = Opened | Welcomed | Taken | Again | Refused | Aborted
 
 
-class NotTrioUCX(ProtocolError):
+class UnknownProtocol(ProtocolError):
     """The first bytes are not those of a trio_ucx peer.
 
     Attributes:
@@ -161,6 +162,23 @@ class NotTrioUCX(ProtocolError):
 
 class Refusal(ProtocolError):
     """The peer must be refused, and told the reason (:meth:`Exchange.refuse`)."""
+
+    why: ClassVar[Why] = Why.NOT_ADMITTED
+
+
+class NoRoom(Refusal):
+    """The listener has no room for the client."""
+
+    why = Why.FULL
+
+
+class Draining(Refusal):
+    """The server shuts down."""
+
+    why = Why.DRAINING
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down: connect to another one, or try again later")
 
 
 class ProtectedMode(Refusal):
@@ -256,13 +274,13 @@ class Exchange:
         self._send(Kind.AGAIN)
         self.state = State.ENDED
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, why: Why = Why.OTHER) -> None:
         """Sends the reason why there will be no connection, and ends."""
         if self.state in (State.ENDED, State.OPENED):
             return
         if not self.is_client and self.state is State.PREAMBLE:
             self._send_preamble()
-        self._send(Kind.REFUSE, reason.encode(errors="replace")[:1000])
+        self._send(Kind.REFUSE, bytes([why]) + reason.encode(errors="replace")[:1000])
         self.state = State.ENDED
 
     def greeted(self) -> None:
@@ -305,7 +323,7 @@ class Exchange:
                     return event
         except ProtocolError as error:
             if isinstance(error, Refusal):
-                self.refuse(str(error))
+                self.refuse(str(error), error.why)
             self.state = State.ENDED
             raise
         return None
@@ -313,7 +331,7 @@ class Exchange:
     def _receive_preamble(self) -> bool:
         begin = bytes(self._buffer[: len(MAGIC)])
         if begin != MAGIC[: len(begin)]:
-            raise NotTrioUCX(bytes(self._buffer))
+            raise UnknownProtocol(bytes(self._buffer))
         if len(self._buffer) < _PREAMBLE.size:
             return False
         preamble = bytes(self._buffer[: _PREAMBLE.size])
@@ -343,7 +361,7 @@ class Exchange:
             length, kind = _HEAD.unpack_from(self._buffer)
             end = _HEAD.size - 1 + length
             if kind == Kind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
-                return _reason(bytes(self._buffer[_HEAD.size : end]))
+                return _refused(bytes(self._buffer[_HEAD.size : end])).reason
         peer = "listener" if self.is_client else "client"
         return (
             f"the {peer} speaks wire version {version}, and this {self._side} speaks {VERSION} ({self._software}): "
@@ -396,7 +414,7 @@ class Exchange:
         match kind:
             case Kind.REFUSE:
                 self.state = State.ENDED
-                return Refused(_reason(body))
+                return _refused(body)
             case Kind.ABORT:
                 self.state = State.ENDED
                 [sent] = _fields(body, _SENT)
@@ -430,8 +448,9 @@ class Exchange:
             raise Refusal(str(error)) from error
 
 
-def _reason(body: bytes) -> str:
-    return printable(body[:1000].decode(errors="replace"))
+def _refused(body: bytes) -> Refused:
+    known = body[:1] in {bytes([why]) for why in Why}
+    return Refused(printable(body[1:1001].decode(errors="replace")), Why(body[0]) if known else Why.OTHER)
 
 
 def _standing(body: bytes) -> Standing:

@@ -10,6 +10,7 @@ given to the connection when it opens.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import ssl
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import trio
 from outcome import Error, Value
 
 from .. import _wire as wire
+from .._close_handshake import Loss
+from .._errors import refusal
 from .._link import Link, Options, Transport
 from ..ucp import UCXError, WorkerAddress
 from ..ucp._address import format_address
@@ -44,7 +47,7 @@ from .control_stream import (
     remote_address,
 )
 from .exchange import Again, Event, Exchange, Refused
-from .peer_description import PeerDescription, SharedMemory, use_shared_memory
+from .peer_description import PeerDescription, SharedMemory, falls_back, why_not_shared_memory
 from .registry import Registry
 
 
@@ -76,6 +79,12 @@ class ExchangeOptions:
     def lets_in(self, client: ControlStream) -> bool:
         """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
         return self.allow_anyone or self.keeps_strangers_out or leads_to_this_machine(client.socket)
+
+
+logger = logging.getLogger("trio_ucx")
+
+#: Why connections on one machine did without shared memory: each reason is logged once.
+_fallbacks: set[str | None] = set()
 
 
 class NeedsAnotherWorker(OSError):
@@ -125,6 +134,7 @@ class Handshake:
         self._held: list[int] = []
         self._receiving = trio.CancelScope()
         self._shared_memory = False
+        self._why_not: str | None = None
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
@@ -206,7 +216,13 @@ class Handshake:
         assert self._own is not None
         self._peer = peer
         engine.tag_dispatch.expect_rendezvous(peer.threshold)
-        self._shared_memory = use_shared_memory(self._own, peer)
+        self._why_not = why_not_shared_memory(self._own, peer)
+        self._shared_memory = self._why_not is None
+        if falls_back(self._own, peer, self._why_not) and self._why_not not in _fallbacks:
+            _fallbacks.add(self._why_not)
+            logger.warning(
+                "the connection with %s, on this machine, does without shared memory: %s", self.label, self._why_not
+            )
         self._peer_address = peer.worker if self._shared_memory else peer.worker._without_shared_memory()
         self._with_itself = peer.worker.uid == engine.identity.address.uid
         engine.data_ports.admit_peer(peer.worker._tcp_hosts, self._other_host)
@@ -353,12 +369,14 @@ class Handshake:
         closing = link.closing
         closing.control_socket = control
         link.local_address, link.remote_address = self.local, self.remote
+        link.peer_info = control.identify(peer)
+        link.why_not_shared_memory = self._why_not
         closing.on_closed = self._close_own_worker
         control.on_event, control.on_lost = closing.control_said, closing.control_lost
         self.opened.finish(Value(link))
         self._held.clear()
         if self._arrived:
-            self.registry.engine.without_delivery(lambda: self._hand_arrivals_to(link))
+            self.registry.engine.deliver_after(lambda: self._hand_arrivals_to(link))
 
     def _hand_arrivals_to(self, link: Link) -> None:
         arrived, self._arrived = self._arrived, []
@@ -373,20 +391,20 @@ class Handshake:
     def _event_arrived(self, event: Event) -> None:
         """Handles an event on the control socket after TAKE."""
         match event:
-            case Refused(reason=reason):
-                self.fail(self.refusal(reason))
+            case Refused():
+                self.fail(self.refusal(event))
             case Again():
                 self.fail(NeedsAnotherWorker(self.label))
             case _:
                 self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
 
-    def refusal(self, reason: str) -> OSError:
+    def refusal(self, refused: Refused) -> OSError:
         """The exception for a connection that the peer has refused."""
-        return ConnectionRefusedError(errno.ECONNREFUSED, f"{self.label} refused the connection: {reason}")
+        return refusal(refused.why, f"{self.label} refused the connection: {refused.reason}", self.label)
 
-    def peer_lost(self, reason: str, cause: BaseException | None = None) -> None:
-        error = ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {reason}")
-        error.__cause__ = cause
+    def peer_lost(self, loss: Loss) -> None:
+        error = ConnectionResetError(errno.ECONNRESET, f"lost {self.label} while connecting: {loss.reason}")
+        error.__cause__ = loss.cause
         self.fail(error)
 
     def internal_error(self, error: BaseException) -> None:
@@ -437,21 +455,21 @@ class Handshake:
         if self.opened.outcome is None:
             self.opened.finish(Error(error if isinstance(error, OSError) else ConnectionError(str(error))))
             self._receiving.cancel()
-            self._release("")
+            self._release(None)
 
-    def close(self, reason: str = "") -> None:
+    def close(self, refused: Refused | None = None) -> None:
         """Gives up the handshake, or aborts the link: the task that waited for it has gone.
 
         Args:
-            reason: what to tell the peer.
+            refused: what to tell the peer.
         """
         if isinstance(self.opened.outcome, Value):
             self.opened.outcome.value.abort()
         elif self.opened.outcome is None:
             self.opened.finish(Error(ConnectionError("given up")))
-            self._release(reason)
+            self._release(refused)
 
-    def _release(self, reason: str) -> None:
+    def _release(self, refused: Refused | None) -> None:
         engine = self.registry.engine
         if engine.tag_dispatch.sinks.get(self.id) is self:
             engine.tag_dispatch.remove(self.id)
@@ -461,7 +479,7 @@ class Handshake:
             contained(engine.tag_dispatch.discard, handle)
         self._arrived.clear()
         if self.control is not None:
-            contained(self.control.refuse, reason) if reason else contained(self.control.abort)
+            contained(self.control.refuse, refused) if refused is not None else contained(self.control.abort)
         contained(self._leave_endpoint)
         if self._peer is not None:
             contained(self._expect_no_more)

@@ -23,6 +23,7 @@ LAYOUT = Layout(
     Field("wish for shared memory", "B", 0, 2),
     Field("whether the peer is on this machine", "B", 0, 1),
     Field("length of the software", "H"),
+    Field("length of the host's name", "H"),
 )
 _CHECKSUM = struct.Struct("<I")
 
@@ -47,6 +48,7 @@ class PeerDescription:
         sees_local: whether it sees the other end of the control socket on its own machine. (The peer's claim to be on
             the same machine proves nothing.)
         software: its releases of trio_ucx and UCX, for error messages.
+        host_name: the name of its host.
         worker: its worker, and how that can be reached.
     """
 
@@ -56,12 +58,21 @@ class PeerDescription:
     wish: SharedMemory
     sees_local: bool
     software: str
+    host_name: str
     worker: WorkerAddress
 
     def encode(self) -> bytes:
-        software = self.software.encode()
-        fields = LAYOUT.pack(self.connection_id, self.window, self.threshold, self.wish, self.sees_local, len(software))
-        body = fields + software + bytes(self.worker)
+        software, host_name = self.software.encode(), self.host_name.encode()
+        fields = LAYOUT.pack(
+            self.connection_id,
+            self.window,
+            self.threshold,
+            self.wish,
+            self.sees_local,
+            len(software),
+            len(host_name),
+        )
+        body = fields + software + host_name + bytes(self.worker)
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
     @classmethod
@@ -75,8 +86,9 @@ class PeerDescription:
         if checksum != _CHECKSUM.pack(zlib.crc32(body)):
             raise ProtocolError("the peer description was damaged on the way")
         try:
-            connection_id, window, threshold, wish, sees_local, length = LAYOUT.unpack(body)
-            software, worker = body[LAYOUT.size :][:length], decode(body[LAYOUT.size + length :])
+            connection_id, window, threshold, wish, sees_local, length, name_length = LAYOUT.unpack(body)
+            texts, rest = body[LAYOUT.size :], length + name_length
+            software, host_name, worker = texts[:length], texts[length:rest], decode(texts[rest:])
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if not worker._is_described:
@@ -93,12 +105,13 @@ class PeerDescription:
             wish=SharedMemory(wish),
             sees_local=bool(sees_local),
             software=printable(software.decode(errors="replace"), 200),
+            host_name=printable(host_name.decode(errors="replace"), 255),
             worker=worker,
         )
 
 
-def use_shared_memory(ours: PeerDescription, theirs: PeerDescription) -> bool:
-    """Whether the two sides use shared memory. Both compute the same answer.
+def why_not_shared_memory(ours: PeerDescription, theirs: PeerDescription) -> str | None:
+    """Why the two sides do not use shared memory, in words; None if they do. Both find the same.
 
     Raises:
         ProtocolError: one side insists on shared memory, and it is not possible; or no other transport is.
@@ -115,9 +128,19 @@ def use_shared_memory(ours: PeerDescription, theirs: PeerDescription) -> bool:
         if obstacle is not None and SharedMemory.ALWAYS in wishes:
             raise ProtocolError(f"shared_memory=True, but {obstacle}")
     if obstacle is None:
-        return True
+        return None
     try:
         check_without_shared_memory(ours.worker, theirs.worker, obstacle)
     except ValueError as error:
         raise ProtocolError(str(error)) from None
-    return False
+    return obstacle
+
+
+def falls_back(ours: PeerDescription, theirs: PeerDescription, obstacle: str | None) -> bool:
+    """Whether users would expect shared memory here: both sides are on one machine, and both have it."""
+    return (
+        obstacle is not None
+        and SharedMemory.NEVER not in (ours.wish, theirs.wish)
+        and ours.worker.process.host == theirs.worker.process.host
+        and bool(ours.worker.shared_memory_kinds and theirs.worker.shared_memory_kinds)
+    )

@@ -6,6 +6,7 @@ data ports and shared-memory queue must work, and it must be able to make an end
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection
 
 from .. import _wire as wire
@@ -29,7 +30,7 @@ class Registry:
             raise ValueError(
                 f"Connections need a worker whose context has the feature TAG; this one has {worker.context.features!r}"
             )
-        least = worker.context.least_rendezvous_threshold
+        least = worker.context._least_rendezvous_threshold
         if least is not None and least < wire.MIN_THRESHOLD:
             raise ValueError(
                 f"Connections need a worker with an RNDV_THRESH (UCX_RNDV_THRESH) of {wire.MIN_THRESHOLD} or more; "
@@ -92,5 +93,6 @@ class Registry:
             wish=wish,
             sees_local=sees_local,
             software=SOFTWARE,
+            host_name=socket.gethostname(),
             worker=self.engine.identity.address,
         )

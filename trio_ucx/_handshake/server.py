@@ -22,7 +22,7 @@ from itertools import islice
 import trio
 
 from .._link import Link, Options
-from .._wire import ProtocolError
+from .._wire import ProtocolError, Why
 from ..ucp import UCXError, Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
@@ -36,7 +36,20 @@ from .control_stream import (
     set_keepalive,
     source_of,
 )
-from .exchange import Again, Event, Exchange, NotTrioUCX, Opened, ProtectedMode, Refused, State, Taken
+from .exchange import (
+    Again,
+    Draining,
+    Event,
+    Exchange,
+    NoRoom,
+    Opened,
+    ProtectedMode,
+    Refusal,
+    Refused,
+    State,
+    Taken,
+    UnknownProtocol,
+)
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
@@ -152,6 +165,12 @@ class Acceptor:
         self.accepted = 0
         self.refused = 0
         self.closed = False
+        #: Whether new clients are refused because the server shuts down.
+        self.draining = False
+        #: How many open connections were not accepted yet.
+        self.unaccepted = 0
+        #: Called when there is one client less that has a place in the backlog.
+        self.on_settled: Callable[[], object] = lambda: None
         self.address = local_address(listener.socket)
         self._listener = listener
         self._exchange_options = exchange_options
@@ -261,25 +280,26 @@ class Acceptor:
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
-        reason_for_peer = ""
+        why, reason_for_peer = Why.DRAINING, ""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
                 await self._exchange(client, handshake, exchange)
                 link = await handshake.opened.wait()
             if timeout.cancelled_caught:
-                kind = "too slow" if client.has_sent else "it sent nothing"
+                why, kind = Why.OTHER, "too slow" if client.has_sent else "it sent nothing"
                 reason = f"no connection within {self._timeout:.3g} seconds"
                 if client.is_let_in and not client.has_place:
-                    kind = "too many clients are waiting to be accepted"
+                    why, kind = Why.FULL, "too many clients are waiting to be accepted"
                 elif client.has_sent:
                     reason += f" ({handshake.route})"
-            elif client.scope.cancelled_caught and not self.closed:
-                kind, reason = "too many at once", "its exchange was idle while others waited; try again"
-        except NotTrioUCX as error:
+            elif client.scope.cancelled_caught and not self._ends:
+                why, kind, reason = Why.FULL, "too many at once", "its exchange was idle while others waited; try again"
+        except UnknownProtocol as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
+            why = error.why if isinstance(error, Refusal) else Why.NOT_ADMITTED
             kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
-            exchange.refuse(reason)
+            exchange.refuse(reason, why)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except NeedsAnotherWorker as error:
@@ -289,10 +309,12 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
+            why = Why.FULL if isinstance(error, OSError) and error.errno in _CAPACITY_ERRORS else Why.OTHER
             reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
-            kind, reason = "an internal error", repr(error)
+            why, kind, reason = Why.OTHER, "an internal error", repr(error)
+            reason_for_peer = "an internal error (its log says which)"  # the client may be a stranger
         finally:
             self._clients.pop(client, None)
             if link is not None and not link.closed and not self.closed:
@@ -301,9 +323,9 @@ class Acceptor:
             else:
                 self.refused += kind != AGAIN
                 reason_for_peer = reason_for_peer or f"{kind}: {reason}"
-                contained(handshake.close, reason_for_peer if link is None else "")
+                contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not State.PREAMBLE:  # it speaks our protocol
-                    contained(exchange.refuse, reason_for_peer)
+                    contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason)
             if client.has_place:
@@ -325,6 +347,8 @@ class Acceptor:
         if not isinstance(opened, Opened):
             raise _gave_up(opened)
         client.is_let_in = True
+        if self.draining:
+            raise Draining
         if not self._has_place():
             await stream.send_all(exchange.data_to_send())  # REFUSE may follow while the client waits
             while not self._has_place():
@@ -362,6 +386,7 @@ class Acceptor:
     def _give_up_place(self) -> None:
         self._opening -= 1
         self._place_may_be_free()
+        self.on_settled()
 
     def _place_may_be_free(self) -> None:
         if self._opening + len(self._ready) < self._backlog:
@@ -369,7 +394,7 @@ class Acceptor:
 
     def _descriptors_for(self, clients: int) -> int:
         """How many descriptors must be left for clients whose connections are being opened."""
-        each = DESCRIPTORS_EACH + (self.worker.context.descriptors_per_worker if self._exchange_options.isolate else 0)
+        each = DESCRIPTORS_EACH + (self.worker.context._descriptors_per_worker if self._exchange_options.isolate else 0)
         return SPARE_DESCRIPTORS + each * clients
 
     def _check_room(self) -> None:
@@ -378,15 +403,16 @@ class Acceptor:
         UCX must never run out of descriptors: its TCP transport stops listening when an accept() fails.
 
         Raises:
-            ProtocolError: with the reason for the client.
+            NoRoom: with the reason for the client.
         """
         try:
             descriptors.require(self._descriptors_for(self._opening), "serving the next clients")
         except OSError as error:
             logger.warning("clients are turned away: %s", error.strerror)
-            raise ProtocolError("the listener's process is running out of file descriptors; try again later") from None
+            raise NoRoom("the listener's process is running out of file descriptors; try again later") from None
 
     def _connected(self, link: Link) -> None:
+        self.unaccepted += 1
         if not self._acceptors.give(link):
             self._ready.append(link)
 
@@ -402,14 +428,33 @@ class Acceptor:
         self.check()
         while self._ready:
             link = self._ready.popleft()
+            self.unaccepted -= 1
             self._place_may_be_free()
             if not link.closed:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 break
+            self.on_settled()
         else:
             link = await self._acceptors.wait()
+            self.unaccepted -= 1
         self.accepted += 1
         return link
+
+    @property
+    def _ends(self) -> bool:
+        return self.closed or self.draining
+
+    @property
+    def settled(self) -> bool:
+        """Whether no client is between its admission and the acceptance of its connection."""
+        return self.closed or (not self._opening and not self.unaccepted)
+
+    def drain(self) -> None:
+        """From now on refuses clients that have no place in the backlog yet; the others become connections."""
+        self.draining = True
+        for client in list(self._clients):
+            if client.is_let_in and not client.has_place:
+                client.scope.cancel()
 
     def close(self) -> None:
         """Stops listening, and turns away the clients that were not accepted. Closed already: no effect."""
@@ -424,6 +469,7 @@ class Acceptor:
             client.scope.cancel()
         while self._ready:
             self._ready.popleft().abort()
+        self.on_settled()
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
 

@@ -1,10 +1,12 @@
 """One connection over UCX: the rules (``_credit``, ``_tag_queue``, ...) carried out over an endpoint.
 
 Three owners have a connection, and :class:`Link` joins them: sending, receiving, and closing. ``transport`` is their
-way to UCX, ``buffers`` are messages in memory. This folder may import the rules and ``ucp``. Imports inside it run in
-this order: transport, buffers, sending, receiving, closing, link.
+way to UCX, ``buffers`` are messages in memory, ``conversations`` are channels within the connection. This folder may
+import the rules and ``ucp``. Imports inside it run in this order: transport, buffers, sending, conversations,
+receiving, closing, link.
 """
 
+from .conversations import Talk as Talk
 from .link import Link as Link
 from .link import Options as Options
 from .transport import Transport as Transport

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from time import perf_counter
 from typing import Protocol
 
 import trio
 
 from .. import _wire as wire
-from .._close_handshake import CloseHandshake, Peer
+from .._close_handshake import CloseHandshake, Loss, Peer
+from .._errors import PeerClosed, PeerLost
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained, report
 from ..ucp._engine.ending import CloseState, internal_failure
 from ..ucp._engine.operations import under_way
 from ..ucp._live_handles import live_handles
-from ..ucp._status import broken
+from ..ucp._process import has_ended
+from ..ucp._status import about, broken
 from .receiving import Receiving
 from .sending import Sending
 from .transport import Transport
@@ -80,6 +83,13 @@ class Closing:
         self._deadline = math.inf
         self._unregister = unregister
         self._aborted = False
+        #: How the peer was lost, for ``PeerLost.reason``; empty: UCX or its process says it.
+        self._reason = ""
+        self.ending.origin.lost = self._lost_error
+        #: What :meth:`finish` has raised.
+        self._failure = ""
+        #: When the peer has closed, or was lost.
+        self.peer_ended_at: float | None = None
 
     # ---- the handshake ----
 
@@ -103,11 +113,13 @@ class Closing:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
         if self.close_handshake.peer is Peer.CLOSING and not self._receiving.transferring():
             self.close_handshake.peer = Peer.ACKNOWLEDGED
+            self._receiving.report_drops()
             self._sending.send_frame(wire.GoodbyeAck())
             self.share.operations.changed()
 
     def _end(self, loss: Exception | None) -> None:
         """The peer has sent GOODBYE, or was lost: ends what waits for it."""
+        self.peer_ended_at = self.peer_ended_at or perf_counter()
         problem = self._sending.problem()
         assert problem is not None
         self._receiving.peer_ended(loss)
@@ -163,22 +175,58 @@ class Closing:
         """
         undelivered = self._sending.undelivered
         waiting_for = under_way(self.share.operations.in_order()) if undelivered else ""
-        error = self.share.error
+        error, reported = self.share.error, self.ending.reported
         self.close_now()
-        if undelivered and not self.ending.reported:
-            if error is not None:
+        if undelivered and not reported:
+            if self._sending.dropped:
+                reason = self._sending.dropped
+            elif error is not None:
                 reason = str(error)
             elif self.close_handshake.peer_closes:
                 reason = "the peer closed the connection first"
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
-            raise broken(f"closing: what was sent may not have been delivered: {reason}", error, self.ending.origin)
+                self._reason = "unresponsive"
+            self._failure = f"closing: what was sent may not have been delivered: {reason}"
+            self.check()
+
+    def check(self) -> None:
+        """Raises what the close has raised.
+
+        Raises:
+            trio.BrokenResourceError: what was sent may not have been delivered.
+        """
+        if not self._failure:
+            return
+        origin = self.ending.origin
+        if self._sending.dropped:  # the peer is well
+            raise about(origin, trio.BrokenResourceError(self._failure))
+        raise broken(self._failure, self.share.error, origin)
 
     # ---- the peer has gone ----
 
-    def cut_off(self, reason: str) -> None:
-        """The peer cannot be reached any more."""
+    def _lost_error(self, text: str) -> trio.BrokenResourceError:
+        """The exception for using the connection after the peer has closed it, or is lost."""
+        if self.close_handshake.peer_closes:
+            return PeerClosed(text)
+        address = self.share.peer_address
+        error = PeerLost(text)
+        if not self._reason and self.engine.broken is None:
+            if address is not None and has_ended(address.process):
+                self._reason = "ended"
+            elif self._receiving.broken_off:
+                self._reason = "aborted"
+        error.reason = self._reason or "broken"
+        return error
+
+    def cut_off(self, kind: str, reason: str) -> None:
+        """The peer cannot be reached any more.
+
+        Args:
+            kind: see ``PeerLost.reason``.
+        """
+        self._reason = kind
         error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} {reason}")
         self.share.fail(error)
 
@@ -223,7 +271,7 @@ class Closing:
         if self._receiving.credit.received < sent:
             self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:
-            self.cut_off(f"refused the connection: {refusal}" if refusal else "aborted the connection")
+            self.cut_off("aborted", f"refused the connection: {refusal}" if refusal else "aborted the connection")
 
     async def _cut_off_later(self, sent: int) -> None:
         deadline = trio.current_time() + ABORT_GRACE
@@ -232,23 +280,21 @@ class Closing:
             await trio.sleep(0.005)
         if self.engine.usable:
             try:
-                self.cut_off("aborted the connection")
+                self.cut_off("aborted", "aborted the connection")
             except Exception as error:
                 self.internal_error(error)
 
-    def control_lost(self, reason: str, cause: BaseException | None = None) -> None:
-        """The peer's end of the control socket was closed, or its host does not answer.
-
-        Args:
-            cause: the internal error that ended the control socket, if one did.
-        """
-        if cause is not None:
-            self.internal_error(cause)
+    def control_lost(self, loss: Loss) -> None:
+        """The peer's end of the control socket was closed, or its host does not answer."""
+        if loss.cause is not None:
+            self.internal_error(loss.cause)
         elif not self._aborted:
             if self.close_handshake.graceful:
                 self._peer_closed()
+            elif loss.vanished:
+                self.cut_off("vanished", f"has vanished: {loss.reason}")
             else:
-                self.cut_off(f"ended or vanished: {reason}")
+                self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
 
     # ---- by force ----
 

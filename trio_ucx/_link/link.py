@@ -7,12 +7,14 @@ delivers, or the user's task; only the graceful close waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import attrs
 import trio
 
 from .. import _wire as wire
-from .._close_handshake import CloseHandshake
+from .._close_handshake import CloseHandshake, Peer
+from .._peer_info import PeerInfo, PeerState
 from ..ucp import Worker
 from ..ucp._engine.ending import CloseState
 from ..ucp._live_handles import live_handles
@@ -37,6 +39,9 @@ class Link:
     Attributes:
         my_id, peer_id: the ids under which this side and the peer are written to.
         local_address, remote_address: of the control socket.
+        peer_info: who the peer is.
+        why_not_shared_memory: in words; None if it is used.
+        pings, pongs: the number of the last PING that was sent, and of the last PONG that has arrived.
         on_unclosed: called when the worker closes before the link; the Connection sets it, and warns.
     """
 
@@ -54,10 +59,17 @@ class Link:
         self.engine = transport.engine
         self.share = share = transport.share
         self.ending = share.ending
+        self.opened_at = perf_counter()
         self.my_id = my_id
         self.peer_id = peer_id
         self.local_address: tuple[str, int] | None = None
         self.remote_address: tuple[str, int] | None = None
+        self.peer_info: PeerInfo | None = None
+        self.why_not_shared_memory: str | None = None
+        self.pings = 0
+        self.pongs = 0
+        #: What uses it, for reports: its closing is not the program's.
+        self.owner = ""
         self.on_unclosed: Callable[[], None] | None = None
         self.close_handshake = close_handshake = CloseHandshake()
         threshold = worker.context.rendezvous_threshold or 0
@@ -97,6 +109,40 @@ class Link:
     def closed(self) -> bool:
         return self.ending.state is CloseState.CLOSED
 
+    @property
+    def peer_state(self) -> PeerState:
+        if self.close_handshake.graceful:
+            return PeerState.FINISHED
+        if self.share.error is not None or self.close_handshake.peer is Peer.LOST:
+            return PeerState.LOST
+        return PeerState.FINISHED if self.receiving.stream_ended else PeerState.OPEN
+
+    def is_over(self) -> bool:
+        """Whether :meth:`Connection.wait_closed` need not wait any more."""
+        broke = self.engine.broken is not None or self.peer_state is PeerState.LOST
+        return self.closed or broke or self.close_handshake.peer is Peer.CLOSED
+
+    async def ping(self) -> float:
+        """Returns the seconds until the peer's library has answered.
+
+        Raises:
+            trio.BrokenResourceError: it cannot answer any more.
+            trio.ClosedResourceError: the connection was closed meanwhile.
+        """
+        self.sending.check()
+        self.pings += 1
+        number, begun = self.pings, perf_counter()
+        self.sending.send_frame(wire.Ping(number))
+        self.engine.watch_events()
+        await self.share.operations.wait_until(
+            lambda: self.pongs >= number or self.sending.problem() is not None or self.engine.broken is not None
+        )
+        seconds = perf_counter() - begun
+        if self.pongs < number:
+            self.check()
+            self.sending.check()
+        return seconds
+
     def abort(self) -> None:
         """See :meth:`Closing.abort`."""
         self.closing.abort()
@@ -124,6 +170,20 @@ class Link:
                 self.closing.done_arrived()
             case wire.Hello():
                 pass  # that it has arrived was all
+            case wire.Leave(queue=queue, by_force=by_force):
+                self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
+            case wire.Dropped(queue=queue, length=length):
+                self.sending.dropped_there(queue, length)
+            case wire.Ask(queue=queue, limit=limit):
+                self.receiving.asked(queue, limit)
+            case wire.Unread(queue=queue, limit=limit, count=count):
+                self.sending.unread.answered(queue, limit, count)
+                self.share.operations.changed()
+            case wire.Ping(number=number):
+                self.sending.send_frame(wire.Pong(number))
+            case wire.Pong(number=number):
+                self.pongs = max(self.pongs, number)
+                self.share.operations.changed()
 
     def buffers_released(self) -> bool:
         """Whether no buffer of a cancelled send or receive belongs to the library."""

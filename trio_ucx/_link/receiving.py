@@ -7,7 +7,8 @@ others are announced, and UCX holds them until a :class:`Transfer` brings them t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import trio
@@ -18,15 +19,17 @@ from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
 from .._native import lib
 from .._tag_queue import Message, Receive, State, TagQueue, Want
-from ..ucp import Status, UCXError
+from .._unread import UnreadHere
+from ..ucp import MessageTooLong, Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pin
-from ..ucp._engine.waits import Pending
-from ..ucp._memory.buffers import Buffer, Pinned, new_bytes
-from ..ucp._status import error_from_status
+from ..ucp._engine.waits import Pending, Signal
+from ..ucp._memory.buffers import Pinned, WritableBuffer, new_bytes
+from ..ucp._status import about, error_from_status, is_about_a_part
 from .buffers import PackedMessages, ReadBuffer
+from .conversations import Conversations
 from .sending import Sending
 from .transport import Transport
 
@@ -70,6 +73,27 @@ class Receiving:
         self.detached_receives: set[Receive] = set()
         #: Whether a receive has reported that the connection broke: messages that arrive later are dropped.
         self._over = False
+        #: Whether the peer has broken off a message: it closes by force, and its control socket says so in a moment.
+        self.broken_off = False
+        #: Whether our server shuts down: what has arrived can be received, and then the channel ends.
+        self.draining = False
+        #: Whether the end of the byte stream has arrived.
+        self.stream_ended = False
+        #: Messages that were dropped, and whose sender was not told yet.
+        self._drops: list[wire.Dropped] = []
+        #: The tag queues of each task that waits for a message in any of several; empty for all.
+        self.any_waits: list[Collection[int]] = []
+        #: The tag queue from which such a task was served last.
+        self._served = -1
+        #: How much is unread, for a sender with ``max_unread``.
+        self.unread = UnreadHere()
+        self.conversations = Conversations(
+            sending,
+            end=self._end_queue,
+            drop=lambda number, error: self.queue(number).drop_all(error),
+            forget=self._forget,
+            announce=self._conversation_begun,
+        )
         self._sending = sending
         self._on_frame = on_frame
         self._acknowledge = acknowledge
@@ -99,6 +123,10 @@ class Receiving:
                     self._on_frame(wire.decode_frame(data))
                     return
                 wire.check_queue(number)
+                if number == wire.STREAM:
+                    self.stream_ended = self.stream_ended or length == 0
+                else:
+                    self.conversations.begun(number)
         except wire.ProtocolError as error:
             self._refuse(error)
             return
@@ -115,6 +143,8 @@ class Receiving:
             self._admit_next(queue)
         if consumed and len(self.queues) > IDLE_QUEUES:
             self.forget_idle(queue)
+        if self.any_waits:
+            self.share.operations.changed()
 
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
@@ -125,6 +155,8 @@ class Receiving:
             if number == wire.CONTROL:  # control frames are so small that C code receives them
                 raise wire.ProtocolError(f"a control frame of {length} bytes")
             wire.check_queue(number)
+            if number >= wire.CONVERSATIONS:
+                self.conversations.begun(number)
         except wire.ProtocolError as error:
             self.transport.discard(handle)
             self._refuse(error)
@@ -137,6 +169,8 @@ class Receiving:
         if self.credit.stalled:
             self._admit_next(queue)
         self.forget_idle(queue)
+        if self.any_waits:
+            self.share.operations.changed()
 
     def _refuse(self, error: wire.ProtocolError) -> None:
         """Cuts off a peer that does not keep to the protocol."""
@@ -184,21 +218,17 @@ class Receiving:
         amount = self.credit.consumed(packed.length)
         if amount:
             self._grant(amount)
+        if self.unread.asked:
+            self.answer_asks()
         return data
 
     # ---- receives ----
 
-    def receive(self, number: int, want: Want, size: int = 0) -> PendingReceive:
-        """Queues a receive that has no buffer of the user's; ``size`` is the limit for ``Want.COPY``."""
-        if want is Want.LENGTH or number == wire.STREAM:
-            limit = 1 << 63
-        elif want is Want.COPY:
-            limit = size
-        else:
-            limit = self.max_message_size
+    def receive(self, number: int, want: Want, limit: int = 1 << 63) -> PendingReceive:
+        """Queues a receive that has no buffer of the user's, and takes a message of at most ``limit`` bytes."""
         return self.wait(number, PendingReceive(self, want, None, limit))
 
-    def prepare(self, buffer: Buffer) -> PendingReceive:
+    def prepare(self, buffer: WritableBuffer) -> PendingReceive:
         """A receive into a user's buffer, which it pins. Then :meth:`take_ready` for it, or :meth:`wait`.
 
         Raises:
@@ -220,8 +250,8 @@ class Receiving:
         self.forget_idle(queue)
         return receive
 
-    def receive_nowait(self, number: int) -> bytes:
-        """Takes the first message of a tag queue if it is there.
+    def receive_nowait(self, number: int, limit: int) -> bytes:
+        """Takes the first message of a tag queue if it is there, and has at most ``limit`` bytes.
 
         Raises:
             trio.WouldBlock: it is not.
@@ -232,7 +262,7 @@ class Receiving:
             self.engine.progress()
             queue = self.queues.get(number)
         if queue is not None and queue.packed is not None:
-            data = self.take_ready(number, self.max_message_size)
+            data = self.take_ready(number, limit)
             if data is not None:
                 return data
         if queue is None or queue.ready_now() is None:
@@ -243,7 +273,7 @@ class Receiving:
                     raise error
                 self.found_empty(number)
             raise trio.WouldBlock
-        return cast(bytes, self.receive(number, Want.BYTES).result())
+        return cast(bytes, self.receive(number, Want.BYTES, limit).result())
 
     def next_piece(self) -> bytes | None:
         """Takes what is there of the byte stream: one message, or packed messages all at once."""
@@ -267,6 +297,89 @@ class Receiving:
         self._end_unserved(queue)
         self.forget_idle(queue)
 
+    # ---- any of several tag queues ----
+
+    def next_number(self, numbers: Collection[int] | None) -> int | None:
+        """A tag queue of these, or of the user's, that has a message which no receive waits for. They take turns."""
+        if numbers is None:
+            queues = [queue for queue in self.queues.values() if queue.number <= wire.MAX_TAG]
+        else:
+            queues = [queue for number in numbers if (queue := self.queues.get(number)) is not None]
+        ready = [queue.number for queue in queues if queue.unread > len(queue.receives)]
+        if not ready:
+            return None
+        self._served = min((number for number in ready if number > self._served), default=min(ready))
+        return self._served
+
+    def any_end(self, numbers: Collection[int] | None) -> Exception | None:
+        """What a receive from any of them gets when none has a message; None while one may arrive."""
+        if numbers is None:
+            return self._end_error(None)
+        error: Exception | None = None
+        for number in numbers:
+            error = self._end_error(self.queues.get(number))
+            if error is None:
+                return None
+        return error
+
+    async def wait_any(self, numbers: Collection[int] | None) -> int:
+        """Waits until one of the tag queues has a message that no receive waits for, and returns its number.
+
+        Raises:
+            Exception: none will have one.
+        """
+        found: int | None = None
+
+        def over() -> bool:
+            nonlocal found
+            found = self.next_number(numbers)
+            return found is not None or self.any_end(numbers) is not None or self.engine.broken is not None
+
+        with self._awaiting(numbers):
+            await self.share.operations.wait_until(over)
+        if found is None:
+            error = self.any_end(numbers)
+            if error is None:
+                self.engine.check()
+            assert error is not None
+            self._reported(error)
+            raise error
+        return found
+
+    @contextmanager
+    def _awaiting(self, numbers: Collection[int] | None) -> Iterator[None]:
+        for number in numbers or ():
+            self.found_empty(number)
+        self.any_waits.append(numbers or ())
+        try:
+            yield
+        finally:
+            self.any_waits.remove(numbers or ())
+
+    @contextmanager
+    def watching(self, numbers: Collection[int], signal: Signal) -> Iterator[None]:
+        """Sets the signal when :meth:`next_number` or :meth:`any_end` may have changed: for several connections."""
+        with self._awaiting(numbers), self.share.operations.watching(signal):
+            yield
+
+    # ---- conversations, and questions of the peer ----
+
+    def _conversation_begun(self, number: int) -> None:
+        self.queue(wire.BEGUN).packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
+
+    def unread_in(self, number: int) -> int:
+        queue = self.queues.get(number)
+        return 0 if queue is None else queue.unread
+
+    def asked(self, number: int, limit: int) -> None:
+        """ASK arrived."""
+        self.unread.asked[number] = limit
+        self.answer_asks()
+
+    def answer_asks(self) -> None:
+        for number, limit, count in self.unread.due(self.unread_in):
+            self._sending.send_frame(wire.Unread(number, limit, count))
+
     # ---- grants ----
 
     def _grant(self, amount: int) -> None:
@@ -274,7 +387,7 @@ class Receiving:
 
     def found_empty(self, number: int) -> None:
         """A receiver found the tag queue empty: if that is for want of credit, admits its next message."""
-        if not self.credit.stalled:
+        if not self.credit.stalled or number == wire.BEGUN:
             return
         amount, admit = self.credit.found_empty(number)
         if amount:
@@ -295,6 +408,9 @@ class Receiving:
         self._awaited = {queue for queue in self._awaited if queue.receives}
         for queue in list(self._awaited):
             self._admit_next(queue)
+        for numbers in self.any_waits:
+            for number in numbers:
+                self.found_empty(number)
 
     # ---- what the tag queues ask ----
 
@@ -335,9 +451,13 @@ class Receiving:
             self.share.fail(UCXError(status, "receiving the next piece of a message"))  # the peer sends it once only
         if status == Status.INVALID_PARAM and message.length > lib.TU_LONG:
             self._refuse(wire.ProtocolError("it sent a piece of a long message that does not fit"))
-        if status != Status.OK:
-            error = self.share.problem() or error_from_status(status, "receiving a message", self.share.ending.origin)
         queue = message.queue
+        if status != Status.OK:
+            doing = "receiving a message"
+            if status == Status.CANCELED and message in queue.messages:  # else we have given it up
+                self.broken_off = True
+                doing = "the peer aborted the connection in the middle of a message"
+            error = self.share.problem() or error_from_status(status, doing, self.share.ending.origin)
         queue.moved(message, error)
         if self.ending.state is not CloseState.CLOSED:
             self._end_unserved(queue)
@@ -348,9 +468,27 @@ class Receiving:
 
     def consumed(self, message: Message) -> None:
         """See :class:`_tag_queue.Mover`."""
+        if message.queue.number == wire.BEGUN:
+            return  # it was no message of the peer's
         amount = self.credit.consumed(message.length)
         if amount:
             self._grant(amount)
+        if self.unread.asked:
+            self.answer_asks()
+
+    def dropped(self, message: Message) -> None:
+        """See :class:`_tag_queue.Mover`."""
+        self._drops.append(wire.Dropped(message.queue.number, message.length))
+        self.report_drops()
+
+    def report_drops(self) -> None:
+        """Tells the sender of messages that were dropped; later, if there is no memory for that."""
+        while self._drops:
+            try:
+                self._sending.post_frame(self._drops[0])
+            except MemoryError:
+                return
+            self._drops.pop(0)
 
     def discard(self, message: Message) -> None:
         """See :class:`_tag_queue.Mover`."""
@@ -376,9 +514,33 @@ class Receiving:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
+        talk = None if queue is None else self.conversations.talks.get(queue.number)
+        if talk is not None and talk.peer_left:
+            return talk.end()
         if self.close_handshake.peer_closes:
-            return trio.EndOfChannel("the peer closed the connection")
+            origin = self.ending.origin if talk is None else talk.origin
+            return about(origin, trio.EndOfChannel("the peer closed the connection"))
+        if self.draining and self.share.error is None and (queue is None or queue.number < wire.CONVERSATIONS):
+            return about(self.ending.origin, trio.EndOfChannel("this server shuts down (Server.drain)"))
         return self.share.problem()
+
+    def drain(self) -> None:
+        """From now on receives end where nothing has arrived."""
+        self.draining = True
+        for queue in list(self.queues.values()):
+            self._end_unserved(queue)
+        self.share.operations.changed()
+
+    def _forget(self, number: int) -> None:
+        queue = self.queues.pop(number, None)
+        if queue is not None:
+            self._awaited.discard(queue)
+        self.unread.asked.pop(number, None)
+
+    def _end_queue(self, number: int) -> None:
+        queue = self.queues.get(number)
+        if queue is not None:
+            self._end_unserved(queue)
 
     def _end_unserved(self, queue: TagQueue) -> None:
         error = self._end_error(queue)
@@ -387,7 +549,7 @@ class Receiving:
 
     def _reported(self, error: Exception) -> None:
         """A receive has ended with this error."""
-        if isinstance(error, trio.BrokenResourceError):
+        if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             self.ending.reported = self._over = True
             cause = error.__cause__
             if not self.close_handshake.peer_closes and isinstance(cause, UCXError):
@@ -485,9 +647,14 @@ class PendingReceive(Pending):
             self.finish(Error(error))
 
     def fail_too_long(self, length: int) -> None:
-        what = "max_message_size is" if self.want is Want.BYTES else "the buffer has"
-        text = f"a message of {length} bytes is too long, {what} {self.limit}; it was dropped"
-        self.fail(UCXError(Status.MESSAGE_TRUNCATED, text))
+        if self.want is not Want.BYTES:
+            bound = "the buffer has"
+        elif self.limit == self._receiving.max_message_size:
+            bound = "max_message_size is"
+        else:
+            bound = "max_size is"
+        text = f"a message of {length} bytes is too long, {bound} {self.limit}; it was dropped"
+        self.fail(about(self._receiving.ending.origin, MessageTooLong(length, self.limit, text)))
 
     def release(self) -> None:
         if self.pins is not None:

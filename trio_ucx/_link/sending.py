@@ -21,6 +21,7 @@ from .._batch import Batch
 from .._byte_stream import Tail
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
+from .._unread import UnreadThere
 from .._wire import SMALL_MESSAGE
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
@@ -46,6 +47,9 @@ class Sending:
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
         self.tail: Tail[SendOperation] = Tail()
+        self.unread = UnreadThere()
+        #: What the peer says about the message that it dropped first.
+        self.dropped = ""
         self.bytes_sent = 0
         #: Messages that were given to UCX, and whose task was cancelled before UCX was done with them; or that failed.
         self.cancelled = 0
@@ -78,6 +82,27 @@ class Sending:
             return True
         self.report_stalled()
         return False
+
+    def added(self, queue: int, limit: int) -> None:
+        """A message was sent to a tag queue: if the peer may have ``limit`` unread now, asks it."""
+        self.unread.sent(queue)
+        self.may_add(queue, limit)
+
+    def may_add(self, queue: int, limit: int) -> bool:
+        """Whether the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
+        if self.credit.makes_wait(queue):
+            return False  # the peer could not count these sends
+        if self.unread.may_send(queue, limit):
+            return True
+        if self.unread.must_ask(queue, limit):
+            self.send_frame(wire.Ask(queue, limit))
+        return False
+
+    async def wait_unread(self, queue: int, limit: int) -> None:
+        """Waits until the peer has fewer than ``limit`` messages of a tag queue unread, or nothing can be sent."""
+        await self.share.operations.wait_until(
+            lambda: self.problem() is not None or self.ending.state is not CloseState.OPEN or self.may_add(queue, limit)
+        )
 
     async def wait_room(self, queue: int) -> None:
         """Waits until a small message could be sent, or would fail."""
@@ -236,15 +261,29 @@ class Sending:
 
     def send_frame(self, frame: wire.Frame) -> None:
         """Sends a control frame, which costs no credit. Never raises."""
+        try:
+            self.post_frame(frame)
+        except Exception as error:  # else a peer that waits for this frame would wait for ever
+            self.internal_error(error)
+
+    def post_frame(self, frame: wire.Frame) -> None:
+        """Does the same.
+
+        Nothing is delivered meanwhile: frames are sent in the middle of changes.
+
+        Raises:
+            MemoryError: there is no memory for it; it was not sent.
+        """
+        self.engine.deliver_after(lambda: self._post_frame(frame))
+
+    def _post_frame(self, frame: wire.Frame) -> None:
         share = self.share
+        if share.handle is not None and self.batch.parts:
+            self.send_batch()
         if share.handle is None:
             return
-        if self.batch.parts:
-            self.send_batch()
-            if share.handle is None:
-                return
+        data = wire.encode_frame(frame)
         try:
-            data = wire.encode_frame(frame)
             verdict = self.transport.send_bytes(wire.CONTROL, data)
             if verdict < 0:
                 raise share.error_of(verdict, "sending a message")
@@ -257,8 +296,6 @@ class Sending:
                 pending_operation(self.engine, verdict, pins, "sending a message", share)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the failure of the connection is reported elsewhere
-        except Exception as error:  # else a peer that waits for this frame would wait for ever
-            self.internal_error(error)
 
     def refused(self, queue: int, size: int, error: Exception) -> None:
         """UCX has taken nothing of the message that was charged last; its task is told."""
@@ -286,11 +323,24 @@ class Sending:
         spare = self.tail.spare()
         return all(send.cancelled and (send.queue != wire.STREAM or send in spare) for send in self._in_flight())
 
-    def withdraw_stream(self, error: Exception) -> None:
-        """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""
-        for send in [send for send in self.credit.waiting if send.queue == wire.STREAM]:
+    def withdraw(self, queue: int, error: Exception) -> None:
+        """Ends the sends of a tag queue that wait for credit, or for room in it."""
+        for send in [send for send in self.credit.waiting if send.queue == queue]:
             send.withdraw(error)
         self.send_waiting()
+
+    def withdraw_stream(self, error: Exception) -> None:
+        """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""
+        self.withdraw(wire.STREAM, error)
+
+    def dropped_there(self, queue: int, length: int) -> None:
+        """DROPPED arrived: the peer could not receive a message."""
+        self.failed += 1
+        where = f"with tag {queue}" if queue <= wire.MAX_TAG else "in a conversation"
+        self.dropped = self.dropped or (
+            f"the peer has dropped a message of {length} bytes {where}: it exceeded the limit of the receive, or the "
+            "peer lacked memory"
+        )
 
     def fail_all(self, problem: Exception) -> None:
         """Ends all sends, because the connection has ended."""

@@ -9,6 +9,9 @@
 /* Shorter data is copied rather than borrowed: over shared memory UCX keeps 8 KiB for each message, however short. */
 #define BORROW_FROM 4096
 
+/* Nanoseconds between two records that say that a queue drops messages. */
+#define DROPS_INTERVAL 60000000000
+
 struct tu_am_queue {
     tu_worker_t *worker;
     uint64_t id;
@@ -21,6 +24,7 @@ struct tu_am_queue {
     tu_hook_t retry;           /* added while Python waits for a record and no room could be reserved for it */
     tu_list_t messages;
     tu_am_counts_t counts;
+    uint64_t next_report;      /* when a message that is dropped is to be reported again; 0: at once */
 };
 
 /* A message in a queue, or in Python's hands. */
@@ -94,6 +98,10 @@ static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, bool rendez
         return UCS_ERR_NO_RESOURCE;
     }
     queue->counts.dropped++;
+    if (tu_now() >= queue->next_report && tu_ring_has_slack(queue->worker)) {
+        queue->next_report = tu_now() + DROPS_INTERVAL;
+        tu_ring_append(queue->worker, TU_RECORD_DROPS, queue->id, UCS_OK, 0, 0, 0);
+    }
     if (queue->cut && sender != 0 && tu_ring_has_slack(queue->worker)) {
         tu_ring_append(queue->worker, TU_RECORD_CUT, sender, UCS_ERR_EXCEEDS_LIMIT, 0, 0, 0);
     }

@@ -29,6 +29,7 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_RECORD_UNUSED 8     /* memory that was withdrawn from peers is no longer in use */
 #define TU_RECORD_CONCLUDED 9  /* id, status: what came of an operation is known, but UCX still has some of its memory.
                                   The operation's own record follows */
+#define TU_RECORD_DROPS 10     /* id: a queue of active messages drops some; at most one record a minute for each */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
 #define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
@@ -282,6 +283,7 @@ int64_t tu_message_receive(tu_worker_t *worker, uint64_t message, const tu_buffe
 int64_t tu_message_receive_one(tu_worker_t *worker, uint64_t message, void *address, size_t length, int memory,
                                tu_received_t *received);
 uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool remove, tu_received_t *received);
+int64_t tu_tag_wait(tu_worker_t *worker, uint64_t tag, uint64_t mask);
 
 /* pacing.c */
 typedef struct tu_pacing {

@@ -21,7 +21,8 @@
  *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy, or, if UCX  while it receives a small
  *                                                       kept it, scratch_received      message
  *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
- *   operation->described        tu_post_begin           when the operation is over     until the operation is over
+ *   operation->described        tu_post_begin,          when the operation is over     until the operation is over
+ *                               tu_tag_wait
  *   tu_long_t, what describes   tu_long_send,           when the message is over; the  as the argument of callbacks;
  *   its pieces                  tu_inbox_collect        rest by tu_worker_destroy      what describes pieces
  *   buffers, headers, replies   Python                  Python, when the operation     until the operation is over
@@ -181,8 +182,8 @@ typedef struct tu_operation {
     tu_worker_t *worker;
     uint64_t id;               /* generation << 32 | slot; 0 while the slot is free */
     void *request;             /* UCX's handle; NULL when it completed inside the call that posted it */
-    void *described;           /* the list or strided array that UCX reads until the operation is over */
-    void (*cancel)(void *owner); /* cancels an operation that an extension carries out; NULL: UCX carries it out */
+    void *described;           /* freed when it is over: the list or strided array that UCX reads, or a tag_wait_t */
+    void (*cancel)(void *owner); /* cancels an operation that our C code carries out; NULL: UCX carries it out */
     void *owner;               /* the argument of `cancel` */
     uint32_t slot;
     uint32_t generation;

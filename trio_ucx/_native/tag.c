@@ -138,3 +138,68 @@ uint64_t tu_tag_probe(tu_worker_t *worker, uint64_t tag, uint64_t mask, bool rem
     received->tag    = info.sender_tag;
     return remove ? (uint64_t)(uintptr_t)message : 1;
 }
+
+/* ---- waiting for a message ---- */
+
+/* Probes after each progress, and is over when a message matches. The operation frees it. */
+typedef struct tag_wait {
+    tu_hook_t hook;
+    tu_operation_t *operation;
+    uint64_t tag;
+    uint64_t mask;
+} tag_wait_t;
+
+static void wait_done(tag_wait_t *wait, ucs_status_t status, const tu_received_t *found)
+{
+    tu_hook_remove(&wait->hook);
+    tu_operation_done(wait->operation, NULL, status, found->length, found->tag);
+}
+
+static unsigned look_for_message(tu_hook_t *hook)
+{
+    tag_wait_t *wait    = TU_ITEM(hook, tag_wait_t, hook);
+    tu_worker_t *worker = wait->operation->worker;
+    tu_received_t found = {0};
+
+    if (wait->tag & wait->mask & worker->claimed_bit) { /* since it began, the worker has got Connections */
+        wait_done(wait, UCS_ERR_INVALID_PARAM, &found);
+    } else if (tu_tag_probe(worker, wait->tag, wait->mask, false, &found) != 0) {
+        wait_done(wait, UCS_OK, &found);
+    } else {
+        return 0;
+    }
+    return 1;
+}
+
+static void cancel_wait(void *owner)
+{
+    tu_received_t nothing = {0};
+
+    wait_done(owner, UCS_ERR_CANCELED, &nothing);
+}
+
+/* The message stays where it is. */
+int64_t tu_tag_wait(tu_worker_t *worker, uint64_t tag, uint64_t mask)
+{
+    tag_wait_t *wait = tu_malloc(sizeof(*wait));
+    tu_post_t post;
+    int64_t verdict;
+
+    if (wait == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    verdict = tu_post_begin(&post, worker, NULL);
+    if (verdict != 0) {
+        free(wait);
+        return verdict;
+    }
+    wait->operation           = post.operation;
+    wait->tag                 = tag;
+    wait->mask                = mask;
+    post.operation->described = wait;
+    post.operation->cancel    = cancel_wait;
+    post.operation->owner     = wait;
+    tu_hook_init(&wait->hook, look_for_message);
+    tu_hook_add(worker, &wait->hook);
+    return (int64_t)post.id;
+}

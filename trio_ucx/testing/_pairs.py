@@ -3,52 +3,66 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Unpack
 
 import trio
 
 from .. import _wire as wire
+from .._arguments import ConnectionOptions
 from .._connection import Connection
 from .._open import connect
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
+from ..ucp._util import protected_asynccontextmanager
 
 Pair = tuple[Connection, Connection]
 
 
-async def open_connection_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
+@protected_asynccontextmanager
+async def open_connection_pair(
+    *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
+) -> AsyncIterator[Pair]:
     """Connects two Connections with each other, over a Unix socket that only this process can find.
+
+    An async context manager, which gives (client, server). Leaving the block aborts those that are still open.
 
     Args:
         worker: the worker of both; by default the run's shared worker.
         options: options of both: those that :func:`trio_ucx.connect` and :func:`trio_ucx.open_ucx_listeners` share.
-
-    Returns:
-        (client, server), like ``trio.testing.memory_stream_pair``; close both.
 
     Cancellation: no connection is left behind.
 
     Raises: as :func:`trio_ucx.connect`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return await _open(f"unix:{folder}/socket", worker, options)
+        async with _open(f"unix:{folder}/socket", worker, options) as pair:
+            yield pair
 
 
-async def open_pair_over_listener(host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Any) -> Pair:
+@protected_asynccontextmanager
+async def open_pair_over_listener(
+    host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
+) -> AsyncIterator[Pair]:
     """Connects two Connections with each other over TCP, as a client and a server would.
 
     Args:
         host: an address of this machine to listen at; the port is a free one.
-        worker, options: as for :func:`open_connection_pair`, which also says what is returned.
+        worker, options: as for :func:`open_connection_pair`, which also says what the context manager gives and does.
 
     Cancellation: as :func:`open_connection_pair`.
 
     Raises: as :func:`trio_ucx.connect`.
     """
-    return await _open(host, worker, options)
+    async with _open(host, worker, options) as pair:
+        yield pair
 
 
-async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> Pair:
+@protected_asynccontextmanager
+async def open_clogged_pair(
+    *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
+) -> AsyncIterator[Pair]:
     """Does the same as :func:`open_pair_over_listener`, and fills the byte stream in both directions.
 
     ``send_all`` waits until the other end has read: a ``clogged_stream_maker`` for ``trio.testing``.
@@ -57,27 +71,25 @@ async def open_clogged_pair(*, worker: Worker | None = None, **options: Any) -> 
 
     Raises: as :func:`trio_ucx.connect`.
     """
-    pair = await open_pair_over_listener(worker=worker, **options)
-    for connection in pair:
-        for size in (2048, 1):
-            try:
-                while True:
-                    connection._link.sending.submit_nowait(wire.STREAM, bytes(size))
-            except trio.WouldBlock:
-                pass
-    return pair
+    async with open_pair_over_listener(worker=worker, **options) as pair:
+        for connection in pair:
+            for size in (2048, 1):
+                try:
+                    while True:
+                        connection._link.sending.submit_nowait(wire.STREAM, bytes(size))
+                except trio.WouldBlock:
+                    pass
+        yield pair
 
 
-async def _open(host: str, worker: Worker | None, options: dict[str, Any]) -> Pair:
+@asynccontextmanager
+async def _open(host: str, worker: Worker | None, options: ConnectionOptions) -> AsyncIterator[Pair]:
     [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
-    opened: list[Connection] = []
-    try:
+    with ExitStack() as stack:
         async with listener:
-            opened.append(await connect(listener.address, worker=worker, **options).__aenter__())
-            opened.append(await listener.accept())
-    except BaseException:  # also where closing the listener is cancelled
-        for connection in opened:
-            connection.abort()
-        raise
-    client, server = opened
-    return client, server
+            client = await connect(listener.address, worker=worker, **options).__aenter__()
+            stack.callback(client.abort)
+            server = await listener.accept()
+            stack.callback(server.abort)
+        yield client, server
+    await trio.lowlevel.checkpoint()

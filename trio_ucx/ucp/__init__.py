@@ -59,11 +59,11 @@ from ._requests import Request as Request
 from ._requests import RequestCancelled as RequestCancelled
 from ._requests import RequestGroup as RequestGroup
 from ._rma.remote_memory import RemoteMemory as RemoteMemory
+from ._status import MessageTooLong as MessageTooLong
 from ._status import Status as Status
 from ._status import UCXError as UCXError
 from ._stream import StreamData as StreamData
 from ._tag import TagMessage as TagMessage
-from ._util import FULL as FULL
 from ._util import publish as _publish
 from ._worker import Worker as Worker
 from ._worker import open_worker as open_worker
@@ -71,7 +71,6 @@ from ._worker_address import WorkerAddress as WorkerAddress
 
 __all__ = [
     "DEFAULT_FEATURES",
-    "FULL",
     "Access",
     "ActiveMessage",
     "ActiveMessages",
@@ -89,6 +88,7 @@ __all__ = [
     "MemoryDescriptor",
     "Library",
     "MemoryType",
+    "MessageTooLong",
     "RawListener",
     "RemoteMemory",
     "Request",

@@ -8,6 +8,7 @@ or, with a rendezvous, still with the sender, until it is received.
 from __future__ import annotations
 
 import enum
+import logging
 from typing import Any
 
 import attrs
@@ -24,6 +25,8 @@ from ._live_handles import live_handles
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
+logger = logging.getLogger("trio_ucx")
+
 
 class WhenFull(enum.Enum):
     """What becomes of a message that finds its receiver's queue full.
@@ -31,7 +34,7 @@ class WhenFull(enum.Enum):
     HOLD keeps a rendezvous (its data stays with the sender, which waits) and drops an eager message. REFUSE fails a
     rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. CUT does the same,
     and closes the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where
-    it came from). What is dropped is counted.
+    it came from). What is dropped is counted, and logged: a WARNING for each queue and minute.
     """
 
     HOLD = "hold"
@@ -72,6 +75,8 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     _key: int = 0
     _waiters: Waiters = attrs.field(factory=Waiters)
     _statistics: ActiveMessagesStatistics | None = None
+    #: How many dropped messages the log has told of.
+    _logged: int = 0
 
     def _open(self, max_messages: int, max_bytes: int, when_full: WhenFull) -> None:
         engine = self._engine
@@ -82,7 +87,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         if status != Status.OK:
             raise UCXError(status, f"opening active messages with id {self._id}")
         self._handle = out[0]
-        engine.receivers.add_am_queue(self._key, self._id, self._announced, self._waiters)
+        engine.receivers.add_am_queue(self._key, self._id, self._announced, self._log_drops, self._waiters)
         engine.teardown.children[self._key] = self._close
         engine.teardown.on_broken[self._key] = self._waiters.fail
         live_handles.opened("active message queue")
@@ -93,6 +98,18 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             if native == ffi.NULL:
                 return
             self._waiters.give(self._wrap(native))
+
+    def _log_drops(self) -> None:
+        dropped = self.statistics().dropped
+        new, self._logged = dropped - self._logged, dropped
+        if new:
+            logger.warning(
+                "active messages with id %d: %d were dropped%s, because nobody took those that fill the queue "
+                "(max_messages=, max_bytes=, when_full=)",
+                self._id,
+                new,
+                "" if new == dropped else f" since the last such line, {dropped} in all",
+            )
 
     def _wrap(self, native: Any) -> ActiveMessage:
         arrival = Arrival(self._engine, native)
@@ -173,7 +190,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
     def _close(self) -> None:
         if self._handle is None:
             return
-        self.statistics()
+        self._log_drops()
         engine = self._engine
         handle, self._handle = self._handle, None
         engine.receivers.remove_am_queue(self._key, self._id)
@@ -225,7 +242,7 @@ def open_queue(
     max_message_size = check_integer(max_message_size, "max_message_size", 0, 2**62)
     if not isinstance(when_full, WhenFull):
         raise TypeError(f"when_full must be a WhenFull, not {when_full!r}")
-    engine.context.require(Feature.AM, "receiving active messages")
+    engine.context._require(Feature.AM, "receiving active messages")
     taken = engine.receivers.am_ids.get(id)
     if taken is not None:
         raise ValueError(f"active messages with id {id} go to {taken} of this worker already")

@@ -14,8 +14,8 @@ from ._engine.borrowed import Borrowed
 from ._engine.engine import Engine
 from ._engine.operations import Operation
 from ._engine.posting import check_reaches, completed, pending_operation
-from ._memory.buffers import Buffer, Pinned, new_bytes
-from ._status import Status, UCXError
+from ._memory.buffers import Buffer, Pinned, WritableBuffer, new_bytes
+from ._status import MessageTooLong, Status
 from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 
@@ -147,8 +147,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
 
         Raises:
             ValueError: the message was received, released, or its worker closed; it is being received into a buffer.
-            UCXError: MESSAGE_TRUNCATED: it is longer than the queue's ``max_message_size``. It can be received into a
-                buffer, or released.
+            MessageTooLong: it is longer than the queue's ``max_message_size``. It can be received into a buffer, or
+                released.
             MemoryError: there is no memory for that now. It can be received later, or released.
             BufferError: something made from :attr:`data` is still in use; the message stays.
             trio.BusyResourceError: another task is receiving it.
@@ -157,10 +157,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._operation is None and self.length > self._max_size:
-            raise UCXError(
-                Status.MESSAGE_TRUNCATED,
-                f"receiving a message of {self.length} bytes, more than the max_message_size of {self._max_size}",
-            )
+            text = f"receiving a message of {self.length} bytes, more than the max_message_size of {self._max_size}"
+            raise MessageTooLong(self.length, self._max_size, text)
         if not self.rendezvous:
             data = bytes(self.data)
             self._end()
@@ -176,7 +174,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         return target
 
     @enable_ki_protection
-    async def receive_into(self, buffer: Buffer) -> int:
+    async def receive_into(self, buffer: WritableBuffer) -> int:
         """Receives the data into a writable buffer, or a list of them (``ucp_am_recv_data_nbx``); returns the length.
 
         Cancellation: the message can be received again; a rendezvous that has begun goes on, into the same buffer,
@@ -184,8 +182,9 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError: not a writable contiguous buffer.
-            ValueError: the buffer is too small (the message stays); the message was received, released, or its worker
-                closed; it is being received into another buffer.
+            MessageTooLong: it is longer than the buffer. It can be received into a larger one, or released.
+            ValueError: the message was received, released, or its worker closed; it is being received into another
+                buffer.
             MemoryError, BufferError, trio.BusyResourceError, trio.BrokenResourceError, trio.ClosedResourceError: as
                 for :meth:`receive`.
         """
@@ -212,7 +211,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         if pins.size < self.length:
             size = pins.size
             pins.release()
-            raise ValueError(f"a message of {self.length} bytes does not fit into a buffer of {size}; it stays")
+            text = f"a message of {self.length} bytes does not fit into a buffer of {size}; it stays"
+            raise MessageTooLong(self.length, size, text)
         return pins
 
     def _begin(self, buffer: Buffer, *, writable: bool) -> None:

@@ -35,7 +35,7 @@ def connect_socket(
         str(address),
         options,
         lambda id, out: lib.tu_endpoint_connect(engine.handle, id, remote, local, how, out),
-        lambda status: hint(engine.context.transports, status, None),
+        lambda status: hint(engine.context._transports, status, None),
     )
 
 
@@ -49,7 +49,7 @@ def accept_request(
         format_address(client),
         options,
         lambda id, out: lib.tu_endpoint_from_request(engine.handle, id, request, how, answered, out),
-        lambda status: accept_hint(engine.context.transports, status),
+        lambda status: accept_hint(engine.context._transports, status),
     )
 
 
@@ -131,7 +131,7 @@ def _make_from(
         tried(status)
         return status
 
-    core = _make(engine, label, options, create, lambda status: hint(engine.context.transports, status, address))
+    core = _make(engine, label, options, create, lambda status: hint(engine.context._transports, status, address))
     core.set_peer(address)
     return core
 

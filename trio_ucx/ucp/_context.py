@@ -16,14 +16,14 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib, ucx
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._features import DEFAULT_FEATURES, Feature
-from ._memory.buffers import Buffer
+from ._memory.buffers import Contiguous
 from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._quirks import descriptors, forks, option_limits, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
-from ._quirks.option_limits import in_force
+from ._quirks.option_limits import OptionError, in_force
 from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
 from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
@@ -46,25 +46,24 @@ class Context(metaclass=OpenedNotConstructed):
         family: the address family of its TCP interfaces, ``AF_INET`` or ``AF_INET6`` (``TCP_AF_PRIO``). UCX uses one
             per context.
         rendezvous_threshold: bytes from which on messages go by rendezvous, or None when UCX decides by itself.
-        agreed_sizes: sizes of segments and queues that must be equal on both sides (the options in
-            :data:`._quirks.option_limits.AGREED`).
     """
 
     config: Mapping[str, str]
     features: Feature
     family: socket.AddressFamily
     rendezvous_threshold: int | None
-    agreed_sizes: option_limits.Sizes
+    #: Sizes of segments and queues that must be equal on both sides (``option_limits.AGREED``).
+    _agreed_sizes: option_limits.Sizes
     _handle: Any
     #: How many file descriptors one of its workers needs.
-    descriptors_per_worker: int
+    _descriptors_per_worker: int
     #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
-    workers: dict[Any, Callable[[], None]] = attrs.field(factory=dict)
+    _workers: dict[Any, Callable[[], None]] = attrs.field(factory=dict)
     #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
-    postponed: list[Callable[[], bool]] = attrs.field(factory=list)
-    memories: set[Memory] = attrs.field(factory=set)
+    _postponed: list[Callable[[], bool]] = attrs.field(factory=list)
+    _memories: set[Memory] = attrs.field(factory=set)
     #: Whether peers may ever have read memory of it.
-    exposed_memory: bool = False
+    _exposed_memory: bool = False
     _birth: Birth = attrs.field(factory=Birth)
     _closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
@@ -97,6 +96,12 @@ class Context(metaclass=OpenedNotConstructed):
         forks.context_opened()
         try:
             handle = _create(options, chosen, features, native)
+            try:
+                info = _take_text(lib.tu_context_info_text(handle))
+                _check_devices(options, option_limits.devices(info))
+            except BaseException:
+                lib.tu_context_destroy(handle)
+                raise
         except BaseException:
             forks.context_destroyed()
             ucx_log.close()
@@ -108,7 +113,7 @@ class Context(metaclass=OpenedNotConstructed):
             rendezvous_threshold=_rendezvous_threshold(options),
             agreed_sizes=option_limits.agreed_sizes(options),
             handle=handle,
-            descriptors_per_worker=descriptors.for_worker(_take_text(lib.tu_context_info_text(handle))),
+            descriptors_per_worker=descriptors.for_worker(info),
         )
         _live_contexts.add(context)
         return context
@@ -119,7 +124,7 @@ class Context(metaclass=OpenedNotConstructed):
             raise RuntimeError("this context was closed")
         return self._handle
 
-    def require(self, feature: Feature, doing: str) -> None:
+    def _require(self, feature: Feature, doing: str) -> None:
         """Refuses what the context was not opened for: UCX would crash.
 
         Raises:
@@ -132,14 +137,14 @@ class Context(metaclass=OpenedNotConstructed):
                 "open_worker"
             )
 
-    def require_memory(self, doing: str) -> None:
+    def _require_memory(self, doing: str) -> None:
         """Refuses a context that was opened without puts, gets and atomics, as :meth:`require`.
 
         Raises:
             RuntimeError: with what to do.
         """
         if not self.features & _MEMORY:
-            self.require(Feature.RMA, doing)
+            self._require(Feature.RMA, doing)
 
     def attributes(self) -> ContextAttributes:
         """Returns what UCX says about it (``ucp_context_query``).
@@ -180,25 +185,25 @@ class Context(metaclass=OpenedNotConstructed):
             raise UCXError(Status.UNSUPPORTED, "estimating the time of a transfer with the option UNIFIED_MODE")
 
     @property
-    def options_in_force(self) -> dict[str, str]:
+    def _options_in_force(self) -> dict[str, str]:
         """Its options, with the environment's where it has none."""
         return {**option_limits.environment(), **self.config}
 
     @property
-    def least_rendezvous_threshold(self) -> int | None:
+    def _least_rendezvous_threshold(self) -> int | None:
         """The least threshold in RNDV_THRESH, which may have several (intra, inter); None if it has none."""
         parts = (in_force("RNDV_THRESH", self.config) or "auto").split(",")
         numbers = [_memory_units(part.rpartition(":")[2]) for part in parts]
         return min((number for number in numbers if number is not None), default=None)
 
     @property
-    def tcp_port_range(self) -> tuple[int, int]:
+    def _tcp_port_range(self) -> tuple[int, int]:
         """The lowest and the highest port at which its workers may listen (TCP_PORT_RANGE); (0, 0) if at any."""
         lowest, _, highest = (in_force("TCP_PORT_RANGE", self.config) or "0").partition("-")
         return (int(lowest), int(highest or lowest)) if lowest.isdecimal() and (highest or "0").isdecimal() else (0, 0)
 
     @property
-    def shared_memory_handles_errors(self) -> bool:
+    def _shared_memory_handles_errors(self) -> bool:
         """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
         return self._is_on("MM_ERROR_HANDLING")
 
@@ -206,12 +211,12 @@ class Context(metaclass=OpenedNotConstructed):
         return (in_force(option, self.config) or "n").lower() in ("y", "yes", "1", "on")
 
     @property
-    def transports(self) -> str:
+    def _transports(self) -> str:
         """The transports that it may use (TLS)."""
-        return in_force("TLS", self.config) or "all"
+        return _transports(self.config)
 
     @enable_ki_protection
-    def register(self, buffer: Buffer, *, access: Access = Access.ALL) -> Memory:
+    def register(self, buffer: Contiguous, *, access: Access = Access.ALL) -> Memory:
         """Registers a buffer, for peers to reach by themselves (``ucp_mem_map``).
 
         Peers need its :attr:`Memory.descriptor`, which they :meth:`Endpoint.attach`. The buffer stays pinned (a
@@ -229,7 +234,7 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX cannot register it.
         """
-        self.require_memory("registering memory")
+        self._require_memory("registering memory")
         return register(self, buffer, access)
 
     @enable_ki_protection
@@ -245,11 +250,11 @@ class Context(metaclass=OpenedNotConstructed):
             RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
             UCXError, MemoryError: UCX has none.
         """
-        self.require_memory("registering memory")
+        self._require_memory("registering memory")
         return allocate(self, nbytes, access)
 
     @property
-    def serves_memory(self) -> bool:
+    def _serves_memory(self) -> bool:
         """Whether its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
         every context of the process."""
         return Feature.AM in self.features
@@ -261,31 +266,31 @@ class Context(metaclass=OpenedNotConstructed):
         _live_contexts.discard(self)
         if self._birth.inherited:
             return
-        for close in list(self.workers.values()):
+        for close in list(self._workers.values()):
             close()
-        self.destroy_postponed()
-        for memory in list(self.memories):
+        self._destroy_postponed()
+        for memory in list(self._memories):
             memory._close_unasked()
         self._destroy_if_unused()
 
     def _worker_destroyed(self, worker: object) -> None:
         """A worker of it was destroyed, in whatever thread."""
-        self.workers.pop(worker, None)
+        self._workers.pop(worker, None)
         self._destroy_if_unused()
 
-    def destroy_postponed(self) -> None:
+    def _destroy_postponed(self) -> None:
         """To be called when operations may have ended that closed workers have to wait for."""
-        postponed, self.postponed = self.postponed, []
-        self.postponed += [destroy for destroy in postponed if not destroy()]
+        postponed, self._postponed = self._postponed, []
+        self._postponed += [destroy for destroy in postponed if not destroy()]
 
     def _released_memory(self, memory: Memory) -> None:
         """A memory of it was closed, in whatever thread."""
-        self.memories.discard(memory)
+        self._memories.discard(memory)
         self._destroy_if_unused()
 
     def _destroy_if_unused(self) -> None:
         with self._lock:
-            if self._closed and self._handle is not None and not self.workers and not self.memories:
+            if self._closed and self._handle is not None and not self._workers and not self._memories:
                 handle, self._handle = self._handle, None
                 lib.tu_context_destroy(handle)
                 forks.context_destroyed()
@@ -325,8 +330,8 @@ def open_context(
             UCX 1.17 TCP takes such options from the environment only.)
 
     Raises:
-        ValueError: an option that UCX does not know, a value it cannot take, or one (also in the environment) with
-            which it would crash, hang or lose messages; the message names it.
+        ValueError: an option that UCX does not know, a value it cannot take, one (also in the environment) with which
+            it would crash, hang or lose messages, or a network device that does not exist; the message names it.
         TypeError: a wrong argument.
         UCXError: UCX cannot start, for instance because no transport is left.
         OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
@@ -361,10 +366,11 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
             return out[0]
         if rejected[0] == len(options):
             descriptors.require(descriptors.CONTEXT, doing)  # another thread may have taken the descriptors
+            _check_devices(options, [])
             raise _initialisation_error(status, options)
         option = list(options)[rejected[0]]
         if option in chosen:
-            raise _refused_option(option, options[option], status)
+            raise _refused_option(option, options[option])
         del options[option]
 
 
@@ -406,13 +412,13 @@ def _keepalive_options(interval: float | None, chosen: Mapping[str, str]) -> dic
     return options
 
 
-def _refused_option(name: str, value: str, status: int) -> Exception:
+def _refused_option(name: str, value: str) -> OptionError:
     known = _known_options()
     close = difflib.get_close_matches(name.upper(), known, n=3)
     if name in known:
-        return ValueError(f"UCX cannot take {value!r} as the value of its option {name}")
+        return OptionError(f"UCX cannot take {value!r} as the value of its option {name}")
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return ValueError(f"UCX does not know an option {name!r} (value {value!r}){hint}")
+    return OptionError(f"UCX does not know an option {name!r} (value {value!r}){hint}")
 
 
 def _known_options() -> list[str]:
@@ -424,9 +430,38 @@ def _known_options() -> list[str]:
     return [line.partition("=")[0].removeprefix("UCX_") for line in lines if line.startswith("UCX_")]
 
 
+def _check_devices(options: Mapping[str, str], in_use: list[str]) -> None:
+    """Refuses names of network devices that do not exist.
+
+    Raises:
+        OptionError: it lists those that do.
+    """
+    if option_limits.missing_devices(options, in_use):  # if in TLS there is no transport that uses them, they may exist
+        present = _network_devices()
+        missing = option_limits.missing_devices(options, present)
+        if missing:
+            raise option_limits.no_such_device(options, missing, present)
+
+
+def _network_devices() -> list[str]:
+    none = {"SHM_DEVICES": "", "SELF_DEVICES": "", "ACC_DEVICES": ""}
+    try:
+        context = Context._open({"TLS": "all", "NET_DEVICES": "all", **none}, Feature.TAG)
+    except UCXError:
+        return []
+    try:
+        return option_limits.devices(context.info_text())
+    finally:
+        context._close()
+
+
+def _transports(options: Mapping[str, str]) -> str:
+    chosen = in_force("TLS", options)
+    return "all" if chosen is None else chosen
+
+
 def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
-    transports = in_force("TLS", options) or "all"
-    doing = f"starting UCX with the transports {transports!r} (option TLS, or UCX_TLS)"
+    doing = f"starting UCX with the transports {_transports(options)!r} (option TLS, or UCX_TLS)"
     error = UCXError(status, with_chosen_options(doing, options))
     error.add_note("`python -m trio_ucx info` lists the transports of this machine")
     return error

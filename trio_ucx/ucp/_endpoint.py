@@ -20,7 +20,7 @@ from ._engine.endpoint_core import EndpointCore, with_endpoints_beside
 from ._engine.engine import Engine
 from ._engine.operations import Scope, under_way
 from ._engine.posting import completed, flush
-from ._memory.buffers import Buffer
+from ._memory.buffers import Buffer, WritableBuffer
 from ._memory.registered import MemoryDescriptor
 from ._rma.remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
@@ -239,18 +239,6 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         self._check()
         return evaluate(self._core, nbytes)
 
-    @enable_ki_protection
-    def describe_operations(self) -> list[str]:
-        """Describes what is in flight on it, in UCX's words, too (``ucp_request_query``): for the report of a timeout.
-
-        The order is that of posting. Operations whose task was cancelled are among them; those that completed at once,
-        or were closed, are not.
-
-        Raises: nothing, also after the close.
-        """
-        scopes = with_endpoints_beside(self._scope)
-        return [operation.describe() for scope in scopes for operation in scope.operations.in_order()]
-
     def statistics(self) -> EndpointStatistics:
         """Returns what it has in flight.
 
@@ -365,7 +353,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         await completed(post_stream_send(self._scope, data), self._core.engine)
 
     @enable_ki_protection
-    async def stream_receive(self, buffer: Buffer, *, exact: bool = False) -> int:
+    async def stream_receive(self, buffer: WritableBuffer, *, exact: bool = False) -> int:
         """Receives bytes of the endpoint's UCP stream into a buffer (``ucp_stream_recv_data_nb``).
 
         Args:
@@ -474,6 +462,28 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
             await self._flush_and_close()
         else:
             await self._closed_already()
+
+    @enable_ki_protection
+    async def wait_closed(self) -> None:
+        """Waits until this side has closed it. Several tasks may wait, and none needs to receive.
+
+        UCX cannot tell a peer that has closed its end from one that was lost: either raises ``BrokenResourceError``, as
+        soon as UCX notices. Between worker addresses UCX does not notice that the peer has closed its end, but only
+        that its process has gone; with ``ErrorMode.NONE`` it notices nothing.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            trio.BrokenResourceError: the peer was lost, or its worker or ours broke, before this side had closed it.
+            RuntimeError: another thread than its worker's.
+        """
+        self._core.engine.run.check_thread()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        scope = self._scope
+        await scope.operations.wait_until(lambda: scope.gone)
+        if scope.error is not None:
+            scope.check()
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _check_is_not_shared(self) -> None:
         if self._is_of_connection and self._scope.handle is not None and self._core.engine.usable:

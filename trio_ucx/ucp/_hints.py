@@ -10,7 +10,11 @@ from ._worker_address import WorkerAddress
 
 #: Values of UCX's option TLS that name only transports within a host, which have no socket addresses.
 _WITHIN_HOST = frozenset(
-    {"self", "sm", "shm", "mm", "sysv", "posix", "xpmem", "cma", "knem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
+    {
+        *("self", "sm", "shm", "mm", "sysv", "posix", "xpmem", "cma", "knem"),
+        *("cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm", "rocm_copy", "rocm_gdr", "rocm_ipc"),
+        *("ze", "ze_copy", "ze_gdr", "ze_ipc", "gaudi", "gaudi_gdr"),
+    }
 )
 
 

@@ -10,6 +10,8 @@ import attrs
 
 #: Linux's limit for process ids.
 MAX_PID = 2**22
+#: The kernel's flag of a process that ends.
+_PF_EXITING = 0x4
 
 
 @attrs.frozen
@@ -60,12 +62,26 @@ def _namespace(kind: str) -> int:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is no such process."""
+    """When a process started, in clock ticks since boot; 0 if there is no such process, or it ends just now."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[19])
+        fields = _stat(pid)
+        ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
+        return 0 if ends else int(fields[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, or a debugger); False if that is unknown."""
+    try:
+        return _stat(pid)[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says about a process: the fields of ``/proc/PID/stat`` from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def this_process() -> Process:

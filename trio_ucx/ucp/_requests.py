@@ -10,15 +10,16 @@ import trio
 from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
+from . import _status
 from ._am_send import SendProtocol, post_am_send
 from ._endpoint import Endpoint
 from ._engine.engine import Engine
 from ._engine.posting import completed
 from ._engine.waits import Pending, Signal
-from ._memory.buffers import Buffer
+from ._memory.buffers import Buffer, WritableBuffer
 from ._stream import post_stream_send
-from ._tag import check_tag, post_receive, post_send
-from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
+from ._tag import check_mask, check_tag, post_receive, post_send
+from ._util import OpenedNotConstructed, protected_asynccontextmanager
 
 
 class _OnWorker(Protocol):
@@ -33,10 +34,10 @@ class SupportsRequests(Protocol):
     @property
     def worker(self) -> _OnWorker: ...
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
-    def _submit_receive_into(self, buffer: Buffer, tag: int) -> Pending: ...
+    def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending: ...
 
 
-class RequestCancelled(Exception):
+class RequestCancelled(_status.Error):
     """This request of a group was cancelled, by ``request.cancel()`` or because its group was."""
 
 
@@ -90,7 +91,7 @@ def cancel(pending: Pending) -> None:
     if pending.outcome is None:
         pending._raise_cancel = _raise_request_cancelled
         task = pending._task
-        if pending.cancel():
+        if pending.try_to_cancel():
             pending._task = task  # the task that awaits it is to be told
             pending.finish_cancelled()
 
@@ -165,7 +166,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         return self._add(post_stream_send(endpoint._core, data))
 
     @enable_ki_protection
-    def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> Request:
+    def tag_receive(self, buffer: WritableBuffer, tag: int, mask: int | None = None) -> Request:
         """Posts :meth:`Worker.tag_receive` at once; its result is ``(length, sender_tag)``.
 
         Raises:
@@ -173,12 +174,12 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             UCXError: a message that was there already is longer than the buffer, and is lost.
             trio.BrokenResourceError, RuntimeError, TypeError, ValueError: as for :meth:`Worker.tag_receive`.
         """
-        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        tag, mask = check_tag(tag), check_mask(mask)
         self._check(self._engine)
         return self._add(post_receive(self._engine, buffer, tag, mask))
 
     @enable_ki_protection
-    def send(self, connection: SupportsRequests, data: Buffer, tag: int = 0) -> Request:
+    def send(self, connection: SupportsRequests, data: Buffer, *, tag: int = 0) -> Request:
         """Posts :meth:`trio_ucx.Connection.send` at once, or as soon as the peer's window has room.
 
         Raises:
@@ -190,7 +191,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         return self._add(connection._submit_send(data, tag))
 
     @enable_ki_protection
-    def receive_into(self, connection: SupportsRequests, buffer: Buffer, tag: int = 0) -> Request:
+    def receive_into(self, connection: SupportsRequests, buffer: WritableBuffer, *, tag: int = 0) -> Request:
         """Queues :meth:`trio_ucx.Connection.receive_into` at once; its result is the message's length.
 
         Errors of the receive itself are the request's.

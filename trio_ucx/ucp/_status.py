@@ -1,4 +1,4 @@
-"""UCX's status codes, the one exception of our own, and the one table that maps the first to exceptions."""
+"""UCX's status codes, the exceptions of our own, and the one table that maps the first to exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import errno
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -55,7 +55,11 @@ class Status(enum.IntEnum):
         return cls.UNKNOWN
 
 
-class UCXError(Exception):
+class Error(Exception):
+    """The base class of the exceptions that only trio_ucx has."""
+
+
+class UCXError(Error):
     """UCX refused or failed something, and none of Trio's or Python's own exceptions says it better.
 
     Attributes:
@@ -71,8 +75,29 @@ class UCXError(Exception):
         text = ffi.string(lib.tu_status_text(status)).decode()
         super().__init__(f"{doing}: {text} (UCX status {self.status.name}, {status}){hint}")
 
-    def __reduce__(self) -> tuple[type[UCXError], tuple[int, str, str]]:
+    def __reduce__(self) -> tuple[type[UCXError], tuple[Any, ...]]:
         return type(self), (int(self.status), self.doing, self.hint)
+
+
+class MessageTooLong(UCXError):
+    """A message is longer than the buffer that it was to be received into, or than the limit of the receive.
+
+    Attributes:
+        length: the message's bytes.
+        limit: the bytes that the buffer has, or that the limit allows.
+        status: MESSAGE_TRUNCATED.
+    """
+
+    length: int
+    limit: int
+
+    def __init__(self, length: int, limit: int, doing: str) -> None:
+        super().__init__(Status.MESSAGE_TRUNCATED, doing)
+        self.length = length
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type[UCXError], tuple[Any, ...]]:
+        return type(self), (self.length, self.limit, self.doing)
 
 
 def read_sized(call: Callable[[Any, Any], int], doing: str) -> bytes:
@@ -133,7 +158,7 @@ _ERRNO = {
 }
 
 
-def error_from_status(status: int, doing: str, origin: object = None, hint: str = "") -> Exception:
+def error_from_status(status: int, doing: str, origin: Origin | None = None, hint: str = "") -> Exception:
     """The exception for an operation that failed on a worker or endpoint in use. ``origin``: see :func:`broken`."""
     native = UCXError(status, doing, hint)
     if native.status is Status.NO_MEMORY:
@@ -143,27 +168,72 @@ def error_from_status(status: int, doing: str, origin: object = None, hint: str 
     return native
 
 
-#: The attribute of an error that says which connection it is about. (Not a WeakKeyDictionary: its callback runs where
+class Origin:
+    """What an error is about: an endpoint or a connection.
+
+    Args:
+        within: of what it is a part.
+
+    Attributes:
+        lost: makes the exception that says that it is lost, from a text.
+    """
+
+    __slots__ = ("lost", "within")
+
+    def __init__(self, within: Origin | None = None) -> None:
+        self.within = within
+        self.lost: Callable[[str], trio.BrokenResourceError] = trio.BrokenResourceError
+
+
+_AnyError = TypeVar("_AnyError", bound=BaseException)
+
+#: The attribute of an error that says what it is about. (Not a WeakKeyDictionary: its callback runs where
 #: the error is dropped, in the program's code, and nobody would get a KeyboardInterrupt that was raised in it.)
 _ORIGIN = "_trio_ucx_origin"
 
 
-def broken(message: str, cause: BaseException | None, origin: object = None) -> trio.BrokenResourceError:
+def broken(message: str, cause: BaseException | None, origin: Origin | None = None) -> trio.BrokenResourceError:
     """Makes the exception for something that is lost.
 
     Args:
-        origin: the connection that it is about (``Ending.origin``), for :func:`origin_of`.
+        origin: what it is about (``Ending.origin``), for :func:`is_about`.
     """
-    error = trio.BrokenResourceError(message)
+    error = trio.BrokenResourceError(message) if origin is None else about(origin, origin.lost(message))
     error.__cause__ = cause
-    if origin is not None:
-        setattr(error, _ORIGIN, origin)
     return error
 
 
-def origin_of(error: BaseException) -> object:
-    """The connection that this error is about, or None. (Its cause and context do not count.)"""
-    return getattr(error, _ORIGIN, None)
+def about(origin: Origin, error: _AnyError) -> _AnyError:
+    """Records what an error is about, for :func:`is_about`, and returns the error."""
+    setattr(error, _ORIGIN, origin)
+    return error
+
+
+def is_about(error: BaseException, origin: Origin) -> bool:
+    """Whether this error is about that, or a part of it. (Its cause and context do not count.)"""
+    found: Origin | None = getattr(error, _ORIGIN, None)
+    return found is not None and origin in (found, found.within)
+
+
+def is_about_a_part(error: BaseException) -> bool:
+    """Whether this error is about a part of something, which goes on without it."""
+    found: Origin | None = getattr(error, _ORIGIN, None)
+    return found is not None and found.within is not None
+
+
+def separate(error: BaseException, origin: Origin) -> tuple[BaseException | None, BaseException | None]:
+    """Separates the errors about something from all others, in an exception group, too.
+
+    Returns:
+        The first of these errors, and ``error`` without them; each is None if there is none.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return (error, None) if is_about(error, origin) else (None, error)
+    own, rest = error.split(lambda one: is_about(one, origin))
+    first: BaseException | None = own
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first, rest
 
 
 def os_error_from_status(status: int, doing: str, hint: str = "") -> OSError:

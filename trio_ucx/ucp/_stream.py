@@ -16,7 +16,7 @@ from ._engine.operations import Operation, Scope
 from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import Piece, StreamBuffer
 from ._features import Feature
-from ._memory.buffers import Buffer, Pinned
+from ._memory.buffers import Buffer, Pinned, WritableBuffer
 from ._util import OpenedNotConstructed, warn_resource
 
 
@@ -106,7 +106,7 @@ class StreamReader:
         core.check()  # now, as progressing may have found that it broke, and wakes nobody later
         await stream_buffer.wait()
 
-    async def receive_into(self, buffer: Buffer, exact: bool) -> int:
+    async def receive_into(self, buffer: WritableBuffer, exact: bool) -> int:
         pins = Pinned(buffer, writable=True)
         try:
             with self._guard.hold():

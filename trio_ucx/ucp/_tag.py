@@ -10,9 +10,9 @@ from ._engine.operations import Operation, ReceiveOperation, Scope
 from ._engine.posting import pending_operation, pin
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
-from ._memory.buffers import Buffer, Pinned
+from ._memory.buffers import Buffer, Pinned, WritableBuffer
 from ._status import Status, UCXError, error_from_status
-from ._util import FULL, OpenedNotConstructed, check_integer
+from ._util import ALL_BITS, OpenedNotConstructed, check_integer
 
 _TAG = Feature.TAG.value
 #: Bytes of up to this length take the short way.
@@ -39,7 +39,11 @@ class TagMessage(metaclass=OpenedNotConstructed):
 
 
 def check_tag(tag: int) -> int:
-    return check_integer(tag, "the tag", 0, FULL)
+    return check_integer(tag, "the tag", 0, ALL_BITS)
+
+
+def check_mask(mask: int | None) -> int:
+    return ALL_BITS if mask is None else check_integer(mask, "the mask", 0, ALL_BITS)
 
 
 def check_not_claimed(engine: Engine, tag: int, mask: int) -> None:
@@ -72,7 +76,7 @@ def check_claim(engine: Engine) -> None:
 
 def check_feature(engine: Engine) -> None:
     if not engine.tag_dispatch.has_tags:
-        engine.context.require(Feature.TAG, "receiving tag messages")
+        engine.context._require(Feature.TAG, "receiving tag messages")
 
 
 def post_send(core: Scope, data: Buffer, tag: int, *, sync: bool = False) -> Operation | None:
@@ -106,7 +110,7 @@ def post_bytes_send(core: Scope, data: bytes, tag: int) -> Operation | None:
     return pending_operation(core.engine, verdict, pins, "sending a message", core)
 
 
-def post_receive(engine: Engine, buffer: Buffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:
+def post_receive(engine: Engine, buffer: WritableBuffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:
     """Posts a receive; the value when a message was there already."""
     engine.check()
     check_feature(engine)
@@ -136,7 +140,7 @@ def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> R
 
 
 def _received(
-    engine: Engine, verdict: int, pins: Pinned, doing: str, tag: int = 0, mask: int = FULL
+    engine: Engine, verdict: int, pins: Pinned, doing: str, tag: int = 0, mask: int = ALL_BITS
 ) -> ReceiveOperation | tuple[int, int]:
     if verdict > 0:
         try:
@@ -165,6 +169,30 @@ class TruncatingReceive(ReceiveOperation):
 
     def error(self, status: int) -> Exception:
         return receive_error(status, self.size, self.doing)
+
+
+class TagWait(ReceiveOperation):
+    """A wait for a message, which stays where it is: C code probes whenever the worker has progressed."""
+
+    __slots__ = ("mask", "tag")
+    tag: int
+    mask: int
+
+    def error(self, status: int) -> Exception:
+        try:
+            check_not_claimed(self.engine, self.tag, self.mask)
+        except ValueError as error:  # since it began, the worker has got Connections
+            return error
+        return super().error(status)
+
+
+def post_wait(engine: Engine, tag: int, mask: int) -> TagWait:
+    """Begins to wait for a message with such a tag."""
+    doing = "waiting for a message"
+    operation = pending_operation(engine, lib.tu_tag_wait(engine.handle, tag, mask), None, doing, kind=TagWait)
+    assert isinstance(operation, TagWait)
+    operation.tag, operation.mask = tag, mask
+    return operation
 
 
 def receive_error(status: int, size: int, doing: str) -> Exception:

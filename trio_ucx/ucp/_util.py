@@ -17,8 +17,8 @@ from trio.lowlevel import enable_ki_protection
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: The widest tag and mask.
-FULL = (1 << 64) - 1
+#: The greatest tag, and the mask that compares all of it.
+ALL_BITS = (1 << 64) - 1
 
 
 class OpenedNotConstructed(ABCMeta):
@@ -32,6 +32,18 @@ class OpenedNotConstructed(ABCMeta):
 
     def _create(cls: type[T], *args: Any, **kwargs: Any) -> T:
         return super().__call__(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+def check_in_trio() -> None:
+    """Refuses to open something where nothing could wait, such as under asyncio.
+
+    Raises:
+        RuntimeError: this is no Trio task.
+    """
+    if not trio.lowlevel.in_trio_task():
+        raise RuntimeError(
+            "trio_ucx works in Trio tasks only, not under asyncio: use trio.run(...), or anyio.run(..., backend='trio')"
+        )
 
 
 def check_integer(value: object, name: str, low: int, high: int) -> int:
@@ -173,7 +185,8 @@ def publish(namespace: dict[str, Any], module: str) -> None:
     """Makes what a package exports say the package's name in tracebacks and reprs, not its private module's."""
     for name in namespace["__all__"]:
         thing = namespace[name]
-        if getattr(thing, "__module__", "").startswith(f"{module}._"):
+        home = getattr(thing, "__module__", None) or ""
+        if home.startswith(f"{module}.") and "._" in home:
             thing.__module__ = module
 
 

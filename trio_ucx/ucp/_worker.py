@@ -28,13 +28,22 @@ from ._engine.statistics import WorkerStatistics
 from ._engine.waits import check_spin, check_yield_interval
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
-from ._memory.buffers import Buffer
+from ._memory.buffers import WritableBuffer
 from ._quirks.data_ports import tcp_hosts
 from ._quirks.stopped_queue import WatchedQueue, stopped_error, uses_queue
 from ._requests import RequestGroup, open_group
-from ._status import Status, UCXError, broken
-from ._tag import TagMessage, check_feature, check_not_claimed, check_tag, post_message_receive, post_receive
-from ._util import FULL, OpenedNotConstructed, check_integer, protected_asynccontextmanager
+from ._status import MessageTooLong, Status, UCXError, broken
+from ._tag import (
+    TagMessage,
+    check_feature,
+    check_mask,
+    check_not_claimed,
+    check_tag,
+    post_message_receive,
+    post_receive,
+    post_wait,
+)
+from ._util import OpenedNotConstructed, check_in_trio, protected_asynccontextmanager
 from ._worker_address import WorkerAddress
 
 if TYPE_CHECKING:
@@ -193,14 +202,6 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         return self._engine.identity.attributes
 
-    @enable_ki_protection
-    def describe_operations(self) -> list[str]:
-        """Describes what is in flight on it and its endpoints; see :meth:`Endpoint.describe_operations`.
-
-        Raises: nothing, also after the close.
-        """
-        return [operation.describe() for operation in self._engine.in_flight.values()]
-
     def statistics(self) -> WorkerStatistics:
         """Returns what it has in flight, and how it has been progressing; after its close, as of then.
 
@@ -320,14 +321,14 @@ class Worker(metaclass=OpenedNotConstructed):
     # ---- tag messages ----
 
     @enable_ki_protection
-    async def tag_receive(self, buffer: Buffer, tag: int, mask: int = FULL) -> tuple[int, int]:
+    async def tag_receive(self, buffer: WritableBuffer, tag: int, mask: int | None = None) -> tuple[int, int]:
         """Receives one message of any sender (``ucp_tag_recv_nbx``).
 
         Args:
             buffer: a writable contiguous buffer, or a list of them; or a :class:`Strided`. In device memory, too.
             tag: the tag of the messages that may be received.
-            mask: the bits of the tag that count; the others may differ. On a worker that has Connections, bit 63 counts
-                in any case, and must be 0 in the tag.
+            mask: the bits of the tag that count, by default all; the others may differ. On a worker that has
+                Connections, bit 63 counts in any case, and must be 0 in the tag.
 
         Returns:
             ``(length, sender_tag)``; a message may be shorter than the buffer.
@@ -336,13 +337,14 @@ class Worker(metaclass=OpenedNotConstructed):
         the buffer stays pinned until UCX lets go of it. (A :class:`trio_ucx.Connection` loses nothing.)
 
         Raises:
-            UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost.
+            UCXError: MESSAGE_TRUNCATED: it was longer than the buffer, and is lost. (UCX does not always say how
+                long it was.)
             TypeError, ValueError: not such a buffer; tag or mask out of range; the tag is one of Connections.
             RuntimeError: the context was opened without ``Feature.TAG``.
             trio.ClosedResourceError: the worker was closed, perhaps meanwhile.
             trio.BrokenResourceError: the sender was lost in the middle of the message; the worker broke.
         """
-        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        tag, mask = check_tag(tag), check_mask(mask)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._engine.check()
         return await self._received(post_receive(self._engine, buffer, tag, mask))
@@ -354,7 +356,7 @@ class Worker(metaclass=OpenedNotConstructed):
         return cast(tuple[int, int], await completed(posted, self._engine))
 
     @enable_ki_protection
-    def tag_probe(self, tag: int, mask: int = FULL, *, remove: bool = False) -> TagMessage | None:
+    def tag_probe(self, tag: int, mask: int | None = None, *, remove: bool = False) -> TagMessage | None:
         """Looks for a message that has arrived, without waiting (``ucp_tag_probe_nb``).
 
         Args:
@@ -369,7 +371,7 @@ class Worker(metaclass=OpenedNotConstructed):
             RuntimeError: the context was opened without ``Feature.TAG``.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
-        tag, mask = check_tag(tag), check_integer(mask, "the mask", 0, FULL)
+        tag, mask = check_tag(tag), check_mask(mask)
         self._engine.check()
         check_feature(self._engine)
         self._engine.progress()
@@ -381,7 +383,38 @@ class Worker(metaclass=OpenedNotConstructed):
         return TagMessage._create(received.length, received.tag, self._engine, handle if remove else None)
 
     @enable_ki_protection
-    async def tag_receive_message(self, message: TagMessage, buffer: Buffer) -> tuple[int, int]:
+    async def tag_wait(self, tag: int, mask: int | None = None) -> TagMessage:
+        """Waits until :meth:`tag_probe` would find a message, and returns what it would (``ucp_tag_probe_nb``).
+
+        The message stays in UCX's queue. Several tasks may wait for the same one, and all of them return.
+
+        Args:
+            tag: the tag of the messages that count.
+            mask: as for :meth:`tag_receive`; None is all bits.
+
+        Returns:
+            Its length and tag. By the time the task runs, another task may have received the message.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            TypeError, ValueError: tag or mask out of range; the tag is one of Connections.
+            RuntimeError: the context was opened without ``Feature.TAG``.
+            trio.ClosedResourceError: the worker was closed, perhaps meanwhile.
+            trio.BrokenResourceError: the worker broke.
+        """
+        check_tag(tag)
+        mask = check_mask(mask)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        message = self.tag_probe(tag, mask)
+        if message is not None:
+            await self._engine.waiting.schedule_point()
+            return message
+        length, sender_tag = await completed(post_wait(self._engine, tag, mask), self._engine)
+        return TagMessage._create(length, sender_tag, self._engine, None)
+
+    @enable_ki_protection
+    async def tag_receive_message(self, message: TagMessage, buffer: WritableBuffer) -> tuple[int, int]:
         """Receives a message that :meth:`tag_probe` removed from the queue (``ucp_tag_msg_recv_nbx``).
 
         Returns:
@@ -391,7 +424,7 @@ class Worker(metaclass=OpenedNotConstructed):
         buffer stays pinned until UCX lets go of it.
 
         Raises:
-            UCXError: MESSAGE_TRUNCATED: it is longer than the buffer. It can be received into a larger one.
+            MessageTooLong: it is longer than the buffer. It can be received into a larger one.
             MemoryError: there is no memory for that now. It can be received later.
             ValueError: the message was not removed by its probe, or received before, or is at another worker.
             TypeError: not a message; not a writable contiguous buffer.
@@ -409,9 +442,8 @@ class Worker(metaclass=OpenedNotConstructed):
         if pins.size < message.length:
             size = pins.size
             pins.release()
-            raise UCXError(
-                Status.MESSAGE_TRUNCATED, f"receiving a message of {message.length} bytes into a buffer of {size}"
-            )
+            text = f"receiving a message of {message.length} bytes into a buffer of {size}"
+            raise MessageTooLong(message.length, size, text)
         await self._received(post_message_receive(self._engine, message, pins))
         return message.length, message.sender_tag
 
@@ -468,7 +500,7 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
-        self._context.require(Feature.STREAM, "receiving from UCP streams")
+        self._context._require(Feature.STREAM, "receiving from UCP streams")
         self._engine.progress()
         return self._with_stream_data()
 
@@ -629,6 +661,7 @@ async def open_worker(
         UCXError: UCX cannot start, or create a worker.
         RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one.
     """
+    check_in_trio()
     await trio.lowlevel.checkpoint()
     worker = Worker._open(
         context,

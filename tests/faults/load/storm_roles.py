@@ -27,7 +27,8 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import internals, live_handles
+from trio_ucx.testing import live_handles
+from trio_ucx.testing._introspection import internals
 
 #: Cycles until a client process takes a new worker.
 GENERATION = 500

@@ -8,6 +8,7 @@ It ends when its standard input ends. SIGUSR1 writes the stacks of all threads t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import json
@@ -118,6 +119,11 @@ class Process:
     memory: dict[str, ucp.Memory] = attrs.field(factory=dict)
     slots_given: int = 0
 
+    def log_worker(self) -> None:
+        """Logs the worker's figures; also when something broke, because this process may be killed in a moment."""
+        statistics = self.worker.statistics()
+        self.log.event("worker", missed=statistics.missed_events, stopped_queues=statistics.stopped_queues)
+
     async def do(
         self,
         connection: str,
@@ -153,6 +159,7 @@ class Process:
                 outcome = "late"
         except Exception as error:
             outcome, said = outcome_of(error), {"why": describe(error)}
+            self.log_worker()
         finally:
             self.log.event("end", op=number, o=outcome, **said)
         return outcome, value
@@ -240,7 +247,7 @@ class Side:
                         background.start_soon(self.pong)
                 if way != "close" and not self.failed:
                     # The end is at hand.
-                    await self.do("wait_closed", self.connection.wait_closed, patience=self.patience + 3)
+                    await self.do("wait_closed", self._until_closed, patience=self.patience + 3)
                 background.cancel_scope.cancel()
             if way == "close" and not self.failed:
                 self.left = True
@@ -255,6 +262,10 @@ class Side:
     @property
     def patience(self) -> float:
         return self.process.settings.patience
+
+    async def _until_closed(self) -> None:
+        with contextlib.suppress(trio_ucx.PeerLost):
+            await self.connection.wait_closed()
 
     def _start(self, nursery: trio.Nursery, deadline: float) -> None:
         for queue in self.plan["queues"]:
@@ -323,7 +334,7 @@ class Side:
         await self.send(to, number, make(to, number, HEADER.size + 9, last=True), None)
 
     async def send(self, to: Address, number: int, data: bytes, cancel: float | None) -> bool:
-        call = functools.partial(self.connection.send, data, to.queue)
+        call = functools.partial(self.connection.send, data, tag=to.queue)
         outcome, _ = await self.do("send", call, cancel=cancel, q=to.queue, d=to.direction, n=number, len=len(data))
         return outcome in ("ok", "cancelled")
 
@@ -336,7 +347,7 @@ class Side:
             call = functools.partial(self._receive_into, buffer) if into else self.connection.receive
             outcome, data = await self.do(
                 "drain" if last else "receive",
-                functools.partial(call, to.queue),
+                functools.partial(call, tag=to.queue),
                 lambda data: examine(to, data),
                 cancel=self.process.sometimes(0.1, 0.05),
                 patience=self.patience + self.plan["seconds"] if last else None,
@@ -356,7 +367,7 @@ class Side:
                 await self.think(0.02)
 
     async def _receive_into(self, buffer: bytearray, tag: int) -> bytes:
-        length = await self.connection.receive_into(buffer, tag)
+        length = await self.connection.receive_into(buffer, tag=tag)
         return bytes(memoryview(buffer)[:length])
 
     async def ping(self, deadline: float) -> None:
@@ -372,14 +383,14 @@ class Side:
 
     async def _ping(self, number: int) -> str:
         text = f"{self.name} {number}"
-        await self.connection.send(text.encode(), PING)
-        answer = await self.connection.receive(PONG)
+        await self.connection.send(text.encode(), tag=PING)
+        answer = await self.connection.receive(tag=PONG)
         return "right" if answer == text.encode() else answer[:80].decode(errors="replace")
 
     async def pong(self) -> None:
         try:
             while True:
-                await self.connection.send(await self.connection.receive(PING), PONG)
+                await self.connection.send(await self.connection.receive(tag=PING), tag=PONG)
         except (trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError):
             pass
 
@@ -565,8 +576,8 @@ async def live_once(process: Process, name: str) -> bool:
         port, window = process.settings.port, plan["window"]
         connections.append(await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=process.worker, window=window))
         hello = {"name": name, "plan": plan, "pid": os.getpid(), "seed": chance.random()}
-        await connections[0].send(json.dumps(hello).encode(), HELLO)
-        return cast(dict[str, Any], json.loads(await connections[0].receive(HELLO)))
+        await connections[0].send(json.dumps(hello).encode(), tag=HELLO)
+        return cast(dict[str, Any], json.loads(await connections[0].receive(tag=HELLO)))
 
     cancel = process.sometimes(0.15, 0.03)
     outcome, welcome = await process.do(name, "connect", meet, cancel=cancel, patience=10 + process.settings.patience)
@@ -613,7 +624,7 @@ async def serve_client(process: Process, connection: trio_ucx.Connection) -> Non
     hello = None
     with trio.move_on_after(process.settings.patience):
         try:
-            hello = json.loads(await connection.receive(HELLO))
+            hello = json.loads(await connection.receive(tag=HELLO))
         except (trio.EndOfChannel, trio.BrokenResourceError):
             pass
     if hello is None:
@@ -632,7 +643,7 @@ async def serve_client(process: Process, connection: trio_ucx.Connection) -> Non
     side = Side(process, connection, name, "server", plan, welcome, random.Random(hello["seed"]))
     process.connections += 1
     try:
-        greet = functools.partial(connection.send, json.dumps(welcome).encode(), HELLO)
+        greet = functools.partial(connection.send, json.dumps(welcome).encode(), tag=HELLO)
         if (await side.do("welcome", greet))[0] != "ok":
             side.complete = False
         await side.run()
@@ -682,8 +693,7 @@ def starved() -> int:
 
 async def watch_worker(process: Process) -> None:
     while True:
-        statistics = process.worker.statistics()
-        process.log.event("worker", missed=statistics.missed_events, stopped_queues=statistics.stopped_queues)
+        process.log_worker()
         await trio.sleep(1)
 
 

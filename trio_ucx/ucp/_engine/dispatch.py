@@ -34,21 +34,24 @@ class Receivers:
     Attributes:
         listeners: takes the connection requests of a listener id.
         am_ids: ids of active messages that are taken, and by what.
-        am_queues: called when a queue of active messages is no longer empty, by its key.
+        am_queues: by the key of a queue of active messages, what is called when it is no longer empty, and when it
+            drops messages, at most once a minute.
         stream_watchers: tasks that wait for a piece of any stream.
     """
 
     def __init__(self, *, serves_memory: bool) -> None:
         self.listeners: dict[int, Callable[[int], None]] = {}
         self.am_ids: dict[int, str] = {lib.TU_REMOTE_AM_ID: "the library itself"} if serves_memory else {}
-        self.am_queues: dict[int, Callable[[], None]] = {}
+        self.am_queues: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._am_waiters: dict[int, Waiters] = {}
         self.stream_watchers = Waiters()
 
-    def add_am_queue(self, key: int, id: int, announce: Callable[[], None], waiters: Waiters) -> None:
+    def add_am_queue(
+        self, key: int, id: int, announce: Callable[[], None], drops: Callable[[], None], waiters: Waiters
+    ) -> None:
         """A queue takes the active messages with an id; ``waiters`` are the tasks that wait for one."""
         self.am_ids[id] = "another open_active_messages"
-        self.am_queues[key] = announce
+        self.am_queues[key] = announce, drops
         self._am_waiters[key] = waiters
 
     def remove_am_queue(self, key: int, id: int) -> None:
@@ -115,11 +118,15 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
         listener(pointer)
     elif kind == lib.TU_RECORD_AM:
         engine.counters["arrived"] += 1
-        announce = engine.receivers.am_queues.get(id)
-        if announce is not None:
-            announce()
+        queue = engine.receivers.am_queues.get(id)
+        if queue is not None:
+            queue[0]()
     elif kind == lib.TU_RECORD_STREAM:
         _deliver_piece(engine, id, pointer, length)
+    elif kind == lib.TU_RECORD_DROPS:
+        queue = engine.receivers.am_queues.get(id)
+        if queue is not None:
+            engine.run.call_soon(queue[1])  # it logs, and so may run code of the user's
     elif kind == lib.TU_RECORD_UNUSED:
         unmap_unused()
     elif kind == lib.TU_RECORD_CONCLUDED and id in engine.in_flight:

@@ -11,7 +11,7 @@ import enum
 
 import trio
 
-from .._status import Status, UCXError, broken
+from .._status import Origin, Status, UCXError, broken
 
 
 class CloseState(enum.Enum):
@@ -44,7 +44,7 @@ class Ending:
         self.state = CloseState.OPEN
         self.error: UCXError | None = None
         self.reported = False
-        self.origin = object()
+        self.origin = Origin()
 
     def begin_close(self) -> bool:
         """The user closes it. Returns False if that had begun already."""
@@ -58,7 +58,7 @@ class Ending:
         if isinstance(error, trio.BrokenResourceError):
             self.reported = True
 
-    def broken(self, label: str, origin: object = None) -> trio.BrokenResourceError | None:
+    def broken(self, label: str, origin: Origin | None = None) -> trio.BrokenResourceError | None:
         """The exception for using it although it has failed; None if it has not.
 
         Args:

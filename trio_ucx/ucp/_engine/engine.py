@@ -121,7 +121,7 @@ class Engine:
         self.in_flight: dict[int, Operation] = {}
         self._last_id = 0
         self.tag_dispatch = TagDispatch(self)
-        self.receivers = Receivers(serves_memory=context.serves_memory)
+        self.receivers = Receivers(serves_memory=context._serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
         #: How often the worker was progressed.
         self.progress_count = 0
@@ -250,6 +250,11 @@ class Engine:
         finally:
             self._delivering = False
         return self._again
+
+    def deliver_after(self, function: Callable[[], None]) -> None:
+        """Calls it in the middle of a change: what it brings is delivered soon, by Trio's loop."""
+        if self.without_delivery(function):
+            self.run.call_soon(self.wake)
 
     def send_batches(self) -> None:
         """Sends the deferred batches, from where no task must be woken: Trio is about to look for events."""

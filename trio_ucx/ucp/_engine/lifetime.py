@@ -60,8 +60,8 @@ def open_engine(
         lib.tu_worker_destroy(handle)
         raise
     live_handles.opened("worker")
-    context.destroy_postponed()
-    context.workers[engine] = partial(_close_with_context, engine)
+    context._destroy_postponed()
+    context._workers[engine] = partial(_close_with_context, engine)
     engines.add(engine)
     if tasks:
         progress_task = engine.progress_task
@@ -73,23 +73,23 @@ def open_engine(
 def _create_worker(context: Context, name: str | None, client_id: int | None) -> tuple[Any, Any]:
     """Returns UCX's worker, and where it listens (``tu_data_ports_t``)."""
     doing = "opening a worker"
-    descriptors.require(context.descriptors_per_worker, doing)
-    shared_memory.check(context.options_in_force)
+    descriptors.require(context._descriptors_per_worker, doing)
+    shared_memory.check(context._options_in_force)
     out = ffi.new("tu_worker_t **")
-    lowest, highest = context.tcp_port_range
+    lowest, highest = context._tcp_port_range
     listening = ffi.new("tu_data_ports_t *", {"lowest": lowest, "highest": highest})
     status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, listening, out)
     if listening.used_up:
         raise _no_free_port(context)
     if status != Status.OK:
-        descriptors.require(context.descriptors_per_worker, doing)  # another thread may have taken the descriptors
+        descriptors.require(context._descriptors_per_worker, doing)  # another thread may have taken the descriptors
         creating = with_chosen_options("creating a worker", context.config)
-        raise shared_memory.explain(status, creating, context.options_in_force)
+        raise shared_memory.explain(status, creating, context._options_in_force)
     return out[0], listening
 
 
 def _no_free_port(context: Context) -> OSError:
-    lowest, highest = context.tcp_port_range
+    lowest, highest = context._tcp_port_range
     devices = context.info_text().count(" -- tcp/")
     ports = "any port" if highest == 0 else f"TCP_PORT_RANGE={lowest}-{highest} (UCX_TCP_PORT_RANGE)"
     return OSError(

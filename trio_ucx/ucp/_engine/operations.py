@@ -8,7 +8,8 @@ whose task is cancelled is *detached*. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -19,7 +20,7 @@ from .. import _hints
 from .._contained import contained, report
 from .._features import Feature
 from .._memory.buffers import Pinned
-from .._status import Status, UCXError, broken, error_from_status
+from .._status import Origin, Status, UCXError, broken, error_from_status
 from .._worker_address import WorkerAddress
 from .ending import Ending, internal_failure
 from .waits import Pending, Signal
@@ -126,11 +127,11 @@ class Operation(Pending):
         else:
             self.engine.internal_error(error)
 
-    def describe(self) -> str:
+    def describe(self, *, ask: bool = True) -> str:
         """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
         where = f" (to {self.scope.label})" if self.scope is not None else ""
         detached = ", detached: no task waits for it" if self.detached else ""
-        ucx = self._described_by_ucx()
+        ucx = self._described_by_ucx() if ask else ""
         return f"{self.doing}{where}{detached}" + (f": {ucx}" if ucx else "")
 
     def _described_by_ucx(self) -> str:
@@ -210,12 +211,18 @@ class OperationSet:
         """Waits for a condition on them. No checkpoint if it holds already."""
         while not condition():
             watcher = Signal()
-            self._watchers.append(watcher)
-            try:
+            with self.watching(watcher):
                 await self._engine.waiting.wait(watcher)
-            finally:
-                if watcher in self._watchers:
-                    self._watchers.remove(watcher)
+
+    @contextmanager
+    def watching(self, watcher: Signal) -> Iterator[None]:
+        """Sets the watcher at the next change."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
 
     def in_order(self) -> list[Operation]:
         """The operations, in the order in which they were posted."""
@@ -229,7 +236,7 @@ class OperationSet:
         return not any(operation.detached for operation in self.pending)
 
     def end(self, problem: Callable[[], Exception | None]) -> None:
-        """Ends the waits for them, which UCX may not have completed."""
+        """Ends the waits for them, which UCX may not have completed: their scope has ended."""
 
         def end(operation: Operation) -> None:
             if operation.outcome is None and not operation.detached:
@@ -240,6 +247,7 @@ class OperationSet:
 
         for operation in list(self.pending):
             contained(end, operation)
+        contained(self.changed)
 
 
 class Scope:
@@ -296,7 +304,7 @@ class Scope:
             RuntimeError: with what to do.
         """
         if not self.features & feature.value:
-            self.engine.context.require(feature, doing)
+            self.engine.context._require(feature, doing)
             raise RuntimeError(
                 f"{doing} needs Feature.{feature.name} at the peer, too, and the peer's context was opened without it: "
                 f"open that one with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
@@ -307,7 +315,7 @@ class Scope:
         """Whether nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
         return self.handle is None or self.ending.error is not None
 
-    def problem(self, origin: object = None) -> Exception | None:
+    def problem(self, origin: Origin | None = None) -> Exception | None:
         """The exception for using it now, if it cannot be used.
 
         Args:
@@ -324,7 +332,7 @@ class Scope:
 
     def hint(self, status: int) -> str:
         """What is known about a peer that cannot be reached, in parentheses."""
-        return _hints.hint(self.engine.context.transports, status, self.peer_address)
+        return _hints.hint(self.engine.context._transports, status, self.peer_address)
 
     def check(self, over: EndpointCore | None = None) -> None:
         """Refuses to use it if it has ended.

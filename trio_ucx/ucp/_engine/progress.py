@@ -232,6 +232,8 @@ class ProgressTask:
         self._before_wait = BeforeWait(engine)
         self._after_wait = AfterWait(engine)
         self._suspended: trio.lowlevel.Task | None = None
+        #: When it ran last.
+        self.began = perf_counter()
         self.watch = self._before_wait.watch
         self.stop_watching = self._before_wait.stop_watching
         self.watch_events = self._after_wait.watch
@@ -239,6 +241,11 @@ class ProgressTask:
         self.call_soon = engine.run.call_soon
         self.start_timer = self.safety_net.watch_polling
         self.now: Callable[[], float] = perf_counter
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether UCX has refused to be armed for a second in which nothing has arrived or completed."""
+        return self._backoff.delay > _LONGEST
 
     def resume(self) -> None:
         """Lets the task run in the next round if it is suspended."""
@@ -250,7 +257,7 @@ class ProgressTask:
         """Returns when the worker is closed or broken; if ``ending``, also when no close goes on in the background."""
         engine = self._engine
         while True:
-            began = perf_counter()
+            self.began = began = perf_counter()
             state = engine.arming.next_step()
             if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return

@@ -115,7 +115,7 @@ def _send_answers(engine: Engine) -> Iterator[None]:
     queue of a peer that is gone or stopped is full; as long as they are, the worker cannot be armed, and must not be
     destroyed.
     """
-    if not engine.context.exposed_memory:
+    if not engine.context._exposed_memory:
         return
     start = time.monotonic()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
@@ -146,7 +146,7 @@ def dispose(engine: Engine, handle: Any, stuck: str) -> None:
         _postpone(engine, handle, wait)
     else:
         _destroy(engine, handle)
-    engine.context.destroy_postponed()
+    engine.context._destroy_postponed()
     unmap_unused()
 
 
@@ -168,7 +168,7 @@ def _destroy(engine: Engine, handle: Any) -> None:
 def _registrations_of_others(engine: Engine) -> list[Callable[[], bool]]:
     """What holds registrations of memory at the context's other workers: functions that say whether it still does."""
     held: list[Callable[[], bool]] = []
-    for other in list(engine.context.workers):
+    for other in list(engine.context._workers):
         if other.handle is not None:
             held += [partial(_in_flight, one) for one in list(other.in_flight.values()) if one.pins is not None]
             if _lingers(other):
@@ -200,7 +200,7 @@ def _postpone(engine: Engine, handle: Any, held: list[Callable[[], bool]]) -> No
         _destroy(engine, handle)
         return True
 
-    engine.context.postponed.append(destroy_if_possible)
+    engine.context._postponed.append(destroy_if_possible)
 
 
 def _leave_alone(engine: Engine, handle: Any) -> None:

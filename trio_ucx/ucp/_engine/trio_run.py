@@ -6,6 +6,7 @@ An exception that left a system task would end the run. Here it ends the worker 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,10 @@ class TrioRun(Birth):
         self._engine = engine
         self._token = trio.lowlevel.current_trio_token()
         self.thread = threading.get_ident()
+        root = trio.lowlevel.current_root_task()
+        assert root is not None, "a Trio run has a root task"
+        #: All tasks of the run are below it.
+        self.root_task = weakref.ref(root)
         #: How many closes go on after their task was cancelled.
         self.background = 0
         self._background_ended: Signal | None = None

@@ -59,7 +59,10 @@ class Pending:
     What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
     """
 
-    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at")
+    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at", "since")
+
+    #: When the last task parked for it; not set if none has.
+    since: float
 
     def __init__(self) -> None:
         self.outcome: Outcome[Any] | None = None
@@ -109,15 +112,18 @@ class Pending:
         """Called when ``cancel`` failed: ends what it belongs to. Never raises."""
         report("an internal error of trio_ucx, in a cancellation", error)
 
+    def try_to_cancel(self) -> bool:
+        """As :meth:`cancel`; if that fails, ends what this belongs to."""
+        try:
+            return self.cancel()
+        except BaseException as error:
+            self.internal_error(error)
+            return self.outcome is None
+
     def _abort_for_trio(self, raise_cancel: RaiseCancel) -> trio.lowlevel.Abort:
         """The abort function. It must not raise, or Trio ends the run."""
         self._raise_cancel = raise_cancel
-        try:
-            over = self.cancel()
-        except BaseException as error:
-            self.internal_error(error)
-            over = self.outcome is None
-        if not over:
+        if not self.try_to_cancel():
             return trio.lowlevel.Abort.FAILED
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
@@ -141,6 +147,7 @@ class Pending:
             return trio.lowlevel.Abort.SUCCEEDED
 
         if self.outcome is None:
+            self.since = perf_counter()
             self._task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(leave if watch else self._abort_for_trio)
         return self.result()

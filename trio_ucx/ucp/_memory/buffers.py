@@ -10,18 +10,27 @@ The buffer protocol is tried first, because it tells most; then what ``foreign``
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from . import cuda as _cuda
-from .foreign import Array, MemoryType, array_of
+from .foreign import Array, DeviceBuffer, MemoryType, array_of
 from .pointers import refuse_pointers
+from .protocols import SupportsBuffer, SupportsCudaArray, SupportsDLPack, SupportsWritableBuffer
 from .strided import Strided, StridedMemory
 
-#: Anything with the buffer protocol, ``__cuda_array_interface__`` or DLPack, contiguous; a Strided or DeviceBuffer.
-Buffer = Any
+#: One piece of contiguous memory: anything with the buffer protocol, ``__cuda_array_interface__`` or DLPack.
+Contiguous = SupportsBuffer | SupportsCudaArray | SupportsDLPack | DeviceBuffer
+#: The same without ``bytes``, and what else the types show to be read-only. Types cannot show all.
+WritableContiguous = SupportsWritableBuffer | SupportsCudaArray | SupportsDLPack | DeviceBuffer
+#: What can be sent: contiguous memory, a list or tuple of such, or a Strided. (``list[Contiguous]`` would refuse a
+#: ``list[bytes]``, because lists are invariant, so the types let other sequences pass.)
+Buffer = Contiguous | Strided | Sequence[Contiguous]
+#: What can be received into.
+WritableBuffer = WritableContiguous | Strided | Sequence[WritableContiguous]
 
 _KINDS = (
     "bytes, bytearray, memoryview, array.array, mmap or a numpy array, an object with __cuda_array_interface__ or "
@@ -36,7 +45,7 @@ _HOST_TYPES = frozenset((bytes, bytearray))
 _UNKNOWN, _HOST = lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST
 
 
-def _export(data: Buffer, writable: bool) -> Any:
+def _export(data: Any, writable: bool) -> Any:
     """The pinned memory of one object: a cffi export, or one of the classes here and in ``_strided``."""
     if type(data) not in _HOST_TYPES:
         refuse_pointers(data, "receive into" if writable else "send")
@@ -51,7 +60,7 @@ def _export(data: Buffer, writable: bool) -> Any:
     return ForeignMemory(data, writable)
 
 
-def _explain(data: Buffer, writable: bool) -> Exception | None:
+def _explain(data: Any, writable: bool) -> Exception | None:
     """Why a buffer cannot be exported; None if it is no buffer."""
     purpose = "receive into" if writable else "send"
     try:
@@ -83,7 +92,7 @@ class ForeignMemory:
 
     __slots__ = ("_array", "address", "memory", "size")
 
-    def __init__(self, data: Buffer, writable: bool) -> None:
+    def __init__(self, data: object, writable: bool) -> None:
         purpose, name = "receive into" if writable else "send", type(data).__name__
         try:
             array = array_of(data)
@@ -201,7 +210,7 @@ class Pinned:
             self.memory = _HOST if type(data) in _HOST_TYPES else _UNKNOWN
             self.size = len(export)
 
-    def _pin_list(self, data: Buffer, writable: bool) -> None:
+    def _pin_list(self, data: Sequence[object], writable: bool) -> None:
         exports: list[Any] = []
         try:
             for part in data:

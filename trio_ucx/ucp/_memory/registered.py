@@ -19,7 +19,7 @@ from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
 from .._status import Status, UCXError, read_sized
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
-from .buffers import Buffer, Pinned
+from .buffers import Contiguous, Pinned
 from .foreign import MemoryType
 from .window import Window
 
@@ -108,31 +108,31 @@ class MemoryDescriptor:
         nbytes: its length.
         rkey: UCX's packed remote key.
         access: what peers may do. UCX itself checks that only with RDMA hardware.
-        process: whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
-        token: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages;
-            empty for memory of programs without trio_ucx.
-        ucx_access: which of UCX's puts and gets the owner's UCX answers; the features of its context decide.
     """
 
     address: int
     nbytes: int
     rkey: bytes
     access: Access = Access.ALL
-    process: Process = NOBODY
-    token: bytes = b""
-    ucx_access: Access = Access.ALL
+    #: Whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
+    _process: Process = NOBODY
+    #: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages; empty
+    #: for memory of programs without trio_ucx.
+    _token: bytes = b""
+    #: Which of UCX's puts and gets the owner's UCX answers; the features of its context decide.
+    _ucx_access: Access = Access.ALL
 
     def __attrs_post_init__(self) -> None:
         check_integer(self.address, "the address", 0, _MAX_ADDRESS)
         check_integer(self.nbytes, "nbytes", 0, min(_MAX_LENGTH, _MAX_ADDRESS - self.address))
         check_access(self.access)
-        check_access(self.ucx_access)
+        check_access(self._ucx_access)
         if not isinstance(self.rkey, bytes):
             raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
-        if not isinstance(self.token, bytes):
-            raise TypeError(f"a token is bytes, not {type(self.token).__name__}")
-        if len(self.token) not in (0, lib.TU_TOKEN_SIZE):
-            raise ValueError(f"a token has {lib.TU_TOKEN_SIZE} bytes, not {len(self.token)}")
+        if not isinstance(self._token, bytes):
+            raise TypeError(f"a token is bytes, not {type(self._token).__name__}")
+        if len(self._token) not in (0, lib.TU_TOKEN_SIZE):
+            raise ValueError(f"a token has {lib.TU_TOKEN_SIZE} bytes, not {len(self._token)}")
         if not _is_rkey(self.rkey):
             raise ValueError(f"these {len(self.rkey)} bytes are no packed remote key of UCX's, or not all of one")
 
@@ -142,11 +142,11 @@ class MemoryDescriptor:
                 _MAGIC,
                 _VERSION,
                 self.access,
-                self.ucx_access,
+                self._ucx_access,
                 self.address,
                 self.nbytes,
-                *attrs.astuple(self.process),
-                self.token or _NO_TOKEN,
+                *attrs.astuple(self._process),
+                self._token or _NO_TOKEN,
                 len(self.rkey),
             )
             + self.rkey
@@ -188,13 +188,13 @@ class MemoryDescriptor:
             Access(ucx_access & 7),
         )
 
-    def require_ucx(self) -> None:
+    def _require_ucx(self) -> None:
         """Refuses UCX's puts and gets if the owner's UCX would never answer them.
 
         Raises:
             RuntimeError: with what to do.
         """
-        require_answers(self.ucx_access, "the owner's context")
+        require_answers(self._ucx_access, "the owner's context")
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
@@ -342,7 +342,7 @@ def unmap_unused() -> None:
             memory._unmap(handle)
 
 
-def register(context: Context, buffer: Buffer, access: Access) -> Memory:
+def register(context: Context, buffer: Contiguous, access: Access) -> Memory:
     """:meth:`Context.register`."""
     access = check_access(access)
     writable = bool(access & (Access.WRITE | Access.ATOMIC))
@@ -421,14 +421,14 @@ def _map(
         base = found[0]
     window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
     memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
-    if on_host and context.serves_memory:
+    if on_host and context._serves_memory:
         memory._token = os.urandom(lib.TU_TOKEN_SIZE)
         memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access)
         if memory._served == ffi.NULL:
             lib.tu_memory_unmap(native, out[0])
             memory._handle = memory._served = None
             raise MemoryError(f"no memory to register {nbytes} bytes of memory")
-    context.memories.add(memory)
-    context.exposed_memory = True
+    context._memories.add(memory)
+    context._exposed_memory = True
     live_handles.opened("memory")
     return memory

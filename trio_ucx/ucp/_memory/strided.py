@@ -11,6 +11,7 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .foreign import Array, MemoryType, array_of
 from .pointers import refuse_pointers
+from .protocols import SupportsBuffer, SupportsDLPack
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +33,7 @@ class Strided:
             strides of any sign, 0 when sending. An array that is received into must not have an element twice.
     """
 
-    array: Any
+    array: SupportsBuffer | SupportsDLPack
 
 
 class _Export(ctypes.Structure):

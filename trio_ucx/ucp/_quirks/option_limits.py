@@ -1,5 +1,7 @@
 """Limits of UCX's options: values that UCX must not get, and values that must be equal on both sides.
 
+Network devices that do not exist are refused, too: UCX only warns of them in its log, and does without a network.
+
 UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
 the user chose with ``config=`` and with the environment.
 
@@ -20,6 +22,10 @@ import attrs
 from ..._native import ucx
 from .address_layout import SHARED_MEMORY
 from .releases import WELL_CONFIGURABLE
+
+
+class OptionError(ValueError):
+    """An option that UCX does not have, or cannot have with this value."""
 
 
 @attrs.frozen
@@ -135,7 +141,7 @@ def check(config: Mapping[str, str]) -> None:
         config: what the user chose, over the environment.
 
     Raises:
-        ValueError: it names the option, the value, the reason, and what to do.
+        OptionError: it names the option, the value, the reason, and what to do.
     """
     inherited = {name: value for name, value in environment().items() if name not in config}
     for options, where in ((config, "in config="), (inherited, "in the environment")):
@@ -143,7 +149,39 @@ def check(config: Mapping[str, str]) -> None:
             limit = next((limit for limit in LIMITS if re.fullmatch(limit.options, name)), None)
             if limit is not None and not limit.allows(value):
                 full = name if options is config else f"UCX_{name}"
-                raise ValueError(f"UCX's option {full}={value} {where}: give it {_range(limit)}. {_sentence(limit)}")
+                raise OptionError(f"UCX's option {full}={value} {where}: give it {_range(limit)}. {_sentence(limit)}")
+
+
+# ---- devices that do not exist ----
+
+_DEVICE = re.compile(r" -- [^/\s]+/(\S+)")
+
+
+def devices(info: str) -> list[str]:
+    """The devices in UCX's description of a context."""
+    return sorted(set(_DEVICE.findall(info)))
+
+
+def missing_devices(config: Mapping[str, str], present: list[str]) -> list[str]:
+    """The network devices that NET_DEVICES names and that are not there. UCX warns in its log, and does without them.
+
+    Exclusions and patterns name none. A device of several ports, ``mlx5_0:1``, may be named without the port.
+    """
+    value = in_force("NET_DEVICES", config) or "all"
+    names = value.split(",")  # UCX takes spaces for a part of a name
+    if value.startswith("^") or "all" in names or set("*?[(") & set(value):
+        return []
+    known = {*present, *(device.partition(":")[0] for device in present)}
+    return [name for name in names if name and name not in known]
+
+
+def no_such_device(config: Mapping[str, str], missing: list[str], present: list[str]) -> OptionError:
+    """The error for devices that are missing."""
+    where = "NET_DEVICES={} in config=" if "NET_DEVICES" in config else "UCX_NET_DEVICES={} in the environment"
+    return OptionError(
+        f"UCX's option {where.format(in_force('NET_DEVICES', config))}: there is no device "
+        f"{' and no device '.join(map(repr, missing))}; give it one or more of {', '.join(present) or '(none)'}"
+    )
 
 
 def _range(limit: Limit) -> str:

@@ -163,7 +163,7 @@ class WatchedQueue(ReceiveQueue):
         self._engine = engine
         # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
         kinds = [kind for kind in SHARED_MEMORY if kind in engine.identity.address.shared_memory_kinds]
-        self._queues = kinds if engine.context.shared_memory_handles_errors else []
+        self._queues = kinds if engine.context._shared_memory_handles_errors else []
         #: The number of suspicions; and whether a task is checking.
         self._suspicions = 0
         self._checking = False

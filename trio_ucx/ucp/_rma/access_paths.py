@@ -207,10 +207,10 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
     native = ffi.new("tu_access_path_t *", {"length": descriptor.nbytes})
     pointer = 0 if key is None else key.mapped(descriptor)
     native.local = ffi.cast("char *", pointer)
-    if descriptor.token and core.features & Feature.AM:
+    if descriptor._token and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
-        ffi.memmove(native.token, descriptor.token, len(descriptor.token))
+        ffi.memmove(native.token, descriptor._token, len(descriptor._token))
     if not pointer and not native.messages:
         return None
     return AccessPath(core, native, key if pointer else None, hardware=not _is_emulated(core))

@@ -17,7 +17,7 @@ from .._engine.engine import Engine
 from .._engine.operations import Operation, Scope
 from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
-from .._memory.buffers import Buffer, Pinned, new_bytes
+from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._process import NOBODY
 from .._status import Status, UCXError
@@ -120,7 +120,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return data
 
     @enable_ki_protection
-    async def get_into(self, buffer: Buffer, offset: int = 0) -> int:
+    async def get_into(self, buffer: WritableContiguous, offset: int = 0) -> int:
         """Reads from the peer's memory into a writable buffer, as much as that takes; otherwise as :meth:`get`.
 
         Returns:
@@ -140,7 +140,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return size
 
     @enable_ki_protection
-    async def put(self, data: Buffer, offset: int = 0) -> None:
+    async def put(self, data: Contiguous, offset: int = 0) -> None:
         """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (docs/ucp.md).
 
         Returns when ``data`` may be used again. The peer is not told; send it a message after :meth:`flush`.
@@ -337,7 +337,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check(Access.ATOMIC, "use atomics on", offset, size)
         self._check_aligned(offset, size)
         engine = self._core.engine
-        engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        engine.context._require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
         path = await self._reach_for_atomics()
@@ -371,7 +371,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes from offset {offset} on reach beyond the end of {self.nbytes}")
 
-    async def _pin(self, buffer: Buffer, access: Access, doing: str, offset: int) -> Pinned:
+    async def _pin(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> Pinned:
         """Validates the arguments, then checks for cancellation, then whether the memory is open."""
         offset = check_integer(offset, "offset", 0, 2**62)
         pins = Pinned(buffer, writable=access is Access.READ)
@@ -437,7 +437,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _require_ucx_answers(self) -> None:
         """Refuses UCX's puts and gets if they would never be answered."""
-        self._descriptor.require_ucx()
+        self._descriptor._require_ucx()
         address = self._core.peer_address  # of a worker whose context may be another one than the memory's
         if address is not None:
             require_answers(ucx_access(address.features), "the context of the worker at the peer")
@@ -455,7 +455,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         try:
-            self._core.engine.context.require(Feature.RMA, doing)
+            self._core.engine.context._require(Feature.RMA, doing)
             path = self._path
             if path is None or not path.takes(pins.memory):
                 path = await self._reach(pins.memory)
@@ -525,8 +525,8 @@ def attach(check: Callable[[], None], scope: Scope, descriptor: bytes | MemoryDe
     """:meth:`Endpoint.attach`."""
     if not isinstance(descriptor, MemoryDescriptor):
         descriptor = MemoryDescriptor.from_bytes(descriptor)
-    scope.engine.context.require_memory("using remote memory")
-    if NOBODY not in (scope.endpoint.peer, descriptor.process) and scope.endpoint.peer != descriptor.process:
+    scope.engine.context._require_memory("using remote memory")
+    if NOBODY not in (scope.endpoint.peer, descriptor._process) and scope.endpoint.peer != descriptor._process:
         raise ValueError("this descriptor is of another process's memory than the one that this endpoint leads to")
     memory: RemoteMemory = RemoteMemory._create(descriptor.nbytes, descriptor.access, check, scope, descriptor)
     return memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import attrs
 import trio
@@ -12,7 +12,7 @@ from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.posting import check_reaches
 from .._features import Feature
-from .._memory.buffers import Buffer, Pinned
+from .._memory.buffers import Contiguous, Pinned
 from .._memory.registered import Access
 from .._rma.remote_memory import RemoteMemory
 from .._status import Status, UCXError
@@ -35,6 +35,7 @@ from ._run import NativeChain, Target, Timer
 #: Terms of conditions and arguments that a chain has room for, for each request of its capacity.
 TERMS_EACH = 16
 
+OnFalse = Literal["error", "skip", "stop"]
 _ON_FALSE = {"error": lib.TU_FALSE_ERROR, "skip": lib.TU_FALSE_SKIP, "stop": lib.TU_FALSE_STOP}
 
 
@@ -58,7 +59,18 @@ class Retry:
     times: int
     again: ChainRequest | int | Iterable[ChainRequest | int] = attrs.field(default=(), converter=_several)
     delay: float = 0.0
-    then: str = "error"
+    then: OnFalse = "error"
+
+
+class CheckOptions(TypedDict, total=False):
+    on_false: OnFalse | Retry
+    after: ChainRequest | int | Iterable[ChainRequest | int]
+
+
+class RequestOptions(CheckOptions, total=False):
+    """The options of all requests: see :class:`RequestChain`."""
+
+    when: Condition | None
 
 
 @attrs.frozen(eq=False)
@@ -96,6 +108,11 @@ class Draft:
         return found + [one for one in self.terms.values() if isinstance(one, Expression)]
 
 
+#: What a request writes or sends: a buffer, what is computed when the chain runs, or a list or tuple of such parts.
+Part = Contiguous | Piece | Integer
+Payload = Part | Sequence[Part]
+
+
 def argument(value: Integer | int, name: str, low: int = 0, high: int = UNLIMITED) -> Integer | int:
     return value if isinstance(value, Integer) else check_integer(value, name, low, high)
 
@@ -105,7 +122,7 @@ def known_value(value: Integer | int) -> int | None:
     return None if isinstance(value, Integer) else value
 
 
-def payload(data: Any) -> list[Piece | Pinned]:
+def payload(data: Payload) -> list[Piece | Pinned]:
     parts: list[Piece | Pinned] = []
     try:
         for part in data if isinstance(data, (tuple, list)) else (data,):
@@ -149,9 +166,9 @@ class _Native:
     def put(self, target: Any, value: Expression | int) -> None:
         """Sets a ``tu_terms_t``."""
         if isinstance(value, Expression):
-            target.terms = self._new("tu_term_t[]", value.terms)
-            target.count = len(value.terms)
-            self.term_count += len(value.terms)
+            target.terms = self._new("tu_term_t[]", value._terms)
+            target.count = len(value._terms)
+            self.term_count += len(value._terms)
         else:
             target.value = value % 2**64
 
@@ -200,7 +217,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     # ---- references ----
 
-    def local(self, buffer: Buffer) -> Local:
+    def local(self, buffer: Contiguous) -> Local:
         """Memory of ours to take integers from, as from a result: what is in it when the chain gets there.
 
         So a chain can be run again with other numbers. The buffer, in host memory, stays pinned as long as the chain
@@ -296,7 +313,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         values: tuple[Any, ...],
         offset: Any,
         bits: int,
-        options: dict[str, Any],
+        options: RequestOptions,
     ) -> ChainRequest:
         if type(bits) is not int or bits not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
@@ -310,7 +327,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         known = known_value(where)
         if isinstance(remote, RemoteMemory) and known is not None:
             remote._check_aligned(known, bits // 8)
-        self._engine.context.require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
+        self._engine.context._require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
         return self._add(draft, **options)
 
@@ -336,8 +353,8 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         /,
         *,
         when: Condition | None = None,
-        on_false: str | Retry = "error",
-        after: Any = (),
+        on_false: OnFalse | Retry = "error",
+        after: ChainRequest | int | Iterable[ChainRequest | int] = (),
     ) -> ChainRequest:
         self._check()
         if self._draft is not None and request is None:
@@ -357,7 +374,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         if isinstance(draft.to, Choice):
             draft.terms["choice"], things = draft.to.index, draft.to.options
         computed = draft.computed
-        before = {one for value in computed for one in value.requests}
+        before = {one for value in computed for one in value._requests}
         again = [] if retry is None else self._resolve(retry.again)
         before.update(self._resolve(after), again)
         for one in before:
@@ -394,7 +411,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         if number < 0:
             raise UCXError(number, f"adding {request.name}")
         self._terms += native.term_count
-        self._native.buffers.add(draft.pins, [pins for value in computed for pins in value.pins])
+        self._native.buffers.add(draft.pins, [pins for value in computed for pins in value._pins])
         self._requests.append(request)
         if then == "stop":
             self._barrier = request.id
@@ -418,11 +435,11 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
                     raise TypeError("a payload of several parts takes host memory only")
                 request.memory = memory if len(draft.parts) == 1 else lib.TU_MEMORY_HOST
             else:
-                native_part.kind, native_part.offset, native_part.length = part.kind, part.offset, part.length
-                native_part.request = 0 if part.request is None else part.request.id
-                native_part.big = part.big
-                if part.value is not None:
-                    native.put(native_part.value, part.value)
+                native_part.kind, native_part.offset, native_part.length = part._kind, part._offset, part.length
+                native_part.request = 0 if part._request is None else part._request.id
+                native_part.big = part._big
+                if part._value is not None:
+                    native.put(native_part.value, part._value)
                 request.memory = lib.TU_MEMORY_HOST
         return native
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import attrs
 import trio
@@ -19,14 +19,27 @@ from .._engine.engine import Engine
 from .._engine.posting import completed, pending_operation
 from .._engine.waits import Signal
 from .._features import Feature
-from .._memory.buffers import Buffer, Pinned
+from .._memory.buffers import Pinned, WritableContiguous
 from .._memory.pointers import refuse_pointers
+from .._memory.protocols import SupportsBuffer
 from .._memory.registered import Access
 from .._rma.access_paths import Key
 from .._rma.remote_memory import RemoteMemory
 from .._tag import check_tag
-from .._util import FULL, check_integer
-from ._builder import ChainBuilder, Choice, Draft, argument, known_value, payload, release, sent_length
+from .._util import ALL_BITS, check_integer
+from ._builder import (
+    ChainBuilder,
+    CheckOptions,
+    Choice,
+    Draft,
+    Payload,
+    RequestOptions,
+    argument,
+    known_value,
+    payload,
+    release,
+    sent_length,
+)
 from ._errors import DependencyReferenceError
 from ._expressions import UNLIMITED, ChainRequest, Condition, Integer, pinned_memory
 from ._library import lib
@@ -74,9 +87,9 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         length: Integer | int | None = None,
         *,
-        into: Buffer | None = None,
+        into: WritableContiguous | None = None,
         at_most: int | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Reads remote memory; the result is the bytes.
 
@@ -122,7 +135,7 @@ class RequestChain(ChainBuilder):
             room = known if room is None else room
             room = check_integer(room, "at_most", known or 0, UNLIMITED)
             self._check_bounds(remote, where, size)
-            self._engine.context.require(Feature.RMA, "reading remote memory")
+            self._engine.context._require(Feature.RMA, "reading remote memory")
             terms: dict[str, Any] = {"offset": where, "length": size}
             return self._add(Draft(lib.TU_CHAIN_GET, "get", remote, size=room, terms=terms, into=pins), **options)
         except BaseException:
@@ -134,11 +147,11 @@ class RequestChain(ChainBuilder):
     def put(
         self,
         remote: RemoteMemory | Choice,
-        data: Any,
+        data: Payload,
         offset: Integer | int = 0,
         *,
         length: Integer | int | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Writes remote memory, as :meth:`RemoteMemory.put`.
 
@@ -159,7 +172,7 @@ class RequestChain(ChainBuilder):
         try:
             size = sent_length(length, parts)
             self._check_bounds(remote, where, size)
-            self._engine.context.require(Feature.RMA, "writing remote memory")
+            self._engine.context._require(Feature.RMA, "writing remote memory")
             terms: dict[str, Any] = {"offset": where, "length": size}
             return self._add(Draft(lib.TU_CHAIN_PUT, "put", remote, terms=terms, parts=parts), **options)
         except BaseException:
@@ -177,7 +190,7 @@ class RequestChain(ChainBuilder):
         limit: int,
         length: int | None = None,
         end: int | None = 0,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Walks a linked structure in remote memory; its result is the node at which the walk ended.
 
@@ -210,15 +223,15 @@ class RequestChain(ChainBuilder):
             found = None if until is None else until(node)
             if not (found is None or isinstance(found, Condition)):
                 raise TypeError(f"until must make a Condition of a node, not {type(found).__name__}")
-            node.size = check_integer(node.referred if length is None else length, "the length", 1, UNLIMITED)
-            if node.referred > node.size:
+            node.size = check_integer(node._referred if length is None else length, "the length", 1, UNLIMITED)
+            if node._referred > node.size:
                 raise DependencyReferenceError(
-                    f"next_offset and until look at {node.referred} bytes of a node of {node.size}"
+                    f"next_offset and until look at {node._referred} bytes of a node of {node.size}"
                 )
             self._check_bounds(remote, where, node.size)
-            self._engine.context.require(Feature.RMA, "reading remote memory")
+            self._engine.context._require(Feature.RMA, "reading remote memory")
             fields = {"limit": check_integer(limit, "the limit", 1, UNLIMITED), "has_end": int(end is not None)}
-            fields["end"] = 0 if end is None else check_integer(end, "the end", 0, FULL)
+            fields["end"] = 0 if end is None else check_integer(end, "the end", 0, ALL_BITS)
             terms: dict[str, Any] = {"offset": where, "next": following}
             if found is not None:
                 terms["until"] = found
@@ -228,7 +241,7 @@ class RequestChain(ChainBuilder):
             self._draft = None
 
     @enable_ki_protection
-    def check(self, when: Condition, **options: Any) -> ChainRequest:
+    def check(self, when: Condition, **options: Unpack[CheckOptions]) -> ChainRequest:
         """Evaluates a condition, and does nothing else: for other requests to depend on.
 
         ``on_false`` and ``after`` are those of all requests.
@@ -249,7 +262,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Adds to an integer, as :meth:`RemoteMemory.add` does; its result is what was there before.
 
@@ -274,7 +287,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Bitwise and; otherwise as :meth:`fetch_add`.
 
@@ -290,7 +303,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Bitwise or; otherwise as :meth:`fetch_add`.
 
@@ -306,7 +319,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Bitwise exclusive or; otherwise as :meth:`fetch_add`.
 
@@ -322,7 +335,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Stores ``value``; otherwise as :meth:`fetch_add`.
 
@@ -339,7 +352,7 @@ class RequestChain(ChainBuilder):
         offset: Integer | int = 0,
         *,
         bits: int = 64,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Stores ``value`` if ``expected`` is there; otherwise as :meth:`fetch_add`.
 
@@ -354,11 +367,11 @@ class RequestChain(ChainBuilder):
     def tag_send(
         self,
         endpoint: Endpoint | Choice,
-        data: Any,
+        data: Payload,
         tag: int,
         *,
         length: Integer | int | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Sends a tag message (``ucp_tag_send_nbx``); ``data``, ``length`` and ``**options`` as in :meth:`put`.
 
@@ -373,12 +386,12 @@ class RequestChain(ChainBuilder):
         self,
         endpoint: Endpoint | Choice,
         id: int,
-        data: Any = b"",
-        header: Buffer = b"",
+        data: Payload = b"",
+        header: SupportsBuffer = b"",
         *,
         reply: bool = False,
         length: Integer | int | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> ChainRequest:
         """Sends an active message (``ucp_am_send_nbx``): see :meth:`Endpoint.am_send`.
 
@@ -398,13 +411,13 @@ class RequestChain(ChainBuilder):
         return self._send(draft, data, length, options)
 
     def _check_endpoints(self, endpoint: Endpoint | Choice, feature: Feature, doing: str) -> None:
-        self._engine.context.require(feature, doing)
+        self._engine.context._require(feature, doing)
         for one in endpoint.options if isinstance(endpoint, Choice) else (endpoint,):
             if not isinstance(one, Endpoint):
                 raise TypeError(f"messages go to an Endpoint or a Choice of some, not to a {type(one).__name__}")
             one._core.require(feature, doing)
 
-    def _send(self, draft: Draft, data: Any, length: Any, options: dict[str, Any]) -> ChainRequest:
+    def _send(self, draft: Draft, data: Payload, length: Integer | int | None, options: RequestOptions) -> ChainRequest:
         draft.parts = payload(data)
         try:
             draft.terms["length"] = sent_length(length, draft.parts)

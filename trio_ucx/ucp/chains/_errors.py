@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .._status import Error
 
-class DependencyError(Exception):
+
+class DependencyError(Error):
     """A request of a :class:`RequestChain` did not run, because of what it depends on."""
 
 

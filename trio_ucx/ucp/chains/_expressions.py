@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from .._memory.buffers import Buffer, Pinned
+from .._memory.buffers import Contiguous, Pinned
 from .._util import OpenedNotConstructed, check_integer
 from ._errors import DependencyReferenceError, NoDependencyResource
 from ._library import ffi, lib
@@ -43,14 +43,14 @@ def depth(terms: Iterable[Term]) -> int:
 
 @attrs.frozen(eq=False, repr=False)
 class Expression:
-    terms: tuple[Term, ...]
+    _terms: tuple[Term, ...]
     #: What it refers to.
-    requests: frozenset[ChainRequest]
+    _requests: frozenset[ChainRequest]
     #: Local memory that it refers to.
-    pins: tuple[Pinned, ...] = ()
+    _pins: tuple[Pinned, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if depth(self.terms) > lib.TU_TERM_DEPTH:
+        if depth(self._terms) > lib.TU_TERM_DEPTH:
             raise NoDependencyResource(
                 f"this expression needs more than {lib.TU_TERM_DEPTH} values at once: compute part of it in an "
                 "earlier request, or nest less to the right"
@@ -68,8 +68,8 @@ class Condition(Expression):
     def _with(self, other: Condition, code: int) -> Condition:
         if not isinstance(other, Condition):
             return NotImplemented
-        terms = (*self.terms, *other.terms, (code, 0, 0, 0, 0))
-        return Condition(terms, self.requests | other.requests, self.pins + other.pins)
+        terms = (*self._terms, *other._terms, (code, 0, 0, 0, 0))
+        return Condition(terms, self._requests | other._requests, self._pins + other._pins)
 
     def __and__(self, other: Condition) -> Condition:
         return self._with(other, lib.TU_TERM_AND)
@@ -78,10 +78,10 @@ class Condition(Expression):
         return self._with(other, lib.TU_TERM_OR)
 
     def __invert__(self) -> Condition:
-        return Condition((*self.terms, (lib.TU_TERM_NOT, 0, 0, 0, 0)), self.requests, self.pins)
+        return Condition((*self._terms, (lib.TU_TERM_NOT, 0, 0, 0, 0)), self._requests, self._pins)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.chains.Condition of {len(self.terms)} terms>"
+        return f"<trio_ucx.ucp.chains.Condition of {len(self._terms)} terms>"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -94,15 +94,17 @@ class Integer(Expression):
     """
 
     #: Whether an unsigned integer of 128 bits is in it.
-    wide: bool = False
+    _wide: bool = False
 
     def _with(self, other: Integer | int, code: int, *, reverse: bool = False) -> Integer:
         right = as_integer(other)
         left = self
         if reverse:
             left, right = right, left
-        terms = (*left.terms, *right.terms, (code, 0, 0, 0, 0))
-        return Integer(terms, left.requests | right.requests, left.pins + right.pins, wide=left.wide or right.wide)
+        terms = (*left._terms, *right._terms, (code, 0, 0, 0, 0))
+        return Integer(
+            terms, left._requests | right._requests, left._pins + right._pins, wide=left._wide or right._wide
+        )
 
     def __add__(self, other: Integer | int) -> Integer:
         return self._with(other, lib.TU_TERM_ADD)
@@ -144,7 +146,7 @@ class Integer(Expression):
         return self._with(_shift(other), lib.TU_TERM_LEFT)
 
     def __rshift__(self, other: Integer | int) -> Integer:
-        return self._with(_shift(other), lib.TU_TERM_RIGHT_UNSIGNED if self.wide else lib.TU_TERM_RIGHT)
+        return self._with(_shift(other), lib.TU_TERM_RIGHT_UNSIGNED if self._wide else lib.TU_TERM_RIGHT)
 
     def __rlshift__(self, other: int) -> Integer:
         return as_integer(other) << self
@@ -160,9 +162,9 @@ class Integer(Expression):
 
     def _compared(self, other: object, signed: int, unsigned: int) -> Condition:
         right = as_integer(_comparable(other))
-        code = unsigned if self.wide or right.wide else signed
-        terms = (*self.terms, *right.terms, (code, 0, 0, 0, 0))
-        return Condition(terms, self.requests | right.requests, self.pins + right.pins)
+        code = unsigned if self._wide or right._wide else signed
+        terms = (*self._terms, *right._terms, (code, 0, 0, 0, 0))
+        return Condition(terms, self._requests | right._requests, self._pins + right._pins)
 
     def __eq__(self, other: object) -> Condition:  # type: ignore[override]
         return self._compared(other, lib.TU_TERM_EQUAL, lib.TU_TERM_EQUAL)
@@ -182,7 +184,8 @@ class Integer(Expression):
     def __ge__(self, other: Integer | int) -> Condition:
         return ~(self < other)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def any_bits(self, mask: Integer | int) -> Condition:
         """Whether any bit of the mask is set in it.
@@ -210,32 +213,32 @@ class Integer(Expression):
         return Piece(lib.TU_PART_INTEGER, None, 0, width, big, self)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.chains.Integer of {len(self.terms)} terms>"
+        return f"<trio_ucx.ucp.chains.Integer of {len(self._terms)} terms>"
 
 
 @attrs.frozen(eq=False, repr=False)
 class Piece:
     """A part of a payload that is known only when the chain runs: bytes of a result, or an integer."""
 
-    kind: int
-    request: ChainRequest | None
-    offset: int
+    _kind: int
+    _request: ChainRequest | None
+    _offset: int
     length: int
-    big: bool = False
-    value: Integer | None = None
+    _big: bool = False
+    _value: Integer | None = None
 
     @property
-    def requests(self) -> frozenset[ChainRequest]:
+    def _requests(self) -> frozenset[ChainRequest]:
         """Those whose results it is made of."""
-        if self.value is not None:
-            return self.value.requests
-        assert self.request is not None
-        return frozenset((self.request,))
+        if self._value is not None:
+            return self._value._requests
+        assert self._request is not None
+        return frozenset((self._request,))
 
     @property
-    def pins(self) -> tuple[Pinned, ...]:
+    def _pins(self) -> tuple[Pinned, ...]:
         """Local memory that it refers to."""
-        return () if self.value is None else self.value.pins
+        return () if self._value is None else self._value._pins
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.chains.Piece of {self.length} bytes>"
@@ -359,7 +362,7 @@ class Local(_Loads, metaclass=OpenedNotConstructed):
         return f"<trio_ucx.ucp.chains.Local of {self.nbytes} bytes>"
 
 
-def local(buffer: Buffer) -> Local:
+def local(buffer: Contiguous) -> Local:
     """:meth:`RequestChain.local`."""
     pins = Pinned(buffer)
     address, nbytes, memory = pinned_memory(pins)
@@ -382,18 +385,18 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
     _chain: object
     _generation: int
     id: int
-    kind: int
+    _kind: int
     name: str
     #: Bytes of its result, at most; None: it has none.
     size: int | None
     #: Whether its result goes to the user's memory.
-    into: bool = False
+    _into: bool = False
     #: How much of a result that is still to be sized is referred to.
-    referred: int = 0
+    _referred: int = 0
 
     def _location(self, offset: int, length: int) -> int:
         offset = check_integer(offset, "the offset in a result", 0, UNLIMITED)
-        if self.size is None and self.into:
+        if self.size is None and self._into:
             raise DependencyReferenceError(f"the result of {self.name} is not in host memory")
         if self.size is None:
             raise DependencyReferenceError(f"{self.name} has no result to refer to")
@@ -401,7 +404,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
             raise DependencyReferenceError(
                 f"bytes {offset} to {offset + length} are beyond the result of {self.name}, which has {self.size}"
             )
-        self.referred = max(self.referred, offset + length)
+        self._referred = max(self._referred, offset + length)
         return offset
 
     def _load(self, offset: int, width: int, flags: int, *, big: bool) -> Integer:
@@ -446,7 +449,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         term = (lib.TU_TERM_CRC32C, self.id, self._location(offset, length), length, 0)
         return Integer((term,), frozenset((self,)))
 
-    def equals(self, buffer: Buffer, offset: int = 0) -> Condition:
+    def equals(self, buffer: Contiguous, offset: int = 0) -> Condition:
         """Whether the result has, at this offset, what is in a local buffer when the chain gets there.
 
         The buffer, in host memory, stays pinned as long as the chain refers to it.

@@ -24,7 +24,7 @@ from .._requests import RequestCancelled
 from .._rma.access_paths import AccessPath, Key, refusal
 from .._rma.remote_memory import RemoteMemory
 from .._status import Status
-from .._util import ignoring_late_run
+from .._util import OpenedNotConstructed, ignoring_late_run
 from ._errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
 from ._expressions import ChainRequest
 from ._library import ffi, lib
@@ -147,8 +147,7 @@ class NativeChain:
 
     def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
         self._keep_outcomes()
-        targets = list(targets)
-        outcomes = Outcomes(requests, targets, self)
+        outcomes: Outcomes = Outcomes._create(list(requests), list(targets), self, self.report)
         self._outcomes = weakref.ref(outcomes)
         return outcomes
 
@@ -187,7 +186,7 @@ class NativeChain:
 
     def _keep_outcomes(self) -> None:
         outcomes = self.outcomes
-        if outcomes is not None and not outcomes.kept:
+        if outcomes is not None and not outcomes._kept:
             count = self.error_count
             outcomes._keep(*self._all_reports(len(outcomes)), count)
 
@@ -342,9 +341,9 @@ class Timer:
 
 
 def _value(request: ChainRequest, report: Any) -> Any:
-    kind = request.kind
+    kind = request._kind
     if kind == lib.TU_CHAIN_GET:
-        return report.length if request.into else bytes(ffi.buffer(report.result, report.length))
+        return report.length if request._into else bytes(ffi.buffer(report.result, report.length))
     if kind == lib.TU_CHAIN_ATOMIC:
         return int.from_bytes(ffi.buffer(report.result, report.length), "little")
     if kind == lib.TU_CHAIN_FOLLOW:
@@ -391,11 +390,11 @@ def _values(requests: Sequence[ChainRequest], lengths: Sequence[int], data: byte
     values: list[Any] = []
     at = 0
     for request, length in zip(requests, lengths, strict=True):
-        kind = request.kind
+        kind = request._kind
         if length == _NO_VALUE:
             values.append(SKIPPED)
         elif kind == _GET:
-            if request.into:
+            if request._into:
                 values.append(length)
             else:
                 values.append(data[at : at + length])
@@ -422,7 +421,8 @@ def _outcome(request: ChainRequest, targets: Sequence[Target], find: Reports) ->
     return Error(_error(request, report, targets, find))
 
 
-class Outcomes(Sequence["Outcome[Any] | None"]):
+@attrs.define(eq=False, repr=False)
+class Outcomes(Sequence["Outcome[Any] | None"], metaclass=OpenedNotConstructed):
     """What became of the requests of a run, by their ids, or by themselves; a sequence.
 
     Each is an :class:`outcome.Value` or :class:`outcome.Error`; None while the request is in flight, which after a run
@@ -432,20 +432,19 @@ class Outcomes(Sequence["Outcome[Any] | None"]):
     unsigned; of follow a :class:`Followed`; of all others None. Of what was skipped, ``chains.SKIPPED``.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], targets: Sequence[Target], native: NativeChain) -> None:
-        self._requests = list(requests)
-        self._targets = targets
-        #: The chain, as long as these are its latest outcomes; then copies of the reports, and the number of errors.
-        self._native: NativeChain | None = native
-        self._find: Reports = native.report
-        self._error_count = 0
-        #: Errors that depend on what is known of the connection, once the reports are no longer the chain's.
-        self._errors: dict[int, BaseException] = {}
-        self.kept = False
+    _requests: list[ChainRequest]
+    _targets: Sequence[Target]
+    #: The chain, as long as these are its latest outcomes; then copies of the reports, and the number of errors.
+    _native: NativeChain | None
+    _find: Reports
+    _error_count: int = 0
+    #: Errors that depend on what is known of the connection, once the reports are no longer the chain's.
+    _errors: dict[int, BaseException] = attrs.field(factory=dict)
+    _kept: bool = False
 
     def _keep(self, find: Reports, failed: bool, error_count: int) -> None:
         """Takes these reports from now on, because the chain's go."""
-        self._find, self.kept = find, True
+        self._find, self._kept = find, True
         self._native, self._error_count = None, error_count
         for number in range(len(self) if failed else 0):
             outcome = self._get(number)

@@ -1,0 +1,52 @@
+"""The publisher: a slow subscriber misses counts and is not late, a fast one misses few; it can be started again."""
+
+from __future__ import annotations
+
+import signal
+
+import trio
+
+from .programs import EXAMPLES, Program, program
+
+PUBLISH = EXAMPLES / "publish.py"
+INTERVAL = ("--interval", "0.01")
+
+
+async def counts(subscriber: Program, number: int) -> list[int]:
+    with trio.fail_after(30):
+        return [int(await subscriber.read_line()) for _ in range(number)]
+
+
+async def test_slow_and_fast_subscribers() -> None:
+    with program(PUBLISH, "serve", *INTERVAL) as publisher:
+        await publisher.wait_address()
+        with (
+            program(PUBLISH, "watch", publisher.address, "--count", "100") as fast,
+            program(PUBLISH, "watch", publisher.address, "--count", "10", "--pause", "0.2") as slow,
+        ):
+            got, missed = await counts(fast, 100), await counts(slow, 10)
+            assert got == sorted(set(got)) and got[-1] - got[0] < 150
+            assert missed == sorted(set(missed)) and missed[-1] - missed[0] > 30
+            assert await fast.end() == await slow.end() == (0, "")
+        publisher.process.send_signal(signal.SIGTERM)
+        assert await publisher.end() == (0, "")
+
+
+async def test_publisher_that_is_started_again() -> None:
+    with program(PUBLISH, "serve", *INTERVAL) as publisher:
+        await publisher.wait_address()
+        with program(PUBLISH, "watch", publisher.address) as subscriber:
+            last = (await counts(subscriber, 30))[-1]
+            publisher.process.send_signal(signal.SIGTERM)
+            assert await publisher.end() == (0, "")
+            with program(PUBLISH, "serve", "--listen", publisher.address, *INTERVAL) as again:
+                await again.wait_address()
+                assert again.address == publisher.address
+                while (await counts(subscriber, 1))[0] >= last:
+                    pass  # of the first publisher; the second one begins at 0
+                assert len(await counts(subscriber, 10)) == 10
+                again.process.send_signal(signal.SIGTERM)
+                assert await again.end() == (0, "")
+            subscriber.process.send_signal(signal.SIGINT)
+            status, errors = await subscriber.end()
+            assert status == 130, errors

@@ -1,0 +1,416 @@
+"""The Group: messages and collective operations. All ranks are tasks of one process, each with its own worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+import trio_ucx
+from trio_ucx import mesh, ucp
+from trio_ucx._link.sending import Sending
+
+Body = Callable[[mesh.Group], Awaitable[Any]]
+
+
+async def run_ranks(folder: Path, size: int, body: Body, **options: Any) -> list[Any]:
+    """Runs a function in each rank of a group, and returns their results."""
+    results: list[Any] = [None] * size
+
+    async def run(rank: int) -> None:
+        async with (
+            ucp.open_worker() as worker,
+            mesh.join(rank=rank, size=size, meeting=f"file://{folder}/meeting", worker=worker, **options) as group,
+        ):
+            results[rank] = await body(group)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for rank in range(size):
+                nursery.start_soon(run, rank)
+    return results
+
+
+async def test_messages_between_all_pairs(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> list[bytes]:
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        async with trio.open_nursery() as nursery:
+            for rank in others:  # all pairs connect at once, from both sides
+                nursery.start_soon(group.send, rank, f"{group.rank} to {rank}".encode())
+        return [await group.receive(rank) for rank in others]
+
+    results = await run_ranks(tmp_path, 5, body)
+    for rank, got in enumerate(results):
+        assert got == [f"{other} to {rank}".encode() for other in range(5) if other != rank]
+
+
+async def test_one_connection_for_each_pair(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        other = 1 - group.rank
+        found = []
+
+        async def find() -> None:
+            found.append(await group.connection(other))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(find)
+        assert len({id(connection) for connection in found}) == 1
+        await found[0].send(b"directly", tag=5)
+        assert await group.receive(other, tag=5) == b"directly"
+
+    for _ in range(5):
+        await run_ranks(tmp_path, 2, body)
+
+
+async def test_report_says_whose_connections_they_are(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> str:
+        await group.barrier()
+        text = trio_ucx.report()
+        await group.barrier()
+        return text
+
+    for text in await run_ranks(tmp_path, 2, body):
+        for rank in (0, 1):
+            for what in ("the connection", "the control connection"):
+                assert f"belongs to a group: {what} with rank {rank}" in text
+        assert "needs an aclose" not in text
+
+
+async def test_send_receive_in_a_ring(tmp_path: Path) -> None:
+    """Messages of 1 MiB: if all ranks sent first, nobody would receive."""
+    size = 2**20
+
+    async def body(group: mesh.Group) -> None:
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        buffer = bytearray(size)
+        data = bytes([group.rank]) * size
+        assert await group.send_receive(data, to=right, source=left, into=buffer, tag=7) == size
+        assert buffer == bytes([left]) * size
+        assert await group.send_receive(b"short", to=right, source=left) == b"short"
+
+    await run_ranks(tmp_path, 4, body)
+
+
+async def test_send_receive_sends_once_when_ucx_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``send_short`` gives an operation then, and the message has been posted."""
+    original = Sending.send_short
+
+    def busy(self: Sending, queue: int, data: Any) -> Any:
+        sent = original(self, queue, data)
+        return object() if sent is True and queue == 3 else sent
+
+    monkeypatch.setattr(Sending, "send_short", busy)
+
+    async def body(group: mesh.Group) -> None:
+        other = 1 - group.rank
+        connection = await group.connection(other)
+        assert await group.send_receive(b"once", to=other, source=other, tag=3) == b"once"
+        await group.barrier()
+        with pytest.raises((trio.WouldBlock, trio.EndOfChannel)):
+            connection.receive_nowait(tag=3)
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_send_receive_at_the_ends_of_a_line(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> bytes | int | None:
+        to = group.rank + 1 if group.rank + 1 < group.size else None
+        source = group.rank - 1 if group.rank else None
+        return await group.send_receive(bytes([group.rank]), to=to, source=source)
+
+    assert await run_ranks(tmp_path, 3, body) == [None, b"\0", b"\1"]
+
+
+async def test_receive_any_takes_turns_and_ends(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> list[int]:
+        if group.rank:
+            for number in range(3):
+                await group.send(0, b"%d %d" % (group.rank, number), tag=9)
+            await group.barrier()
+            return []
+        await group.barrier()  # now all messages have been sent
+        for other in range(1, group.size):
+            await (await group.connection(other)).wait_message(tag=9)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        order = []
+        while True:
+            try:
+                rank, data = await group.receive_any(tag=9)
+            except trio.EndOfChannel:
+                return order
+            assert data == b"%d %d" % (rank, order.count(rank))
+            order.append(rank)
+
+    results = await run_ranks(tmp_path, 4, body)
+    assert results[0] == [1, 2, 3] * 3
+
+
+async def test_receive_any_waits(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        if group.rank:
+            await trio.sleep(0.02 * group.rank)
+            await group.send(0, bytes(100_000), tag=group.rank)
+            return
+        with trio.move_on_after(0.01):
+            await group.receive_any(tag=1)
+        for rank in (1, 2, 3):
+            got = await group.receive_any(tag=rank)
+            assert got == (rank, bytes(100_000))
+
+    await run_ranks(tmp_path, 4, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+async def test_collectives(tmp_path: Path, size: int) -> None:
+    async def body(group: mesh.Group) -> None:
+        rank = group.rank
+        for root in range(size):
+            await group.barrier()
+            assert await group.broadcast(b"from %d" % rank, root=root) == b"from %d" % root
+            gathered = await group.gather(b"x" * rank, root=root)
+            assert gathered == ([b"x" * one for one in range(size)] if rank == root else None)
+        assert await group.all_gather(bytes([rank]) * rank) == [bytes([one]) * one for one in range(size)]
+
+    await run_ranks(tmp_path, size, body)
+
+
+async def test_barrier_waits_for_all(tmp_path: Path) -> None:
+    entered: set[int] = set()
+
+    async def body(group: mesh.Group) -> None:
+        await trio.sleep(0.03 * (group.rank == 2))
+        entered.add(group.rank)
+        await group.barrier()
+        assert entered == set(range(4))
+
+    await run_ranks(tmp_path, 4, body)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.zeros((0, 3)),
+        np.array(5),
+        np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.arange(10)[::2],
+        np.array(["2026-01-01"], dtype="M8[D]"),
+        np.arange(3, dtype=">i4"),
+        np.zeros(2, dtype=[("a", "f4", (2,))]),
+        np.zeros((0, 2)),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+async def test_arrays_keep_shape_and_dtype(tmp_path: Path, array: np.ndarray[Any, Any]) -> None:
+    async def body(group: mesh.Group) -> Any:
+        return await group.broadcast(array if group.rank == 0 else None), await group.all_gather(array)
+
+    for one, all_of_them in await run_ranks(tmp_path, 2, body):
+        for got in (one, *all_of_them):
+            assert got.dtype == array.dtype and got.shape == array.shape
+            assert np.array_equal(got, array)
+            assert got.flags.writeable
+
+
+async def test_large_values(tmp_path: Path) -> None:
+    """More than the window holds: such messages go when the peer receives."""
+    value = bytes(range(256)) * 2**13
+
+    async def body(group: mesh.Group) -> None:
+        for _ in range(3):
+            assert await group.broadcast(value, root=1) == value
+            assert await group.all_gather(value) == [value] * group.size
+
+    await run_ranks(tmp_path, 3, body)
+
+
+async def test_cancelled_collective_goes_on_in_the_background(tmp_path: Path) -> None:
+    """The others do not notice, and the next operation is in step."""
+
+    async def body(group: mesh.Group) -> list[Any]:
+        if group.rank == 1:
+            with trio.move_on_after(0.02) as scope:
+                await group.all_gather(b"cancelled")
+            assert scope.cancelled_caught
+        else:
+            await trio.sleep(0.1 if group.rank == 2 else 0)
+            assert await group.all_gather(b"x") == [b"x", b"cancelled", b"x", b"x"]
+        return await group.all_gather(bytes([group.rank]))
+
+    for result in await run_ranks(tmp_path, 4, body):
+        assert result == [b"\0", b"\1", b"\2", b"\3"]
+
+
+async def test_a_collective_later_than_a_cancelled_one(tmp_path: Path) -> None:
+    """It waits for the one in the background, which is not busy in the sense of another task."""
+
+    async def body(group: mesh.Group) -> None:
+        if group.rank:
+            await trio.sleep(0.2)
+        else:
+            with trio.move_on_after(0.02):
+                await group.barrier()
+            await trio.sleep(0.05)
+        for _ in range(1 if group.rank == 0 else 2):
+            await group.barrier()
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_every_cancelled_collective_counts(tmp_path: Path) -> None:
+    """Also one that is cancelled while the one before goes on in the background."""
+
+    async def body(group: mesh.Group) -> list[list[Any]]:
+        if group.rank == 1:
+            await trio.sleep(0.3)
+        results: list[list[Any]] = []
+        for number in range(3):
+            with trio.CancelScope() as scope:
+                if group.rank == 0:
+                    scope.deadline = trio.current_time() + 0.02
+                results.append(await group.all_gather(b"%d" % number))
+        results.append(await group.all_gather(b"%d" % group.rank))
+        return results
+
+    cancelled, patient = await run_ranks(tmp_path, 2, body)
+    assert cancelled == [[b"0", b"1"]]
+    assert patient == [[b"0", b"0"], [b"1", b"1"], [b"2", b"2"], [b"0", b"1"]]
+
+
+async def test_different_collectives_are_an_error(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        with pytest.raises(RuntimeError, match="all ranks must call the same ones"):
+            await (group.barrier() if group.rank else group.all_gather(b""))
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_two_collectives_at_once_are_an_error(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        if group.rank:
+            await trio.sleep(0.05)
+            await group.barrier()
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(group.barrier)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(trio.BusyResourceError):
+                await group.barrier()
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_wrong_arguments(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        with pytest.raises(ValueError, match="no connection to itself"):
+            await group.send(group.rank, b"")
+        for wrong in (-1, 2, 100):
+            with pytest.raises(ValueError, match="rank"):
+                await group.receive(wrong)
+        with pytest.raises(TypeError):
+            await group.send("1", b"")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tag"):
+            await group.send(1 - group.rank, b"", tag=-1)
+        for call in (lambda: group.broadcast(object(), root=group.rank), lambda: group.all_gather("text")):
+            with pytest.raises(TypeError):
+                await call()
+        with pytest.raises(ValueError, match="root"):
+            await group.gather(b"", root=2)
+        with pytest.raises(TypeError, match="objects"):
+            await group.all_gather(np.array([{}], dtype=object))
+        nested = np.zeros(1, dtype=[("a", [("x", "i4")])])
+        padded = np.zeros(1, dtype=np.dtype([("a", "i1"), ("b", "i4")], align=True))
+        for array in (nested, padded, np.ma.masked_array([1], [True])):
+            with pytest.raises(TypeError, match="cannot be sent"):
+                await group.all_gather(array)
+        for wrong in (group.rank, 99):
+            with pytest.raises(ValueError, match="rank"):
+                await group.send_receive(b"not sent", to=1 - group.rank, source=wrong, tag=3)
+        with pytest.raises(TypeError, match="bytes-like or a NumPy array, not str"):
+            await group.all_gather("text")
+        with pytest.raises(TypeError, match="contiguous"):
+            await group.all_gather(memoryview(bytes(10))[::2])
+        await group.barrier()  # none of these has put the ranks out of step
+        with pytest.raises((trio.WouldBlock, trio.EndOfChannel)):
+            (await group.connection(1 - group.rank)).receive_nowait(tag=3)
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_after_leaving(tmp_path: Path) -> None:
+    groups: list[mesh.Group] = []
+
+    async def body(group: mesh.Group) -> None:
+        groups.append(group)
+        await group.barrier()
+
+    await run_ranks(tmp_path, 2, body)
+    group = groups[0]
+    operations: list[Callable[[], Awaitable[Any]]] = [
+        lambda: group.send(1 - group.rank, b""),
+        lambda: group.receive(1 - group.rank),
+        lambda: group.connection(1 - group.rank),
+        lambda: group.receive_any(),
+        lambda: group.barrier(),
+    ]
+    for operation in operations:
+        with pytest.raises(trio.ClosedResourceError):
+            await operation()
+
+
+async def test_what_was_sent_before_leaving_arrives(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        if group.rank:
+            await group.send(0, bytes(1000), tag=1)
+        else:
+            await trio.sleep(0.1)
+            assert await group.receive(1, tag=1) == bytes(1000)
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_exceptions_of_the_block_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        async with mesh.join(rank=0, size=1, meeting=f"file://{tmp_path}/meeting"):
+            raise ValueError("mine")
+
+
+async def test_every_operation_is_a_checkpoint(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        other = 1 - group.rank
+        await group.send(other, b"", tag=1)
+        await group.send(other, b"", tag=2)
+        await (await group.connection(other)).wait_message(tag=2)
+        operations: list[Callable[[], Awaitable[Any]]] = [
+            lambda: group.connection(other),
+            lambda: group.receive(other, tag=1),
+            lambda: group.receive_any(tag=2),
+            lambda: group.send(other, b"", tag=3),
+            lambda: group.send_receive(to=None, source=None),
+            lambda: group.broadcast(b"") if group.rank == 0 else group.barrier(),
+        ]
+        for operation in operations[: None if group.rank == 0 else -1]:
+            with trio.testing.assert_checkpoints():
+                await operation()
+        if group.rank:
+            await group.broadcast()
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_connections_on_demand(tmp_path: Path) -> None:
+    """The pairs of a barrier, and nothing else, have connections."""
+    size = 16
+
+    async def body(group: mesh.Group) -> None:
+        for _ in itertools.repeat(None, 3):
+            await group.barrier()
+        assert len(group._links.by_rank) <= 2 * 4
+
+    await run_ranks(tmp_path, size, body)

@@ -1,0 +1,429 @@
+"""Ranks that die, fail, leave or are replaced. All are tasks of one process; ``test_processes.py`` has real deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import trio
+
+from trio_ucx import mesh, ucp
+
+Body = Callable[[mesh.Group], Awaitable[Any]]
+
+
+class Ranks:
+    """Ranks that run independently: an exception of one does not end the others."""
+
+    def __init__(self, folder: Path, size: int, on_loss: Literal["cancel", "continue"]) -> None:
+        self.size = size
+        self._options: dict[str, Any] = {"meeting": f"file://{folder}/meeting", "on_loss": on_loss, "size": size}
+        #: By rank, what its last run has ended with.
+        self.ends: dict[int, Any] = {}
+
+    async def run(self, rank: int, body: Body) -> None:
+        async with ucp.open_worker() as worker:
+            try:
+                async with mesh.join(rank=rank, worker=worker, **self._options) as group:
+                    self.ends[rank] = await body(group)
+            except Exception as error:
+                self.ends[rank] = error
+
+    async def run_all(self, body: Body, seconds: float = 20) -> dict[int, Any]:
+        with trio.fail_after(seconds):
+            async with trio.open_nursery() as nursery:
+                for rank in range(self.size):
+                    nursery.start_soon(self.run, rank, body)
+        return self.ends
+
+
+WAITS: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
+    "barrier": lambda group: group.barrier(),
+    "all_gather": lambda group: group.all_gather(b""),
+    "receive from it": lambda group: group.receive(2, tag=1),
+    "receive from another": lambda group: group.receive(1 if group.rank != 1 else 3, tag=1),
+    "receive_any": lambda group: group.receive_any(tag=1),
+    "sleep": lambda group: trio.sleep_forever(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_a_rank_that_fails_is_named_by_all(tmp_path: Path, wait: str, victim: int) -> None:
+    async def body(group: mesh.Group) -> None:
+        await group.barrier()
+        if group.rank == victim:
+            raise ValueError("mine")
+        await WAITS[wait](group)
+
+    ends = await Ranks(tmp_path, 4, "cancel").run_all(body)
+    for rank, end in ends.items():
+        if rank == victim:
+            assert isinstance(end, ValueError)
+        elif wait == "receive from it" and rank == 2:
+            assert isinstance(end, ValueError)  # from itself
+        else:
+            assert isinstance(end, mesh.RankLostError), (rank, end)
+            assert end.rank == victim
+            assert end.reason == "it left with ValueError('mine')"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_a_rank_that_leaves_is_lost_when_somebody_needs_it(tmp_path: Path, victim: int) -> None:
+    async def body(group: mesh.Group) -> None:
+        await group.barrier()
+        if group.rank == victim:
+            return
+        await trio.sleep(0.05)
+        if group.rank == 1:
+            await group.receive(victim)
+        await trio.sleep_forever()
+
+    ends = await Ranks(tmp_path, 4, "cancel").run_all(body)
+    for rank, end in ends.items():
+        if rank == victim and rank:
+            assert end is None
+        else:
+            assert isinstance(end, mesh.RankLostError), (rank, end)
+            assert (end.rank, end.reason) == (victim, "it has left the group")
+
+
+async def test_a_rank_that_leaves_early_and_is_not_missed(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> int:
+        await group.barrier()
+        if group.rank == 1:
+            await group.send(2, b"later")
+            return 1
+        await trio.sleep(0.1)
+        if group.rank == 2:
+            assert await group.receive(1) == b"later"
+        return group.rank
+
+    assert await Ranks(tmp_path, 4, "cancel").run_all(body) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+async def test_a_cancelled_rank_is_lost(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> str:
+        await group.barrier()
+        with trio.move_on_after(0.05 if group.rank == 1 else 60):
+            await trio.sleep_forever()
+        return "went on"
+
+    ranks = Ranks(tmp_path, 3, "cancel")
+
+    async def cancelled(rank: int) -> None:
+        with trio.move_on_after(0.3 if rank == 1 else 60):
+            await ranks.run(rank, lambda group: trio.sleep_forever())
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for rank in range(3):
+                nursery.start_soon(cancelled, rank)
+    for rank in (0, 2):
+        assert str(ranks.ends[rank]) == "rank 1 was lost: it left with a cancellation"
+
+
+async def test_a_broken_pair(tmp_path: Path) -> None:
+    """One connection breaks, and both ranks live: one of the two counts as lost, the same for all."""
+
+    async def body(group: mesh.Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            (await group.connection(3)).abort()
+            await group.receive(3)
+        await trio.sleep_forever()
+
+    ends = await Ranks(tmp_path, 4, "cancel").run_all(body)
+    assert all(isinstance(end, mesh.RankLostError) and end.rank == 3 for end in ends.values()), ends
+    assert "rank 1 cannot reach it" in ends[0].reason
+
+
+async def test_the_block_of_a_rank_that_ends_with_its_own_error(tmp_path: Path) -> None:
+    """A loss cancels the block; what the program raises in its clean-up is what it gets."""
+
+    async def body(group: mesh.Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            raise ValueError
+        try:
+            await trio.sleep_forever()
+        finally:
+            if group.rank == 2:
+                raise KeyError("clean-up")
+
+    ends = await Ranks(tmp_path, 3, "cancel").run_all(body)
+    assert isinstance(ends[0], mesh.RankLostError)
+    assert isinstance(ends[2], KeyError)
+
+
+async def test_a_block_with_a_nursery_raises_the_same(tmp_path: Path) -> None:
+    """Whether its tasks were cancelled first, or got the error."""
+
+    async def body(group: mesh.Group) -> None:
+        await group.barrier()
+        if group.rank == 1:
+            raise ValueError
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            nursery.start_soon(group.receive, 1)
+            nursery.start_soon(group.receive, 1)
+
+    ends = await Ranks(tmp_path, 3, "cancel").run_all(body)
+    assert all(isinstance(ends[rank], mesh.RankLostError) and ends[rank].rank == 1 for rank in (0, 2)), ends
+
+
+@pytest.mark.parametrize("wait", ["barrier", "receive from it"])
+async def test_rank_0_has_left_before_anybody_needed_it(tmp_path: Path, wait: str) -> None:
+    """There is no connection with it yet."""
+
+    async def body(group: mesh.Group) -> None:
+        if group.rank:
+            await trio.sleep(0.2)
+            await (group.barrier() if wait == "barrier" else group.receive(0))
+
+    ends = await Ranks(tmp_path, 2, "cancel").run_all(body)
+    assert isinstance(ends[1], mesh.RankLostError) and ends[1].rank == 0
+    assert ends[1].reason == "it has left the group"
+
+
+@pytest.mark.parametrize("operation", ["receive", "receive_any"])
+async def test_a_task_outside_the_block_harms_nobody_when_this_rank_leaves(tmp_path: Path, operation: str) -> None:
+    errors = []
+
+    async def outside(group: mesh.Group) -> None:
+        try:
+            await (group.receive(2) if operation == "receive" else group.receive_any())
+        except trio.ClosedResourceError as error:
+            errors.append(error)
+
+    ranks = Ranks(tmp_path, 3, "cancel")
+
+    async def run(rank: int, nursery: trio.Nursery) -> None:
+        async def body(group: mesh.Group) -> None:
+            await group.barrier()
+            if rank == 1:
+                nursery.start_soon(outside, group)
+                await trio.sleep(0.05)
+            else:
+                await trio.sleep(0.4)
+
+        await ranks.run(rank, body)
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for rank in range(3):
+                nursery.start_soon(run, rank, nursery)
+    assert ranks.ends == {0: None, 1: None, 2: None}
+    assert len(errors) == 1
+
+
+async def test_groups_one_after_the_other(tmp_path: Path) -> None:
+    """With the same meeting point. A rank that comes back waits until the group of before is over."""
+    ranks = Ranks(tmp_path, 3, "cancel")
+
+    async def body(group: mesh.Group) -> list[bytes]:
+        result = await group.all_gather(b"%d" % group.rank)
+        await trio.sleep(0.3 * (group.rank == 2))
+        return result
+
+    async def three_times(rank: int) -> None:
+        for _ in range(3):
+            await ranks.run(rank, body)
+            assert ranks.ends[rank] == [b"0", b"1", b"2"], ranks.ends
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for rank in range(3):
+                nursery.start_soon(three_times, rank)
+
+
+class TestContinue:
+    """``on_loss="continue"``: the group survives, and the lost rank may be replaced."""
+
+    async def test_a_server_goes_on_and_gets_a_new_worker(self, tmp_path: Path) -> None:
+        ranks = Ranks(tmp_path, 4, "continue")
+        replaced = trio.Event()
+
+        async def server(group: mesh.Group) -> list[Any]:
+            log: list[Any] = []
+            while True:
+                try:
+                    rank, data = await group.receive_any(tag=1)
+                except mesh.RankLostError as error:
+                    assert error.rank == 2 and group.lost == {2: error.reason}
+                    with pytest.raises(mesh.RankLostError):
+                        await group.send(2, b"")
+                    with pytest.raises(mesh.RankLostError):
+                        await group.barrier()
+                    log.append("lost 2")
+                    replaced.set()
+                except trio.EndOfChannel:
+                    assert group.generation == 1 and not group.lost
+                    return log
+                else:
+                    log.append((rank, data))
+                    await group.send(rank, b"go on", tag=2)
+
+        async def worker(group: mesh.Group) -> None:
+            for number in range(3):
+                if group.rank == 2 and group.generation == 0 and number == 2:
+                    raise ValueError("dead")
+                await group.send(0, b"%d of %d" % (number, group.generation), tag=1)
+                assert await group.receive(0, tag=2) == b"go on"
+            if group.rank != 2:
+                with trio.fail_after(10):
+                    while group.generation == 0:
+                        await trio.sleep(0.01)
+            await group.send_receive(b"hello", to={1: 2, 2: 3, 3: 1}[group.rank], source={1: 3, 2: 1, 3: 2}[group.rank])
+
+        async def second_worker() -> None:
+            await replaced.wait()
+            await ranks.run(2, worker)
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ranks.run, 0, server)
+                for rank in (1, 2, 3):
+                    nursery.start_soon(ranks.run, rank, worker)
+                nursery.start_soon(second_worker)
+        log = ranks.ends[0]
+        assert ranks.ends[1] is ranks.ends[2] is ranks.ends[3] is None, ranks.ends
+        assert log.count("lost 2") == 1
+        assert [data for one in log if one != "lost 2" for rank, data in [one] if rank == 2] == [
+            b"0 of 0", b"1 of 0", b"0 of 1", b"1 of 1", b"2 of 1"
+        ]  # fmt: skip
+
+    async def test_lost_ranks_have_not_left(self, tmp_path: Path) -> None:
+        """``receive_any`` waits for a replacement, also when all others are lost."""
+        ranks = Ranks(tmp_path, 3, "continue")
+
+        async def server(group: mesh.Group) -> list[Any]:
+            for rank in (1, 2):  # one leaves, the other one is lost
+                await group.send(rank, b"go")
+            with pytest.raises(mesh.RankLostError):
+                await group.receive_any()
+            with trio.move_on_after(0.3) as waits:
+                await group.receive_any()
+            assert waits.cancelled_caught
+            with trio.move_on_after(0.01) as waits:
+                await group.wait_replaced(2)
+            assert waits.cancelled_caught and list(group.lost) == [2]
+            lost.set()
+            await group.wait_replaced(2)
+            assert group.generation == 1
+            found = [await group.receive_any()]
+            with pytest.raises(trio.EndOfChannel):
+                await group.receive_any()
+            return found
+
+        async def worker(group: mesh.Group) -> None:
+            if group.generation:
+                await group.send(0, b"new")
+                return
+            await group.receive(0)
+            if group.rank == 2:
+                raise ValueError("dead")
+
+        lost = trio.Event()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ranks.run, 0, server)
+                for rank in (1, 2):
+                    nursery.start_soon(ranks.run, rank, worker)
+                await lost.wait()
+                nursery.start_soon(ranks.run, 2, worker)
+        assert ranks.ends[0] == [(2, b"new")], ranks.ends
+
+    async def test_collectives_are_in_step_after_a_replacement(self, tmp_path: Path) -> None:
+        """However many each rank had done, and whichever was interrupted."""
+        ranks = Ranks(tmp_path, 4, "continue")
+
+        async def body(group: mesh.Group) -> list[bytes]:
+            if group.generation == 0:
+                await group.barrier()
+                if group.rank == 3:
+                    raise ValueError("dead")
+                with pytest.raises(mesh.RankLostError) as caught:
+                    for _ in range(10):
+                        await group.all_gather(b"old")
+                assert caught.value.rank == 3
+                while group.generation == 0:
+                    await trio.sleep(0.005)
+            return await group.all_gather(b"%d" % group.rank)
+
+        async def twice() -> None:
+            await ranks.run(3, body)
+            assert isinstance(ranks.ends[3], ValueError)
+            await ranks.run(3, body)
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for rank in (0, 1, 2):
+                    nursery.start_soon(ranks.run, rank, body)
+                nursery.start_soon(twice)
+        assert [ranks.ends[rank] for rank in range(4)] == [[b"0", b"1", b"2", b"3"]] * 4
+
+    @pytest.mark.parametrize("gives_up", [False, True])
+    async def test_a_replacement_that_waits_before_the_loss(self, tmp_path: Path, gives_up: bool) -> None:
+        """It joins as soon as the rank is lost; or it gives up before, and nobody notices."""
+        ranks = Ranks(tmp_path, 3, "continue")
+
+        async def body(group: mesh.Group) -> Any:
+            if group.generation == 0:
+                await group.barrier()
+                if group.rank == 2:
+                    await trio.sleep(0.6)
+                    raise ValueError("dead")
+                with pytest.raises(mesh.RankLostError) as caught:  # also if another process has joined since
+                    await group.receive_any(tag=1)
+                assert (caught.value.rank, caught.value.reason) == (2, "it left with ValueError('dead')")
+                if gives_up:
+                    return await group.send_receive(b"", to=1 - group.rank, source=1 - group.rank)
+                while group.generation == 0:
+                    await trio.sleep(0.01)
+            return await group.all_gather(b"%d" % group.rank)
+
+        async def replacement() -> None:
+            await trio.sleep(0.3)
+            with trio.move_on_after(0.2 if gives_up else 60):
+                await ranks.run(2, body)
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(replacement)
+                for rank in range(3):
+                    nursery.start_soon(ranks.run, rank, body)
+        result = b"" if gives_up else [b"0", b"1", b"2"]
+        assert ranks.ends[0] == ranks.ends[1] == result, ranks.ends
+
+    async def test_the_loss_of_rank_0_ends_the_group(self, tmp_path: Path) -> None:
+        async def body(group: mesh.Group) -> None:
+            await group.barrier()
+            if group.rank == 0:
+                raise ValueError("mine")
+            await trio.sleep_forever()
+
+        ends = await Ranks(tmp_path, 3, "continue").run_all(body)
+        assert all(isinstance(ends[rank], mesh.RankLostError) and ends[rank].rank == 0 for rank in (1, 2))
+
+    async def test_a_rank_that_has_not_been_lost_cannot_be_replaced(self, tmp_path: Path) -> None:
+        ranks = Ranks(tmp_path, 2, "continue")
+
+        async def body(group: mesh.Group) -> None:
+            if group.rank == 0:
+                async with ucp.open_worker() as worker:
+                    with pytest.raises(ConnectionRefusedError, match="rank 1 has joined already"):
+                        async with mesh.join(
+                            rank=1,
+                            size=2,
+                            meeting=f"file://{tmp_path}/meeting",
+                            worker=worker,
+                            timeout=0.3,
+                            on_loss="continue",
+                        ):
+                            pass
+            await group.barrier()
+
+        assert await ranks.run_all(body) == {0: None, 1: None}

@@ -1,0 +1,628 @@
+"""Channels within a connection, receive_any, sends that bound what is unread, and messages that were dropped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from functools import partial
+
+import pytest
+import trio
+from helpers import open_pair, pattern, until
+
+import trio_ucx
+from trio_ucx import _wire as wire
+from trio_ucx import ucp
+from trio_ucx._link import Link
+from trio_ucx.testing import internals
+
+
+def link_of(connection: trio_ucx.Connection) -> Link:
+    return internals(connection)
+
+
+async def next_of(connection: trio_ucx.Connection) -> trio_ucx.Channel:
+    return await anext(connection.conversations())
+
+
+async def nothing_is_left(*connections: trio_ucx.Connection) -> None:
+    """No conversation, no queue of one, and what arrived was granted back or will be."""
+    for connection in connections:
+        conversations = link_of(connection).receiving.conversations
+        await until(lambda conversations=conversations: not conversations.talks)
+        queues = link_of(connection).receiving.queues
+        assert not [number for number in queues if number >= 2**31 + 2**29]
+        assert connection.statistics().held == 0
+
+
+# ---- conversations ----
+
+
+@pytest.mark.parametrize("size", [0, 10, 3000, 200_000, 2**21])
+async def test_conversation(worker: ucp.Worker, size: int) -> None:
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+
+        async def serve() -> None:
+            async with await next_of(server) as talk:
+                async for request in talk:
+                    await talk.send(request)
+                assert talk.peer_left
+                with pytest.raises(trio_ucx.PeerClosed):
+                    talk.send_nowait(b"")
+
+        nursery.start_soon(serve)
+        async with client.open_conversation() as talk:
+            for seed in range(3):
+                nursery.start_soon(partial(talk.send, pattern(size, seed)))
+                assert await talk.receive() == pattern(size, seed)
+            assert talk.connection is client and repr(talk).startswith("<conversation of ")
+        assert repr(talk).endswith(", closed>")
+        for operation in (talk.receive, partial(talk.send, b""), partial(talk.receive_into, bytearray(1))):
+            with pytest.raises(trio.ClosedResourceError, match="channel was closed"):
+                await operation()
+        for plain in (talk.receive_nowait, partial(talk.send_nowait, b"")):
+            with pytest.raises(trio.ClosedResourceError, match="channel was closed"):
+                plain()
+        await nothing_is_left(client, server)
+
+
+async def test_late_reply_is_dropped(worker: ucp.Worker) -> None:
+    """The reply to a request that timed out is no answer to the next one."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        go_on = trio.Event()
+
+        async def answer(talk: trio_ucx.Channel) -> None:
+            async with talk:
+                request = await talk.receive()
+                if request == b"slow":
+                    await go_on.wait()
+                await talk.send(request)
+
+        async def serve() -> None:
+            async for talk in server.conversations():
+                nursery.start_soon(answer, talk)
+
+        nursery.start_soon(serve)
+        for size in (0, 100_000):
+            with trio.move_on_after(0.05) as scope:
+                async with client.open_conversation() as talk:
+                    await talk.send(b"slow")
+                    await talk.receive()
+            assert scope.cancelled_caught
+            async with client.open_conversation() as talk:
+                nursery.start_soon(talk.send, b"quick" + bytes(size))
+                go_on.set()
+                assert await talk.receive() == b"quick" + bytes(size)
+            await nothing_is_left(client, server)
+            go_on = trio.Event()
+        nursery.cancel_scope.cancel()
+
+
+async def test_replies_that_cross_the_leave(worker: ucp.Worker) -> None:
+    """What was sent before the sender knows that the peer has left is dropped, whatever its size; credit comes back."""
+    async with open_pair(worker, window=20_000) as (client, server):
+        for size in (5, 2000, 100_000, 2**21):
+            for _ in range(3):
+                talk = client.open_conversation()
+                await talk.send(b"x")
+                there = await next_of(server)
+                with trio.move_on_after(0.01) if size >= 65_000 else contextlib.nullcontext():
+                    await there.send(bytes(size))  # a large one waits for its receive
+                await talk.aclose()
+                await until(lambda there=there: there.peer_left)
+                with pytest.raises(trio_ucx.PeerClosed):
+                    await there.send(bytes(size))
+                assert await there.receive() == b"x"
+                with pytest.raises(trio.EndOfChannel, match="peer has left this channel"):
+                    await there.receive()
+                await there.aclose()
+                await talk.aclose()
+                await nothing_is_left(client, server)
+        await server.send(bytes(10_000))
+        assert len(await client.receive()) == 10_000
+
+
+async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
+    """Receives end when either side leaves, and so do sends that wait for credit or for the peer to read."""
+    for who in ("this side", "the peer"):
+        async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+            talk = client.open_conversation()
+            await talk.send(b"x")
+            there = await next_of(server)
+            ended: list[type[BaseException]] = []
+
+            async def ends(operation: partial[object], ended: list[type[BaseException]] = ended) -> None:
+                try:
+                    await operation()
+                except (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel) as error:
+                    ended.append(type(error))
+
+            await talk.send(b"y", max_unread=2)
+            while client.statistics().credit > 1000 + 288:
+                await talk.send(bytes(1000))
+            nursery.start_soon(ends, partial(talk.send, bytes(1000)))  # for credit
+            nursery.start_soon(ends, partial(talk.send, b"z", max_unread=1))
+            nursery.start_soon(ends, partial(talk.receive))
+            nursery.start_soon(ends, partial(talk.receive_into, bytearray(1)))
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.fail_after(15):
+                await (talk if who == "this side" else there).aclose()
+                await until(lambda ended=ended: len(ended) == 4)
+            if who == "this side":
+                assert set(ended) == {trio.ClosedResourceError}
+            else:
+                assert Counter(ended) == {trio_ucx.PeerClosed: 2, trio.EndOfChannel: 2}
+            for one in (talk, there):
+                await one.aclose()
+            await nothing_is_left(client, server)
+
+
+async def test_many_at_once(worker: ucp.Worker) -> None:
+    """Both sides open conversations, with the same numbers; each reply goes to its request."""
+    async with open_pair(worker) as pair, trio.open_nursery() as nursery:
+
+        async def answer(talk: trio_ucx.Channel) -> None:
+            async with talk:
+                request = await talk.receive()
+                await trio.sleep(0.001 * (request[0] % 5))
+                await talk.send(request * 2)
+
+        async def serve(connection: trio_ucx.Connection) -> None:
+            async with trio.open_nursery() as answers:
+                async for talk in connection.conversations():
+                    answers.start_soon(answer, talk)
+
+        async def ask(connection: trio_ucx.Connection, number: int) -> None:
+            for turn in range(5):
+                async with connection.open_conversation() as talk:
+                    request = bytes([number, turn]) + connection.worker.address.__bytes__()[:8] + bytes(number * 300)
+                    await talk.send(request)
+                    assert await talk.receive() == request * 2
+
+        servers = trio.CancelScope()
+
+        async def run_servers() -> None:
+            with servers:
+                async with trio.open_nursery() as both:
+                    for connection in pair:
+                        both.start_soon(serve, connection)
+
+        nursery.start_soon(run_servers)
+        async with trio.open_nursery() as clients:
+            for connection in pair:
+                for number in range(40):
+                    clients.start_soon(ask, connection, number)
+        await nothing_is_left(*pair)
+        servers.cancel()
+
+
+async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server):
+        talks = [client.open_conversation() for _ in range(4)]
+        for talk in talks[:3]:
+            await talk.send(bytes(1000))
+        await until(lambda: server.statistics().messages_received == 3)
+        for talk in (talks[0], talks[3]):  # one that the peer has heard of, and one that it has not
+            await talk.aclose()
+        await until(lambda: len(link_of(client).receiving.conversations.talks) == 3)
+        first = await next_of(server)  # what was sent in order can be received
+        assert [message async for message in first] == [bytes(1000)]
+        with pytest.raises(KeyError):
+            async with talks[2]:
+                raise KeyError  # nobody waits for an answer: it is not offered
+        second = await next_of(server)
+        assert await second.receive() == bytes(1000)
+        await second.send(b"1")
+        assert await talks[1].receive() == b"1"
+        for one in (first, second, *talks):
+            await one.aclose()
+        await nothing_is_left(client, server)
+
+
+async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        for _ in range(200):
+            with pytest.raises(KeyError):
+                async with client.open_conversation() as talk:
+                    await talk.send(bytes(2000))
+                    raise KeyError
+            await client.ping()
+        await until(lambda: not link_of(client).receiving.conversations.talks)
+        assert link_of(server).receiving.unread_in(wire.BEGUN) < 5 and server.statistics().held == 0
+        async with client.open_conversation() as talk:
+            await talk.send(b"x")
+            assert await (await next_of(server)).receive() == b"x"
+
+
+async def test_an_answer_that_was_broken_off_is_no_end(worker: ucp.Worker) -> None:
+    """The block of the side that answers is left by an exception or a cancellation."""
+    async with open_pair(worker) as (client, server):
+        for how in ("exception", "cancellation"):
+            async with client.open_conversation() as talk:
+                await talk.send(b"list")
+                with trio.CancelScope() as scope, contextlib.suppress(KeyError):
+                    async with await next_of(server) as there:
+                        await there.send(b"part 1")
+                        if how == "exception":
+                            raise KeyError
+                        scope.cancel()
+                        await there.receive()
+                        await there.receive()
+                assert await talk.receive() == b"part 1"
+                with pytest.raises(trio_ucx.PeerLost) as caught:
+                    await talk.receive()
+                assert caught.value.reason == "aborted"
+                with pytest.raises(trio_ucx.PeerLost):
+                    await talk.send(b"x")
+            assert client.peer_state is trio_ucx.PeerState.OPEN
+        await nothing_is_left(client, server)
+
+
+async def test_orderly_close_of_the_connection_ends_each_conversation_alone(worker: ucp.Worker) -> None:
+    """An idle one does not take another one with it, which still works."""
+    finished: list[bytes] = []
+    async with open_pair(worker) as (client, server):
+        go_on = trio.Event()
+
+        async def answer(talk: trio_ucx.Channel) -> None:
+            async with talk:
+                request = await talk.receive()
+                if request == b"work":
+                    await go_on.wait()
+                    finished.append(request)
+                    await talk.send(b"done")
+                else:
+                    await talk.receive()
+
+        with trio.fail_after(15):
+            async with trio.open_nursery() as nursery:
+                for request in (b"work", b"idle"):
+                    talk = client.open_conversation()
+                    await talk.send(request)
+                    nursery.start_soon(answer, await next_of(server))
+                await trio.testing.wait_all_tasks_blocked()
+                await client.aclose()
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                go_on.set()
+        assert finished == [b"work"]
+
+
+async def test_ends_of_conversations(worker: ucp.Worker) -> None:
+    """The iterator and the conversations end with the connection, or when this side drains."""
+    async with open_pair(worker) as (client, server):
+        talk = client.open_conversation()
+        await talk.send(b"before")
+        there = await next_of(server)
+        link_of(server).receiving.drain()
+        async for _ in server.conversations():
+            raise AssertionError("a new conversation")
+        await talk.send(b"goes on")
+        assert [await there.receive(), await there.receive()] == [b"before", b"goes on"]
+        await there.send(b"answer")
+        assert await talk.receive() == b"answer"
+        with trio.move_on_after(0.01) as scope:
+            await there.receive()
+        assert scope.cancelled_caught
+        await client.aclose()
+        with pytest.raises(trio.EndOfChannel):
+            await there.receive()
+        with pytest.raises(trio_ucx.PeerClosed):
+            await there.send(b"x")
+        await there.aclose()
+        await talk.aclose()
+        with pytest.raises(trio.ClosedResourceError):
+            client.open_conversation()
+
+
+async def test_errors_of_a_conversation_in_a_block(worker: ucp.Worker) -> None:
+    """The block of an accepted conversation absorbs that the peer has left it, and nothing else."""
+    async with open_pair(worker) as (client, server):
+
+        async def left() -> trio_ucx.Channel:
+            talk = client.open_conversation()
+            await talk.send(b"x")
+            there = await next_of(server)
+            await there.receive()
+            await talk.aclose()
+            await until(lambda: there.peer_left)
+            return there
+
+        async with await left() as there:
+            await there.receive()
+            raise AssertionError
+        async with await left() as there, trio.open_nursery() as nursery:
+            nursery.start_soon(there.receive)
+            nursery.start_soon(there.send, b"")
+        with pytest.raises(KeyError):
+            async with await left() as there:
+                raise KeyError
+        with pytest.raises(ExceptionGroup) as caught:
+            async with await left() as there:
+                with pytest.raises(trio_ucx.PeerClosed) as closed:
+                    there.send_nowait(b"")
+                raise ExceptionGroup("both", [closed.value, KeyError()])
+        assert [type(each) for each in caught.value.exceptions] == [KeyError]
+        with pytest.raises(trio.EndOfChannel):  # the side that has opened it is told
+            async with client.open_conversation() as talk:
+                await talk.send(b"x")
+                await (await next_of(server)).aclose()
+                await talk.receive()
+
+
+# ---- channels over tags ----
+
+
+async def test_channel_over_a_tag(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        for turn in range(3):  # the tag can be used anew
+            here, there = client.channel(5), server.channel(5)
+            assert isinstance(here, trio.abc.Channel) and repr(here).startswith("<channel with tag 5 of ")
+            async with here:
+                for number in range(3):
+                    await here.send(b"%d %d" % (turn, number))
+            assert [item async for item in there] == [b"%d %d" % (turn, number) for number in range(3)]
+            with pytest.raises(trio_ucx.PeerClosed):
+                await there.send(b"x")
+            with pytest.raises(RuntimeError, match="has not closed its end yet"):
+                client.channel(5)
+            await there.aclose()
+            await until(lambda: not link_of(client).receiving.conversations.talks)
+        with pytest.raises(ValueError):
+            client.channel(2**31)
+
+
+# ---- receive_any ----
+
+
+async def test_receive_any(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        sizes = {1: 10, 2: 5000, 3: 100_000}
+        async with trio.open_nursery() as nursery:
+            for tag, size in sizes.items():
+                for number in range(4):
+                    nursery.start_soon(partial(client.send, bytes([number]) * size, tag=tag))
+            got = [await server.receive_any() for _ in range(6)]
+            got += [await server.receive_any([3, 1, 2, 9]) for _ in range(6)]
+        assert Counter(tag for tag, _ in got) == {1: 4, 2: 4, 3: 4}
+        assert all(len(data) == sizes[tag] for tag, data in got)
+        nursery_result: list[tuple[int, bytes]] = []
+
+        async def wait(tags: list[int] | None) -> None:
+            nursery_result.append(await server.receive_any(tags))
+
+        for tags in (None, [4, 5]):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait, tags)
+                await trio.testing.wait_all_tasks_blocked()
+                await client.send(b"later", tag=5)
+            assert nursery_result.pop() == (5, b"later")
+
+
+async def test_receive_any_is_fair(worker: ucp.Worker) -> None:
+    """A tag with many messages does not starve the others."""
+    async with open_pair(worker) as (client, server):
+        for number in range(30):
+            await client.send(b"%d" % number, tag=7)
+        for tag in (1, 9):
+            await client.send(b"one", tag=tag)
+        await until(lambda: server.statistics().messages_received == 32)
+        first = [(await server.receive_any())[0] for _ in range(4)]
+        assert sorted(set(first)) == [1, 7, 9]
+        assert [await server.receive_any() for _ in range(28)] == [(7, b"%d" % number) for number in range(2, 30)]
+
+
+async def test_receive_any_loses_nothing(worker: ucp.Worker) -> None:
+    """It is cancelled again and again, while messages of several sizes come on several tags."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        sent = [(number % 3, pattern((10, 3000, 90_000)[number % 3], number)) for number in range(90)]
+
+        async def send(tag: int) -> None:
+            for each, data in sent:
+                if each == tag:
+                    await client.send(data, tag=tag)
+                    await trio.sleep(0.0005)
+
+        for tag in range(3):
+            nursery.start_soon(send, tag)
+        got = []
+        cancelled = 0
+        while len(got) < len(sent):
+            with trio.move_on_after(0.0004) as scope:
+                got.append(await server.receive_any())
+            cancelled += scope.cancelled_caught
+        assert cancelled
+        for tag in range(3):
+            assert [data for each, data in got if each == tag] == [data for each, data in sent if each == tag]
+
+
+async def test_ends_of_receive_any(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server):
+        with pytest.raises(ValueError, match="at least one"):
+            await server.receive_any([])
+        with pytest.raises(ValueError):
+            await server.receive_any([2**31])
+        while client.statistics().credit > 1000 + 288:
+            await client.send(bytes(1000), tag=1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(client.send, b"admitted", tag=2))
+            with trio.fail_after(15):
+                assert await server.receive_any([2, 3]) == (2, b"admitted")
+        await client.aclose()
+        while True:
+            try:
+                assert (await server.receive_any())[0] == 1
+            except trio.EndOfChannel:
+                break
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+
+        async def lost() -> None:
+            with pytest.raises(trio_ucx.PeerLost):
+                await server.receive_any()
+
+        nursery.start_soon(lost)
+        await trio.testing.wait_all_tasks_blocked()
+        client.abort()
+
+
+async def test_receive_any_admits_and_drains(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+        got: list[tuple[int, bytes]] = []
+
+        async def wait() -> None:
+            got.append(await server.receive_any([1, 2]))
+            with pytest.raises(trio.EndOfChannel, match="shuts down"):
+                await server.receive_any([1, 2])
+
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        while client.statistics().credit > 1000 + 288:
+            await client.send(bytes(1000), tag=3)
+        nursery.start_soon(partial(client.send, bytes(1000), tag=1))
+        with trio.fail_after(15):
+            await until(lambda: got)
+            await trio.testing.wait_all_tasks_blocked()
+            link_of(server).receiving.drain()
+        assert got == [(1, bytes(1000))]
+
+
+# ---- max_unread ----
+
+
+async def test_max_unread(worker: ucp.Worker) -> None:
+    """A send waits while the peer has so many unread, of this tag alone; send_nowait raises."""
+    async with open_pair(worker) as (client, server):
+        for size in (10, 3000):
+            for _ in range(3):
+                await client.send(bytes(size), tag=1, max_unread=3)
+            with pytest.raises(trio.WouldBlock):
+                client.send_nowait(bytes(size), tag=1, max_unread=3)
+            with trio.move_on_after(0.02) as scope:
+                await client.send(b"cancelled", tag=1, max_unread=3)
+            assert scope.cancelled_caught
+            await until(partial(link_of(client).sending.may_add, 2, 1))
+            client.send_nowait(b"other", tag=2, max_unread=1)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(client.send, b"waited", tag=1, max_unread=3))
+                await trio.testing.wait_all_tasks_blocked()
+                assert server.statistics().messages_received % 5 == 4
+                assert await server.receive(tag=1) == bytes(size)
+            for expected in (bytes(size), bytes(size), b"waited"):
+                assert await server.receive(tag=1) == expected
+            assert await server.receive(tag=2) == b"other"
+        for wrong, error in ((0, ValueError), ("1", TypeError)):
+            with pytest.raises(error, match="max_unread"):
+                await client.send(b"", max_unread=wrong)  # type: ignore[arg-type]
+            with pytest.raises(error, match="max_unread"):
+                client.send_nowait(b"", max_unread=wrong)  # type: ignore[arg-type]
+
+
+async def test_publisher_that_drops(worker: ucp.Worker) -> None:
+    """A slow subscriber sees the newest messages: what it has unread is bounded, and the rest was not sent."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        sent: list[int] = []
+
+        async def publish() -> None:
+            for number in range(300):
+                with contextlib.suppress(trio.WouldBlock):
+                    client.send_nowait(b"%d" % number, max_unread=5)
+                    sent.append(number)
+                await trio.sleep(0.0005)
+            await client.send(b"end", max_unread=5)
+
+        nursery.start_soon(publish)
+        received: list[int] = []
+        most = 0
+        async for message in server.messages():
+            if message == b"end":
+                break
+            received.append(int(message))
+            most = max(most, link_of(server).receiving.unread_in(0))
+            await trio.sleep(0.005)
+        assert received == sent and len(sent) < 300 and most <= 5
+
+
+async def test_max_unread_with_several_limits(worker: ucp.Worker) -> None:
+    """A greater limit is not held up by the question for a smaller one."""
+    async with open_pair(worker) as (client, server):
+        await client.send(b"1", max_unread=1)
+        with trio.move_on_after(0.01):
+            await client.send(b"cancelled", max_unread=1)
+        with trio.fail_after(15):
+            for _ in range(8):
+                await client.send(b"more", max_unread=9)
+        assert client.statistics().messages_sent == 9
+        with pytest.raises(trio.WouldBlock):
+            client.send_nowait(b"", max_unread=9)
+        assert await server.receive() == b"1"
+
+
+async def test_max_unread_counts_what_waits_for_credit(worker: ucp.Worker) -> None:
+    async with open_pair(worker, window=8192) as (client, server):
+        while client.statistics().credit > 1000 + 288:
+            await client.send(bytes(1000), tag=3)
+
+        async def send() -> None:
+            await client.send(bytes(1000), tag=1, max_unread=2)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(send)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            most = 0
+            with trio.fail_after(15):
+                for _ in range(server.statistics().messages_received):
+                    await server.receive(tag=3)
+                for _ in range(6):
+                    await server.wait_message(tag=1)
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                    most = max(most, link_of(server).receiving.unread_in(1))
+                    await server.receive(tag=1)
+        assert most <= 2
+
+
+async def test_max_unread_ends_with_the_connection(worker: ucp.Worker) -> None:
+    for end in ("close", "peer closes", "peer aborts"):
+        async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+            await client.send(b"x", max_unread=1)
+            raised: list[BaseException] = []
+
+            async def send(client: trio_ucx.Connection = client, raised: list[BaseException] = raised) -> None:
+                try:
+                    await client.send(b"y", max_unread=1)
+                except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+                    raised.append(error)
+
+            nursery.start_soon(send)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.fail_after(15):
+                if end == "close":
+                    await client.aclose()
+                elif end == "peer closes":
+                    await server.aclose()
+                else:
+                    server.abort()
+                await until(lambda raised=raised: raised)
+            kinds = {
+                "close": trio.ClosedResourceError,
+                "peer closes": trio_ucx.PeerClosed,
+                "peer aborts": trio_ucx.PeerLost,
+            }
+            assert type(raised[0]) is kinds[end]
+
+
+# ---- messages that the receiver has dropped ----
+
+
+@pytest.mark.parametrize("size", [100, 5000, 100_000, 2**21])
+async def test_the_sender_learns_of_a_dropped_message(worker: ucp.Worker, size: int) -> None:
+    async with open_pair(worker) as (client, server):
+        client.send_nowait(bytes(size), tag=3)
+        with pytest.raises(ucp.UCXError, match=f"{size} bytes is too long"):
+            await server.receive_into(bytearray(99), tag=3)
+        client.send_nowait(b"fine", tag=3)
+        assert await server.receive(tag=3) == b"fine"
+        with pytest.raises(trio.BrokenResourceError, match=f"dropped a message of {size} bytes with tag 3") as caught:
+            await client.aclose()
+        assert type(caught.value) is trio.BrokenResourceError  # the peer is not lost
+        with pytest.raises(trio.EndOfChannel):
+            await server.receive(tag=3)

@@ -1,0 +1,406 @@
+"""The report names what waits, and why: ten programs that hang in ten ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hanging_programs
+import pytest
+import trio
+from helpers import Peer, open_pair, open_peer, open_raw_pair, until
+from networks import QUIET, need, open_network
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._cli.errors import NoReport
+from trio_ucx._cli.waits import ask
+from trio_ucx.testing import internals
+from trio_ucx.ucp._engine.engine import Engine
+
+open_program = partial(open_peer, program=hanging_programs.HERE)
+
+
+async def report_of(peer: Peer, kind: str = "text", timeout: float = 10) -> str:
+    """What the command line prints for another process."""
+    return await trio.to_thread.run_sync(ask, peer.process.pid, signal.SIGUSR1, kind, timeout)
+
+
+async def reported(peer: Peer, *words: str, within: float = 20) -> str:
+    """Waits until the report of a process has lines with a likely cause, or a fact, that have these words."""
+    report = ""
+    with trio.move_on_after(within):
+        while True:
+            report = await report_of(peer)
+            if any(all(word in line for word in words) for line in report.splitlines()):
+                return report
+            await trio.sleep(0.05)
+    pytest.fail(f"no line has {words}:\n{report}")
+
+
+# ---- ten programs that hang ----
+
+
+async def test_no_credit(transports: str) -> None:
+    async with open_peer("silent", 2**16, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with open_program("without_credit", address, transports=transports) as program:
+            assert await program.hear() == "connected"
+            await reported(program, "=> 1 send (1000 bytes) on tag 7 wait", "the peer must receive")
+            await reported(program, "waits for credit", "in Connection.send, at", "(without_credit.<locals>.fill)")
+
+
+async def test_nobody_reads_a_tag(over: str) -> None:
+    async with open_program("unread_tag", transports=over) as program:
+        async with trio_ucx.connect(tuple(await program.hear()), close_timeout=0.1) as client:
+            await client.send(b"go on", tag=1)
+            assert await program.hear() == "go on"
+            with trio.move_on_after(1):
+                while True:
+                    await client.send(bytes(10_000), tag=7)
+            await reported(program, "=> no task receives", "on tag 7; the peer has more to send")
+            await reported(program, "tag 7: messages that nobody has received: ")
+            client.abort()
+
+
+async def test_both_send_large_messages_first(over: str) -> None:
+    async with open_program("large_both_ways", transports=over) as program:
+        address = tuple(await program.hear())
+        async with trio_ucx.connect(address) as client, trio.open_nursery() as nursery:
+            nursery.start_soon(partial(client.send, bytes(2**21), tag=4))
+            await reported(program, "=> both sides send large messages, on tag 3 here and tag 4 there", "a deadlock")
+            await until(lambda: "a deadlock" in trio_ucx.report())
+            assert len(await client.receive(tag=3)) == 2**21
+            assert await program.hear() == 2**21
+
+
+async def test_a_stopped_peer(transports: str) -> None:
+    async with open_peer("silent", transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with open_program("waits_for_answer", address, transports=transports) as program:
+            assert await program.hear() == "connected"
+            await peer.stop()
+            await reported(program, f"=> the peer's process {peer.process.pid} is stopped (state T")
+            peer.resume()
+
+
+async def test_a_firewall() -> None:
+    need("iptables", "-w", "-L", why="rules for packets")
+    with open_network() as network:
+        here, there = network.host(), network.host()
+        network.cable((here, "cable", "10.201.1.1/24"), (there, "cable", "10.201.1.2/24"))
+        await network.ready()
+        async with open_peer("silent", 2**20, "10.201.1.2", under=there.under, **QUIET) as peer:
+            address, _ = await peer.hear()
+            async with open_program("asks_when_told", address, under=here.under, **QUIET) as program:
+                assert await program.hear() == "connected"
+                there.run("iptables", "-w", "-A", "INPUT", "-i", "cable", "-j", "DROP")
+                await program.tell()
+                await reported(program, "=> the peer's host 10.201.1.2 does not answer", "firewall")
+                there.run("iptables", "-w", "-F")
+
+
+async def test_a_receive_on_the_wrong_tag(over: str) -> None:
+    async with open_program("wrong_tag", transports=over) as program:
+        async with trio_ucx.connect(tuple(await program.hear())) as client:
+            for _ in range(3):
+                await client.send(b"message", tag=5)
+            await reported(program, "=> no task receives 3 messages on tag 5, while a task waits on tag 6")
+            await reported(program, "tag 5: messages that nobody has received: 3 (21 bytes)")
+            await reported(program, "has waited for", "in Connection.receive, at", "(wrong_tag.<locals>.handler)")
+
+
+async def test_a_forgotten_aclose(over: str) -> None:
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+    async with listener, open_program("forgotten_aclose", listener.address, transports=over) as program:
+        server = await listener.accept()
+        assert await program.hear() == "sent"
+        assert await server.receive() == b"all there is"
+        await reported(program, "no task uses it, and it was not closed", "needs an aclose()")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.receive)
+            await until(lambda: ": empty; the peer has not closed" in trio_ucx.report())
+            nursery.cancel_scope.cancel()
+        server.abort()
+
+
+async def test_a_handler_that_never_returns(over: str) -> None:
+    async with open_program("endless_handler", transports=over) as program:
+        async with trio_ucx.connect(tuple(await program.hear())) as client:
+            await client.send(b"message")
+        assert await program.hear() == "the client has closed"
+        await reported(program, "=> the peer ended the connection", "handler still runs", "hanging_programs.py:")
+
+
+async def test_a_blocked_loop() -> None:
+    async with open_program("blocked_loop") as program:
+        assert await program.hear() == "ready"
+        report = await reported(
+            program, "=> Trio's loop has been blocked for", "hanging_programs.py:", "(blocked_loop)"
+        )
+        line = int(report.partition("hanging_programs.py:")[2].partition(" ")[0])
+        assert "os.read(0, 1)" in hanging_programs.HERE.read_text().splitlines()[line - 1]
+
+
+@pytest.mark.cut_off
+async def test_a_stopped_queue() -> None:
+    options = {"TLS": "tcp,sysv,self"}
+    async with (
+        open_program("stopped_queue", options) as program,
+        open_peer("dying_raw_peer", "sysv", transports=options["TLS"]) as bad,
+    ):
+        address, theirs = await program.hear(), await bad.hear()
+        await bad.tell(address)
+        await program.tell(theirs)
+        assert await program.hear() == "waits"
+        await bad.tell()
+        await reported(program, "=> the worker's shared-memory queue has stopped", "killed")
+        await reported(program, "receiving a message", "in Worker.tag_receive")
+
+
+# ---- what else a report says ----
+
+
+def lines(report: str, *words: str) -> list[str]:
+    return [line for line in report.splitlines() if all(word in line for word in words)]
+
+
+async def test_operations_of_ucp(worker: ucp.Worker) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.tag_receive, bytearray(5), 99)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        [line] = lines(trio_ucx.report(), "receiving a message")
+        assert "recv length 5" in line, "UCX's own words"
+        assert "in Worker.tag_receive" in line
+        nursery.cancel_scope.cancel()
+
+
+async def test_active_messages_and_streams() -> None:
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
+    async with ucp.open_worker(features=features) as worker, open_raw_pair(worker) as (client, server):
+        with worker.open_active_messages(4) as messages:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(messages.receive)
+                nursery.start_soon(server.stream_receive_some)
+                await until(lambda: lines(trio_ucx.report(), "has waited for", "in ActiveMessages.receive"))
+                assert lines(trio_ucx.report(), "the stream: task", "in Endpoint.stream_receive_some")
+                assert lines(trio_ucx.report(), "active messages with id 4")
+                assert not lines(trio_ucx.report(), "just now")
+                nursery.cancel_scope.cancel()
+        client.abort()
+
+
+async def test_close_in_the_background(worker: ucp.Worker) -> None:
+    async with open_pair(worker, close_timeout=5) as (client, server):
+        client.send_nowait(bytes(2**20), tag=3)
+        with trio.move_on_after(0.05):
+            await client.aclose()
+        assert lines(trio_ucx.report(), "worker ", "closes in the background: 1")
+        words = "task 'trio_ucx closing ", "has waited for", "in Closing.close_gracefully"
+        await until(lambda: lines(trio_ucx.report(), *words))
+        assert lines(trio_ucx.report(), "connection to", "closing", "close_timeout 5 s")
+        assert await server.receive(tag=3) == bytes(2**20)
+        await server.aclose()
+        await client.wait_closed()
+
+
+async def test_cancelled_send(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        with trio.move_on_after(0.05):
+            await client.send(bytes(2**20), tag=7)
+        assert lines(trio_ucx.report(), "sending 1048576 bytes on tag 7", "no task waits for it")
+        await server.receive(tag=7)
+
+
+async def test_both_directions_of_a_conversation_have_one_name(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, _), client.open_conversation() as talk:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(talk.send, bytes(2**20))
+            nursery.start_soon(talk.receive)
+            await trio.testing.wait_all_tasks_blocked()
+            assert lines(trio_ucx.report(), "sending 1048576 bytes on conversation 0 (opened here)")
+            assert lines(trio_ucx.report(), "conversation 0 (opened here): ")
+            assert not lines(trio_ucx.report(), "sending", "opened by the peer")
+            nursery.cancel_scope.cancel()
+
+
+async def test_json(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        await client.send(b"one", tag=5)
+        nursery.start_soon(partial(server.receive, tag=6))
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        found = json.loads(trio_ucx.report(json=True))
+        assert found["pid"] == os.getpid()
+        [mine] = [item for item in found["items"] if item["text"].startswith("worker ")]
+        assert mine["state"] == "ARMED" and mine["transports"] == worker.context._transports
+        tags = {tag["tag"]: tag for item in mine["items"] for tag in item["items"] if "tag" in tag}
+        assert (tags[5]["messages"], tags[5]["bytes"], tags[6]["messages"]) == (1, 3, 0)
+        [receive] = tags[6]["items"]
+        assert receive["call"] == "Connection.receive" and 0 < receive["seconds"] < 60
+        nursery.cancel_scope.cancel()
+
+
+async def test_connecting_and_listening(worker: ucp.Worker) -> None:
+    with trio.socket.socket() as deaf:
+        await deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        async with listener, trio.open_nursery() as nursery:
+            nursery.start_soon(partial(trio_ucx.open_ucx_stream, *deaf.getsockname(), worker=worker))
+            async with trio_ucx.connect(listener.address, worker=worker) as client:
+                await until(lambda: lines(trio_ucx.report(), "=>", "it did not answer; is it a trio_ucx listener"))
+                await until(lambda: lines(trio_ucx.report(), "=> no task accepts 1 connection"))
+                client.abort()
+            nursery.cancel_scope.cancel()
+
+
+async def test_while_a_call_of_the_library_is_interrupted(worker: ucp.Worker, monkeypatch: Any) -> None:
+    """A signal can come between any two of its steps: then UCX is not asked."""
+    found = []
+    progress = Engine.progress
+
+    def interrupted(engine: Engine) -> None:
+        found.append(trio_ucx.report())
+        progress(engine)
+
+    monkeypatch.setattr(Engine, "progress", interrupted)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.tag_receive, bytearray(5), 99)
+        await until(lambda: found)
+        nursery.cancel_scope.cancel()
+    assert "UCX's words" in found[0]
+
+
+async def test_a_part_that_cannot_be_read(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_pair(worker) as (client, _):
+        monkeypatch.setattr(internals(client).receiving, "queues", None)
+        report = trio_ucx.report()
+        assert lines(report, "a tag: ", "cannot be read just now") or lines(report, "a connection: it cannot be read")
+        monkeypatch.undo()
+        assert not lines(trio_ucx.report(), "cannot be read")
+
+
+async def test_worker_of_another_thread(worker: ucp.Worker) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.tag_receive, bytearray(5), 99)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        report = await trio.to_thread.run_sync(trio_ucx.report)
+        [line] = lines(report, "receiving a message")
+        assert "recv length" not in line and "in Worker.tag_receive" in line
+        nursery.cancel_scope.cancel()
+
+
+def test_without_workers() -> None:
+    assert "no worker is open" in trio_ucx.report()
+
+
+# ---- by signal ----
+
+
+def test_report_on_signal(tmp_path: Path) -> None:
+    """Also again, and for another file."""
+    program = (
+        "import os, signal, sys, trio_ucx\n"
+        "for name in sys.argv[1:]:\n"
+        "    trio_ucx.report_on_signal(signal.SIGUSR2, open(name, 'w'))\n"
+        "    os.kill(os.getpid(), signal.SIGUSR2)\n"
+    )
+    files = [tmp_path / "one", tmp_path / "two"]
+    subprocess.run([sys.executable, "-c", program, *files], check=True, timeout=60)
+    for file in files:
+        text = file.read_text()
+        assert text.index("most recent call first") < text.index("trio_ucx report of process")
+        assert text.count("trio_ucx report of process") == 1
+
+
+def test_report_on_signal_that_fails() -> None:
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            trio_ucx.report_on_signal()
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(10)
+    assert "main thread" in str(caught[0])
+    with open(os.devnull, "w") as nowhere, pytest.raises(OSError):
+        trio_ucx.report_on_signal(signal.SIGKILL, nowhere)
+
+
+def report_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trio_ucx", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def test_command_line() -> None:
+    async with open_program("blocked_loop") as program:
+        assert await program.hear() == "ready"
+        command = partial(trio.to_thread.run_sync, report_command, program.process.pid)
+        done = await trio.to_thread.run_sync(report_command, program.process.pid)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"trio_ucx report of process {program.process.pid} ")
+        done = await command("--json")
+        assert json.loads(done.stdout)["pid"] == program.process.pid
+        done = await command("--signal", "SIGUSR2")
+        assert done.returncode == 1 and "has not called trio_ucx.report_on_signal(signal.SIGUSR2)" in done.stderr
+        await program.stop()
+        with pytest.raises(NoReport, match="has not answered within 0.2 seconds: it is stopped"):
+            await report_of(program, timeout=0.2)
+        program.resume()
+        assert "report of process" in await report_of(program), (
+            "the late answer to the earlier signal is in no one's way"
+        )
+
+
+async def test_command_line_without_a_process() -> None:
+    async with open_peer("silent") as peer:
+        await peer.hear()
+        with pytest.raises(NoReport, match="has not called trio_ucx.report_on_signal"):
+            await report_of(peer)
+        assert peer.process.poll() is None
+    with pytest.raises(NoReport, match="there is no process"):
+        await report_of(peer)
+    for pid in (0, -1):
+        with pytest.raises(NoReport, match="is not the number of a process"):
+            ask(pid, signal.SIGUSR1)
+
+
+def test_process_with_another_handler() -> None:
+    """An interactive shell, say, handles the signal, and ends."""
+    program = "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(3)); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+        with pytest.raises(NoReport, match="has not called trio_ucx.report_on_signal"):
+            ask(process.pid, signal.SIGUSR1)
+        process.communicate("\n", timeout=30)
+    assert process.returncode == 0
+
+
+async def test_path_that_others_have_taken(tmp_path: Path) -> None:
+    """Nothing is written to a link, or to a file that is no FIFO."""
+    async with open_program("blocked_loop") as program:
+        assert await program.hear() == "ready"
+        path = Path(f"/tmp/trio_ucx-report-{os.geteuid()}-{program.process.pid}.text")
+        target = tmp_path / "target"
+        target.write_text("mine")
+        path.symlink_to(target)
+        try:
+            with pytest.raises(NoReport, match="exists"):
+                await report_of(program)
+            program.signal(signal.SIGUSR1)
+            assert "report of process" in await report_of(program, "json")
+            assert target.read_text() == "mine"
+        finally:
+            path.unlink()

@@ -1,0 +1,175 @@
+"""Channels within a Connection: conversations, and channels over tags for code that expects Trio's channels."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from ._errors import PeerClosed
+from ._link import Talk
+from ._wire import BEGUN
+from .ucp._memory.buffers import Buffer, WritableBuffer
+from .ucp._status import about, separate
+from .ucp._util import OpenedNotConstructed
+
+if TYPE_CHECKING:
+    from ._connection import Connection
+
+
+class QueueNumber(int):
+    """A tag queue that is no tag of the user's: ``Connection.send`` and ``receive`` take it for ``tag``."""
+
+
+@attrs.define(eq=False, repr=False)
+class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
+    """Messages in both directions within a :class:`Connection`, with an end of their own.
+
+    :meth:`Connection.open_conversation` and :meth:`Connection.conversations` give one a private pair of tag queues;
+    :meth:`Connection.channel` makes one of a tag. All channels share the window of the connection.
+
+    Each side closes its end with :meth:`aclose`, or by leaving the block. Then the peer receives what it has sent
+    before, and after that ``trio.EndOfChannel``; what the peer has sent and sends meanwhile is dropped.
+
+    Leaving the block with an exception, or cancelled, breaks the channel off: then the peer gets :class:`PeerLost`, and
+    a conversation that it has not accepted yet is withdrawn. If the peer opened the conversation, ``async with``
+    suppresses the errors that say that the peer has closed its end, or broken it off.
+
+    Cancellation: a cancelled block closes this end.
+    """
+
+    _connection: Connection
+    _talk: Talk
+    _absorbs: bool = False
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that it belongs to."""
+        return self._connection
+
+    @property
+    def peer_left(self) -> bool:
+        """Whether the peer has closed its end. What has arrived can be received."""
+        return self._talk.peer_left
+
+    def _check(self) -> None:
+        if self._talk.left:
+            raise trio.ClosedResourceError("this channel was closed")
+
+    def _check_send(self) -> None:
+        problem = self._talk.problem()
+        if problem is None and self._connection._link.close_handshake.peer_closes:
+            problem = about(self._talk.origin, PeerClosed("the peer closed the connection"))
+        if problem is not None:
+            raise problem
+
+    @enable_ki_protection
+    async def send(self, value: Buffer, *, max_unread: int | None = None) -> None:
+        """Sends one message; see :meth:`Connection.send`.
+
+        Cancellation: as :meth:`Connection.send`.
+
+        Raises:
+            PeerClosed: the peer has closed its end, perhaps meanwhile.
+            trio.ClosedResourceError: this end was closed, perhaps meanwhile; or the connection.
+            trio.BrokenResourceError, TypeError, ValueError, RuntimeError, MemoryError: as :meth:`Connection.send`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_send()
+        if max_unread is not None:
+            await self._connection._wait_unread(self._talk.out, max_unread)
+            self._check_send()
+        await self._connection.send(value, tag=QueueNumber(self._talk.out))
+
+    @enable_ki_protection
+    def send_nowait(self, value: Buffer, *, max_unread: int | None = None) -> None:
+        """Sends one message without waiting; see :meth:`Connection.send_nowait`.
+
+        Raises:
+            PeerClosed: the peer has closed its end.
+            trio.ClosedResourceError: this end was closed, or the connection.
+            trio.WouldBlock, trio.BrokenResourceError, TypeError, ValueError, RuntimeError: as
+                :meth:`Connection.send_nowait`.
+        """
+        self._check_send()
+        self._connection.send_nowait(value, tag=QueueNumber(self._talk.out), max_unread=max_unread)
+
+    @enable_ki_protection
+    async def receive(self, *, max_size: int | None = None) -> bytes:
+        """Receives the next message; see :meth:`Connection.receive`.
+
+        Cancellation: nothing is lost.
+
+        Raises:
+            trio.EndOfChannel: the peer has closed its end, or the connection, and all its messages were received.
+            trio.ClosedResourceError: this end was closed, perhaps meanwhile; or the connection.
+            MessageTooLong, trio.BrokenResourceError, MemoryError: as :meth:`Connection.receive`.
+            TypeError, ValueError: a wrong ``max_size``.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
+        return await self._connection.receive(tag=QueueNumber(self._talk.into), max_size=max_size)
+
+    @enable_ki_protection
+    async def receive_into(self, buffer: WritableBuffer) -> int:
+        """Receives the next message into a buffer; see :meth:`Connection.receive_into`.
+
+        Cancellation: as :meth:`Connection.receive_into`.
+
+        Raises: as :meth:`Connection.receive_into`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
+        return await self._connection.receive_into(buffer, tag=QueueNumber(self._talk.into))
+
+    @enable_ki_protection
+    def receive_nowait(self, *, max_size: int | None = None) -> bytes:
+        """Receives the next message if it has arrived; see :meth:`Connection.receive_nowait`.
+
+        Raises:
+            trio.WouldBlock: it has not.
+            trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError: as :meth:`receive`.
+            MessageTooLong, MemoryError, TypeError, ValueError: as :meth:`receive`.
+        """
+        self._check()
+        return self._connection.receive_nowait(tag=QueueNumber(self._talk.into), max_size=max_size)
+
+    @enable_ki_protection
+    async def aclose(self) -> None:
+        """Closes this end. Other tasks' operations here end with ``trio.ClosedResourceError``.
+
+        What was sent before is delivered as long as the connection is.
+
+        Cancellation: it is closed all the same.
+
+        Raises: nothing, closed already or not.
+        """
+        self._close()
+        await trio.lowlevel.checkpoint()
+
+    def _close(self, *, by_force: bool = False) -> None:
+        link = self._connection._link
+        link.engine.run.check_thread()
+        link.receiving.conversations.leave(self._talk, by_force=by_force)
+
+    @enable_ki_protection
+    async def __aexit__(  # type: ignore[override]  # Trio's returns None: it never absorbs an error
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if exc is None:
+            await self.aclose()
+            return False
+        self._close(by_force=True)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        rest = separate(exc, self._talk.origin)[1] if self._absorbs else exc
+        if rest is not None and rest is not exc:
+            raise rest
+        return rest is None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._talk.left else "left by the peer" if self._talk.peer_left else "open"
+        name = "conversation" if self._talk.into > BEGUN else f"channel with tag {self._talk.into}"
+        return f"<{name} of {self._connection!r}, {state}>"

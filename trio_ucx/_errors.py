@@ -1,0 +1,97 @@
+"""The exceptions that tell apart why there is no connection, and how one ended."""
+
+from __future__ import annotations
+
+import errno
+
+import trio
+
+from ._wire import Why
+from .ucp._status import Error
+
+
+class _Refused(Error, OSError):
+    """Attributes: address: what the client wanted to connect to, in the form that :func:`connect` takes."""
+
+    address: str
+
+    def __init__(self, number: int, text: str, address: str = "") -> None:
+        super().__init__(number, text)
+        self.address = address
+
+
+class ServerDraining(_Refused, ConnectionRefusedError):
+    """The server drains (:meth:`Server.drain`), or its listener has closed: connect to another one, or try later.
+
+    Attributes:
+        errno: ECONNREFUSED.
+        address: what the client wanted to connect to, in the form that :func:`connect` takes.
+    """
+
+
+class ServerFull(_Refused, ConnectionRefusedError):
+    """The listener has no room for another client: its backlog is full, or file descriptors are short. Try later.
+
+    Attributes:
+        errno: ECONNREFUSED.
+        address: what the client wanted to connect to, in the form that :func:`connect` takes.
+    """
+
+
+class NotAdmitted(_Refused, PermissionError):
+    """The listener and the client do not accept each other, and trying again will not help.
+
+    An ``authkey`` or certificate is wrong or missing, the listener is in protected mode, or the two sides cannot work
+    together: other releases of trio_ucx, or options that exclude each other. The message says which.
+
+    Attributes:
+        errno: EACCES.
+        address: what the client wanted to connect to, in the form that :func:`connect` takes.
+    """
+
+
+class NotTrioUCX(_Refused, ConnectionError):
+    """What listens at the address does not speak the protocol of trio_ucx.
+
+    Attributes:
+        errno: EPROTO.
+        address: what the client wanted to connect to, in the form that :func:`connect` takes.
+    """
+
+
+_REFUSALS: dict[Why, tuple[type[_Refused], int]] = {
+    Why.DRAINING: (ServerDraining, errno.ECONNREFUSED),
+    Why.FULL: (ServerFull, errno.ECONNREFUSED),
+    Why.NOT_ADMITTED: (NotAdmitted, errno.EACCES),
+}
+
+
+def refusal(why: Why, text: str, address: str) -> OSError:
+    """The exception for a client that was refused."""
+    if why is Why.OTHER:
+        return ConnectionRefusedError(errno.ECONNREFUSED, text)
+    kind, number = _REFUSALS[why]
+    return kind(number, text, address)
+
+
+class PeerClosed(Error, trio.BrokenResourceError):
+    """The peer has closed the connection, or this channel of it, gracefully: nothing more can be sent there.
+
+    Attributes:
+        reason: ``"closed"``.
+    """
+
+    reason = "closed"
+
+
+class PeerLost(Error, trio.BrokenResourceError):
+    """The peer is gone, and has not closed the connection gracefully; or it has broken off this channel.
+
+    Attributes:
+        reason: ``"aborted"``: it closed by force, or left its block with an exception. ``"ended"``: its
+            process has ended, or its control socket was closed by something in between. ``"vanished"``: its host does
+            not answer any more. ``"unresponsive"``: it did not acknowledge the close within ``close_timeout``.
+            ``"broken"``: UCX reported that the connection broke, or the worker broke.
+    """
+
+    reason: str = "broken"

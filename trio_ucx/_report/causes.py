@@ -1,0 +1,104 @@
+"""What probably keeps a worker, or a connection, from going on: in sentences that a person understands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from .. import _wire as wire
+from .._link import Link
+from .._link.sending import SendOperation
+from ..ucp._engine.arming import State
+from ..ucp._engine.ending import CloseState
+from ..ucp._engine.engine import Engine
+from ..ucp._engine.operations import Operation
+from ..ucp._quirks.address_layout import is_loopback
+from .frames import Stand
+from .items import counted
+from .network import no_answer, stopped_process
+
+
+def queue_name(queue: int, *, sent: bool = False) -> str:
+    """How a report names a tag queue of this side's, or, with ``sent``, one that it sends to."""
+    if queue == wire.STREAM:
+        return "the byte stream"
+    if queue == wire.BEGUN:
+        return "new conversations"
+    if queue >= wire.CONVERSATIONS:
+        number, opened_here = (queue - wire.CONVERSATIONS) % wire.MAX_CONVERSATIONS, (queue >= wire.ANSWERS) != sent
+        return f"conversation {number} (opened {'here' if opened_here else 'by the peer'})"
+    return f"tag {queue}"
+
+
+def _names(queues: Iterable[int]) -> str:
+    return ", ".join(map(queue_name, dict.fromkeys(queues)))
+
+
+def of_worker(engine: Engine) -> Iterator[str]:
+    if engine.broken is not None:
+        yield f"the worker broke: {engine.broken!r}"
+    if engine.receive_queue.stopped:
+        yield (
+            "the worker's shared-memory queue has stopped, because a local peer was killed while it wrote to it: "
+            "nothing arrives over shared memory any more. Connect again; raw endpoints need another worker"
+        )
+    elif engine.arming.state is State.BACKING_OFF and engine.progress_task.is_quiet:
+        yield (
+            "UCX has work that it cannot do: the shared-memory queue of a local peer is full because the peer does not "
+            "run, or this worker's own queue waits for a peer that was stopped in the middle of writing"
+        )
+
+
+def of_connection(
+    link: Link, operations: list[Operation], handler: Stand | None, now: float, silent_hosts: Mapping[str, int]
+) -> Iterator[str]:
+    """
+    Args:
+        operations: the sends that wait for credit, and what UCX has.
+        handler: the task that serves it.
+    """
+    if link.share.error is not None:
+        yield f"it broke, and was not closed: {link.share.error}"
+    address = link.share.peer_address
+    if address is not None:
+        hosts = [host for host in address._tcp_hosts if not is_loopback(host)]
+        yield from stopped_process(address.process)
+        yield from no_answer(silent_hosts, [*hosts, *(link.remote_address or ())[:1]])
+    yield from _of_messages(link, [one for one in operations if isinstance(one, SendOperation)])
+    ended = link.closing.peer_ended_at
+    if link.ending.state is CloseState.CLOSING:
+        yield "it is being closed: the peer has not received everything, or does not answer"
+    elif handler is not None and ended is not None:
+        yield (
+            f"the peer ended the connection {now - ended:.1f} s ago, and its handler still runs: "
+            f"{handler.task}, at {handler.place}"
+        )
+
+
+def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
+    credit = link.sending.credit
+    waiting = [send for send in sends if send.waits_for_credit]
+    if waiting:
+        yield (
+            f"{counted(len(waiting), 'send')} ({sum(send.size for send in waiting)} bytes) on "
+            f"{_names(send.queue for send in waiting)} wait for credit: the peer has {credit.window - credit.credit} "
+            f"bytes unread, its window is {credit.window}; the peer must receive"
+        )
+    queues = list(link.receiving.queues.values())
+    unread = [queue for queue in queues if queue.held[0] and not queue.receives]
+    empty = [one.number for one in queues if one.receives and not one.held[0] and one.number <= wire.MAX_TAG]
+    large = [send.queue for send in sends if not send.waits_for_credit and credit.stays(send.size)]
+    offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]
+    if large and offered:
+        yield (
+            f"both sides send large messages, on {_names(large)} here and {_names(offered)} there, and each waits for "
+            "the other to receive: a deadlock. Receive in another task while sending"
+        )
+        return
+    if large:
+        yield f"the peer has not received {counted(len(large), 'large message')} on {_names(large)}"
+    if unread:
+        messages = counted(sum(queue.held[0] for queue in unread), "message")
+        cause = f"no task receives {messages} on {_names(queue.number for queue in unread)}"
+        if empty:
+            cause += f", while a task waits on {_names(empty)}, which is empty: a wrong tag?"
+        yield cause + ("; the peer has more to send, and no credit left" if link.receiving.credit.stalled else "")

@@ -1,0 +1,280 @@
+"""Reads what waits in this process. It runs nothing, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from functools import cached_property
+from time import perf_counter
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from .._connection import Connection
+from .._handshake.client import Connector
+from .._handshake.handshake import Handshake
+from .._handshake.registry import SOFTWARE
+from .._handshake.server import Acceptor
+from .._link import Link
+from .._link.sending import SendOperation
+from .._tag_queue import TagQueue
+from ..ucp._active_messages import ActiveMessages
+from ..ucp._engine.arming import State
+from ..ucp._engine.ending import CloseState
+from ..ucp._engine.endpoint_core import EndpointCore
+from ..ucp._engine.engine import Engine, engines
+from ..ucp._engine.operations import Operation
+from ..ucp._listener import ListenerCore
+from . import causes
+from .frames import Stand, is_outside_library, library_frames, round_of, stand_of, tasks_below
+from .items import MARK, Item, counted, each, item
+from .network import silent_hosts, stopped_process
+
+#: Seconds. A round of Trio's loop that takes longer blocks all other tasks.
+BLOCKED = 0.5
+
+_STATES = {
+    State.ARMED: "waits for UCX's events",
+    State.DISARMED: "is progressed by tasks that poll or run",
+    State.SUSPENDED: "is progressed by tasks that poll or run",
+    State.PROGRESSING: "is being progressed",
+    State.BACKING_OFF: "has work that UCX cannot do yet",
+    State.ENDED: "is not progressed any more",
+}
+_T = TypeVar("_T")
+
+
+def collect() -> Item:
+    """The whole report."""
+    return _Collector().process()
+
+
+def _children(engine: Engine, kind: type[_T]) -> list[_T]:
+    """What must be closed before a worker, of one kind."""
+    owners = (getattr(close, "__self__", None) for close in list(engine.teardown.children.values()))
+    return [owner for owner in owners if isinstance(owner, kind)]
+
+
+def _thread(thread: int) -> str:
+    names = {one.ident: one.name for one in threading.enumerate()}
+    return f"thread {names.get(thread, thread)}"
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.now = perf_counter()
+        self.thread = threading.get_ident()
+        self.may_ask_ucx = is_outside_library()
+        #: The tasks that serve a connection, and those that connect.
+        self.handlers: dict[Link, Stand] = {}
+        self.connects: dict[Connector, Stand] = {}
+
+    @cached_property
+    def silent_hosts(self) -> dict[str, int]:
+        return silent_hosts()
+
+    def process(self) -> Item:
+        here = [engine for engine in list(engines) if not engine.run.inherited]
+        items = each("a loop", self.loop, dict.fromkeys(engine.run.thread for engine in here))
+        for root in dict.fromkeys(engine.run.root_task() for engine in here):
+            items += each("a task", self.task, tasks_below(root))
+        items += each("a worker", self.worker, sorted(here, key=lambda engine: engine.progress_task.efd))
+        if not here:
+            items.append(Item("no worker is open"))
+        if not self.may_ask_ucx:
+            items.append(Item("missing: UCX's words, because a call of trio_ucx was interrupted"))
+        count = sum(1 for one in items for _ in one.all_causes())
+        return item(
+            "trio_ucx report of process {pid} ({command}), {time}, {software}: {summary}",
+            items=items,
+            pid=os.getpid(),
+            command=sys.argv[0],
+            time=time.strftime("%Y-%m-%d %H:%M:%S"),
+            software=SOFTWARE,
+            summary=f"{counted(count, 'likely cause')} of a hang, marked {MARK}"
+            if count
+            else "no cause of a hang found",
+        )
+
+    # ---- Trio ----
+
+    def loop(self, thread: int) -> Item | None:
+        current = round_of(thread)
+        if current is None or current.seconds < BLOCKED:
+            return None
+        where = f", at {current.place}" if current.place else ""
+        cause = f"Trio's loop has been blocked for {current.seconds:.1f} s in task {current.task!r}{where}"
+        return item("the loop of {thread}", [cause], thread=_thread(thread), seconds=current.seconds)
+
+    def task(self, task: trio.lowlevel.Task) -> None:
+        """Finds the tasks that connect, and those that serve a connection."""
+        for module, variables, runs_program in library_frames(task):
+            if module == "trio_ucx._handshake.client":
+                if isinstance(connector := variables.get("self"), Connector):
+                    self.connects[connector] = stand_of(task)
+            elif module in ("trio_ucx._serve", "trio_ucx._server", "trio._highlevel_serve_listeners"):
+                connection = variables.get("connection") or variables.get("stream")
+                if isinstance(connection, Connection) and runs_program:
+                    self.handlers[connection._link] = stand_of(task)
+
+    def wait(self, pending: Any, what: str = "", **facts: Any) -> Item:
+        """The task that waits for something."""
+        prefix = "{what}: " if what else ""
+        task = pending._task
+        if task is None:
+            nobody = "a task polls for it" if pending.expected else "no task waits for it"
+            return item(prefix + ("a request of a group" if pending.notify else nobody), what=what, **facts)
+        text, took = prefix + "task {task!r} has waited for {seconds}{where}", self.now - pending.since
+        return item(text, what=what, seconds=took, **attrs.asdict(stand_of(task)), **facts)
+
+    def waiting_tasks(self, pendings: Any) -> list[Item]:
+        return each("a wait", lambda one: self.wait(one) if one._task is not None else None, pendings)
+
+    # ---- workers ----
+
+    def worker(self, engine: Engine) -> Item:
+        state, context = engine.arming.state, engine.context
+        template = (
+            "worker {name} of {thread} {does} ({state}, the progress task ran {seconds} ago); transports {transports}; "
+            "operations in flight: {operations}; closes in the background: {background_closes}"
+        )
+        if engine.run.thread != self.thread:
+            template += "; its thread runs meanwhile, and UCX's words are missing"
+        handshakes = [one for one in _children(engine, Handshake) if one.opened.outcome is None]
+        own = [endpoint for endpoint in list(engine.endpoints.values()) if not endpoint.is_shared]
+        connects = [one for one in self.connects if one._registry.engine is engine]
+        memory = [one.nbytes for one in list(context._memories) if one._handle is not None]
+        items = [
+            *each("a connection", self.connection, _children(engine, Link)),
+            *each("a connect", self.connect, connects),
+            *each("a handshake", self.handshake, handshakes),
+            *each("a listener", self.listener, _children(engine, Acceptor)),
+            *each("a raw listener", self.raw_listener, _children(engine, ListenerCore)),
+            *each("an endpoint", self.endpoint, own),
+            *each("active messages", self.active_messages, _children(engine, ActiveMessages)),
+            *each("an operation", self.operation, [one for one in list(engine.in_flight.values()) if not one.scope]),
+            *self.waiting_tasks(engine.receivers.stream_watchers._queue),
+        ]
+        if memory:
+            items.append(item("memory that peers can reach: {bytes} bytes", bytes=sum(memory), regions=len(memory)))
+        return item(
+            template,
+            causes.of_worker(engine),
+            items,
+            name=engine.identity.attributes.name,
+            thread=_thread(engine.run.thread),
+            does=_STATES[state],
+            state=state.name,
+            seconds=self.now - engine.progress_task.began,
+            transports=context._transports,
+            operations=len(engine.in_flight),
+            background_closes=engine.run.background,
+        )
+
+    def operation(self, operation: Operation) -> Item | None:
+        if operation.outcome is not None and not operation.detached:
+            return None
+        if isinstance(operation, SendOperation):
+            size, queue = operation.size, operation.queue
+            stage = "waits for credit" if operation.waits_for_credit else "with UCX"
+            what = f"sending {size} bytes on {causes.queue_name(queue, sent=True)}, {stage}"
+            return self.wait(operation, what, tag=queue, bytes=size, stage=stage)
+        ask = self.may_ask_ucx and operation.engine.run.thread == self.thread
+        return self.wait(operation, operation.describe(ask=ask))
+
+    def endpoint(self, core: EndpointCore) -> Item:
+        broke = [f"it broke: {core.error}"] if core.error else []
+        buffer = core.stream_buffer
+        items = each("an operation", self.operation, core.operations.in_order())
+        items += self.waiting_tasks(core.operations._watchers)
+        if buffer is not None and buffer._waiter is not None:
+            items.append(self.wait(buffer._waiter, "the stream"))
+        return item(
+            "endpoint to {peer}, {state}, {unread} bytes of its stream unread",
+            [*broke, *stopped_process(core.peer)],
+            items,
+            peer=core.label,
+            state=core.ending.state.name.lower(),
+            unread=0 if buffer is None else buffer.size,
+        )
+
+    def active_messages(self, queue: ActiveMessages) -> Item:
+        return item("active messages with id {id}", items=self.waiting_tasks(queue._waiters._queue), id=queue._id)
+
+    # ---- connections ----
+
+    def connection(self, link: Link) -> Item:
+        sent, received = link.sending.credit, link.receiving.credit
+        peer = link.close_handshake.peer.name.lower()
+        state = "closing" if link.ending.state is CloseState.CLOSING else peer
+        operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
+        items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
+        items += each("an operation", self.operation, operations)
+        items += self.waiting_tasks(link.share.operations._watchers)
+        handler = self.handlers.get(link)
+        if handler is not None:
+            items.append(item("served by task {task!r}{where}", **attrs.asdict(handler)))
+        elif link.owner:
+            items.append(Item(f"belongs to {link.owner}"))
+        elif not items and state == "open":
+            text = "no task uses it, and it was not closed: a peer that waits for its end needs an aclose()"
+            items.append(Item(text))
+        return item(
+            "connection to {peer}, {state}, for {seconds}; may send {credit} of {peer_window} bytes; holds {unread} of "
+            "{window} bytes unread; close_timeout {close_timeout:g} s",
+            causes.of_connection(link, operations, handler, self.now, self.silent_hosts),
+            items,
+            peer=link.share.label,
+            remote_address=link.remote_address,
+            state=state if state in ("open", "closing", "lost") else "closed by the peer",
+            seconds=self.now - link.opened_at,
+            credit=sent.credit,
+            peer_window=sent.window,
+            unread=received.unread,
+            window=received.window,
+            peer_lacks_credit=received.stalled,
+            close_timeout=link.closing._timeout,
+        )
+
+    def tag(self, link: Link, queue: TagQueue) -> Item | None:
+        count, size = queue.held
+        if queue.stream:
+            size += len(link.receiving.stream._rest or b"")
+        if not (size or count or queue.receives):
+            return None
+        text = "{queue}: messages that nobody has received: {messages} ({bytes} bytes)"
+        if queue.receives and not count:
+            text = "{queue}: empty; the peer has not closed"
+        receives = each("a receive", self.wait, queue.receives)
+        name = causes.queue_name(queue.number)
+        return item(text, items=receives, queue=name, tag=queue.number, messages=count, bytes=size)
+
+    def connect(self, connector: Connector) -> Item:
+        over_ucx = f"messages do not get through over UCX ({connector._handshake.route}); a firewall may block them"
+        return item(
+            "connecting to {peer}: task {task!r}{where}; connect_timeout {timeout:g} s",
+            [connector.stage or over_ucx],
+            peer=connector.label,
+            timeout=connector.timeout,
+            **attrs.asdict(self.connects[connector]),
+        )
+
+    def handshake(self, handshake: Handshake) -> Item:
+        stage = "on the control socket" if handshake._share is None else "over UCX"
+        text = "handshake with {peer}, {stage} ({route})"
+        return item(text, peer=handshake.label, stage=stage, route=handshake.route)
+
+    def listener(self, acceptor: Acceptor) -> Item:
+        waiting, clients = acceptor.waiting, [client.label for client in list(acceptor._clients)]
+        items = self.waiting_tasks(acceptor._acceptors._queue)
+        unaccepted = [f"no task accepts {counted(waiting, 'connection')}"] if waiting and not items else []
+        text = "listener at {address}: {waiting} not accepted; in the handshake: {handshaking}"
+        return item(text, unaccepted, items, address=acceptor.address, waiting=waiting, handshaking=clients)
+
+    def raw_listener(self, listener: ListenerCore) -> Item:
+        items = self.waiting_tasks(listener._acceptors._queue)
+        text = "raw listener at {address}: {waiting} not accepted"
+        return item(text, items=items, address=listener.address, waiting=len(listener.waiting))

@@ -1,0 +1,143 @@
+"""Reports: as text, when a signal arrives to a file, or to the process that asks.
+
+``python -m trio_ucx report PID`` makes a FIFO, whose path both processes know, and sends the signal. The handler writes
+to the FIFO if it is there and belongs to this process's user. So nobody else can read a report, or make this process
+write to a file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json as json_format
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+import traceback
+from types import FrameType
+from typing import TextIO
+
+from .collect import collect
+
+#: Seconds for which a reader may be slow.
+_PATIENCE = 5.0
+#: What can be asked for.
+KINDS = ("text", "json")
+
+#: Where the report of each signal goes.
+_files: dict[int, TextIO] = {}
+#: By signal, the descriptor whose name tells other processes that this one handles it.
+_marks: dict[int, int] = {}
+
+
+def answer_path(pid: int, user: int, kind: str) -> str:
+    """The FIFO to which a process of a user writes its answer."""
+    return f"/tmp/trio_ucx-report-{user}-{pid}.{kind}"
+
+
+def mark_of(signum: int) -> str:
+    """The name of a descriptor of a process whose handler of a signal is that of :func:`report_on_signal`."""
+    return f"trio_ucx.report_on_signal {signum:d}"
+
+
+def report(*, json: bool = False) -> str:
+    """Describes everything in this process that waits, and names likely causes of a hang, in lines that begin with
+    ``=>``.
+
+    Per worker: what progresses it, its Connections (peer, age, credit in each direction; for each tag the messages that
+    nobody has received, and the receives that wait: which task, where, for how long), sends that wait for credit or for
+    the peer's receive, the byte stream, handshakes, listeners, closes, raw operations, request chains, and memory that
+    peers can reach. A task that polls instead of being parked may be missing.
+
+    It can be called from any thread, and from a signal handler. Only what belongs to the calling thread is described in
+    UCX's words, too (``ucp_request_query``), and not while one of the library's own calls is interrupted.
+
+    Args:
+        json: returns one JSON object instead. It and its ``items`` have a ``text``, the ``causes``, ``items`` of the
+            same form, and facts by name, such as ``seconds``.
+
+    Raises: nothing, whatever state the library is in.
+    """
+    found = collect()
+    return json_format.dumps(found.as_json(), indent=1, default=str) if json else found.as_text()
+
+
+def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -> None:
+    """Writes a :func:`report` to a file whenever a signal arrives, as ``faulthandler.register`` does with tracebacks.
+
+    ``python -m trio_ucx report PID`` sends the signal to a process that has called this, and prints the report instead.
+
+    First come the stacks of all threads (``faulthandler``), at once, even if the process is in C code for long. The
+    report follows when the main thread runs Python code again; so it is there also while Trio's loop is blocked, and
+    says where. If the main thread stays in C code, only the stacks are there. When the signal interrupts a call of
+    trio_ucx, UCX's words are missing.
+
+    It replaces the signal's handler. Called again for the same signal, it replaces the file.
+
+    Args:
+        signum: the signal.
+        file: where to write; it must have a descriptor, and stay open. By default ``sys.stderr``.
+
+    Raises:
+        ValueError: not the main thread, or not a signal.
+        OSError: the file has no descriptor, or the signal cannot be handled; no descriptor is left for a mark.
+        RuntimeError: there is no ``sys.stderr``; or the signal is one of those that ``faulthandler.enable`` handles.
+    """
+    if file is None:
+        file = sys.stderr
+        if file is None:
+            raise RuntimeError("sys.stderr is None: give report_on_signal a file")
+    file.fileno()
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("report_on_signal works only in the main thread, as all signal handlers of Python's")
+    if signum not in _marks:
+        _marks[signum] = os.memfd_create(mark_of(signum))
+    faulthandler.unregister(signum)
+    signal.signal(signum, _answer)
+    _files[signum] = file
+    faulthandler.register(signum, file=file, all_threads=True, chain=True)
+
+
+def _answer(signum: int, frame: FrameType | None) -> None:
+    """The handler. Never raises."""
+    try:
+        asked = [kind for kind in KINDS if _answer_to_fifo(kind)]
+        if not asked:
+            _write(_files[signum].fileno(), _text("text") + "\n")
+    except Exception:
+        pass  # nobody can be told: the file was closed, or the process that asked has gone
+
+
+def _text(kind: str) -> str:
+    try:
+        return report(json=kind == "json")
+    except Exception:
+        return f"trio_ucx report failed:\n{traceback.format_exc()}"
+
+
+def _answer_to_fifo(kind: str) -> bool:
+    """Whether a process waits for an answer, which it gets."""
+    path = answer_path(os.getpid(), os.geteuid(), kind)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # there is none, or nobody reads it any more
+        return False
+    try:
+        found = os.fstat(descriptor)
+        waits = stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid()
+        if waits:
+            _write(descriptor, _text(kind))
+        return waits
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Writes without a buffer: the signal may have interrupted a write to the same file."""
+    data = text.encode(errors="replace")
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    while data and poll.poll(1000 * _PATIENCE):
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,314 @@
+"""The Server that ``serve_ucx`` runs: its handlers, what ends them, and how it drains."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal, overload
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from ._connection import Connection
+from ._errors import PeerClosed
+from ._listener import Listener
+from ._report.frames import innermost_place
+from .ucp._status import separate
+from .ucp._util import OpenedNotConstructed, check_timeout
+
+logger = logging.getLogger("trio_ucx")
+
+#: What to do with an exception of a handler: let it end the server, log it, or call a function with it.
+OnHandlerError = Literal["raise", "log"] | Callable[[Connection, Exception], object]
+Handler = Callable[[Connection], Awaitable[object]]
+#: What says that the client has closed in order. Its library may still wait for our acknowledgement.
+_IN_ORDER = (trio.EndOfChannel, PeerClosed)
+
+
+@attrs.define(eq=False, repr=False)
+class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
+    """A running :func:`serve_ucx`: ``await nursery.start(serve_ucx, handler, port)`` returns it.
+
+    As a sequence, it has its listeners.
+    """
+
+    _listeners: tuple[Listener, ...]
+    _handler: Handler
+    _on_error: OnHandlerError
+    #: The connections that are served, and what cancels their handlers.
+    _handlers: dict[Connection, trio.CancelScope] = attrs.field(factory=dict, init=False)
+    _draining: bool = attrs.field(default=False, init=False)
+    #: Whether handlers are cancelled that still run, or begin.
+    _overdue: bool = attrs.field(default=False, init=False)
+    _changed: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot, init=False)
+    #: Listeners that accept, and handlers that run; when there are none any more, this is cancelled.
+    _running: int = attrs.field(default=0, init=False)
+    _signals: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """Its listeners: one for each address of the host."""
+        return self._listeners
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address of its first listener, for :func:`connect`."""
+        return self._listeners[0].address
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The connections that are being served."""
+        return tuple(self._handlers)
+
+    @overload
+    def __getitem__(self, index: int) -> Listener: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Listener]: ...
+    def __getitem__(self, index: int | slice) -> Listener | Sequence[Listener]:
+        return self._listeners[index]
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving"
+        return f"<trio_ucx.Server at {self.address}, {state} {len(self._handlers)} connections>"
+
+    # ---- draining ----
+
+    @enable_ki_protection
+    async def drain(self, timeout: float = math.inf) -> int:
+        """Shuts the server down: handlers finish the requests that have arrived, unless ``timeout`` passes.
+
+        New clients are refused: their :func:`connect` raises :class:`ServerDraining`. Handlers get what has arrived;
+        then their receives end as if the client had closed: ``trio.EndOfChannel``, the end of ``messages()``, ``b""``.
+        So a handler that waits for the next request ends, and one that works finishes and answers. Conversations that
+        are open go on until they end. When all handlers have ended, the listeners are closed, and :func:`serve_ucx`
+        returns.
+
+        Args:
+            timeout: seconds after which the handlers that still run are cancelled, and their connections closed by
+                force.
+
+        Returns:
+            How many handlers were cancelled.
+
+        Do not call it from a handler, which it would wait for.
+
+        Cancellation: the server goes on draining, without a timeout; call again.
+
+        Raises:
+            TypeError, ValueError: a wrong timeout.
+        """
+        timeout = check_timeout(timeout, "timeout")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._draining = True
+        for listener in self._listeners:
+            listener._acceptor.drain()
+        for connection in list(self._handlers):
+            connection._link.receiving.drain()
+        with trio.move_on_after(timeout):
+            await self._wait_until(lambda: self._drained)
+        self._overdue = True
+        self._close_listeners()
+        left = dict(self._handlers)
+        for scope in left.values():
+            scope.cancel()
+        await self._wait_until(lambda: not self._handlers)
+        for connection in left:
+            connection.abort()  # it may be closing in the background
+        await trio.lowlevel.checkpoint()
+        return len(left)
+
+    @property
+    def _drained(self) -> bool:
+        return not self._handlers and all(listener._acceptor.settled for listener in self._listeners)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener._close()
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.park()
+
+    async def _drain_on_signals(self, timeout: float) -> None:
+        """The first signal drains the server; a second one cancels what is left."""
+        arrived = trio.Event()
+        with _receiving_signals(lambda: arrived.set()):
+            with self._signals:
+                await arrived.wait()
+            if self._signals.cancelled_caught:
+                return
+            logger.info("%r: a signal arrived; draining for at most %g seconds", self, timeout)
+            arrived = trio.Event()
+            second = trio.CancelScope()
+
+            async def drain(seconds: float) -> None:
+                cancelled = await self.drain(seconds)
+                if cancelled:
+                    logger.warning("%r: %d handlers did not end in time and were cancelled", self, cancelled)
+
+            async def cancel_with_second() -> None:
+                with second:
+                    await arrived.wait()
+                if not second.cancelled_caught:
+                    await drain(0.0)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(cancel_with_second)
+                await drain(timeout)
+                second.cancel()
+
+    # ---- serving ----
+
+    def _start(self, nursery: trio.Nursery, handlers: trio.Nursery, drain_on_signal: float | None) -> None:
+        for listener in self._listeners:
+            listener._acceptor.on_settled = self._changed.unpark_all
+            self._running += 1
+            nursery.start_soon(self._accept, listener, handlers)
+        if drain_on_signal is not None:
+            nursery.start_soon(self._drain_on_signals, drain_on_signal)
+
+    async def _accept(self, listener: Listener, handlers: trio.Nursery) -> None:
+        try:
+            async with listener:
+                while True:
+                    self._begin(await listener.accept(), handlers)
+        except trio.ClosedResourceError:
+            pass  # it was closed: the server takes no more clients there, and finishes what it has
+        finally:
+            self._ended()
+
+    def _begin(self, connection: Connection, handlers: trio.Nursery) -> None:
+        self._running += 1
+        self._handlers[connection] = trio.CancelScope()
+        if self._draining:
+            connection._link.receiving.drain()
+        if self._overdue:
+            self._handlers[connection].cancel()
+        try:
+            handlers.start_soon(self._serve, connection, name=self._handler)
+        except BaseException:  # the user's nursery has ended
+            self._forget(connection)
+            connection.abort()
+            raise
+        self._changed.unpark_all()
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            with self._handlers[connection]:
+                await self._handle(connection)
+        finally:
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        del self._handlers[connection]
+        self._ended()
+
+    def _ended(self) -> None:
+        """A listener or a handler has ended."""
+        self._running -= 1
+        if self._draining and self._drained:
+            self._close_listeners()
+        if not self._running:
+            self._signals.cancel()
+        self._changed.unpark_all()
+
+    async def _handle(self, connection: Connection) -> None:
+        own: BaseException | None = None
+        rest: BaseException | None = None
+        try:
+            await self._handler(connection)
+        except BaseException as error:
+            own, rest = split_own(connection, error)
+            if own is not None:
+                _log_end(self._handler, connection, own, error)
+            if rest is not None or not isinstance(own, _IN_ORDER):
+                connection.abort()
+            if own is None and not self._takes(connection, error):
+                raise
+        if rest is not None and own is not None and not self._takes(connection, rest):
+            raise rest  # outside the except block, or the removed errors would be its context
+        try:
+            await connection.aclose()
+        except trio.BrokenResourceError as error:
+            _log_end(self._handler, connection, error, error)
+
+    def _takes(self, connection: Connection, error: BaseException) -> bool:
+        """Whether ``on_handler_error`` takes a handler's exception, which then does not end the server."""
+        if self._on_error == "raise" or not isinstance(error, Exception):
+            return False
+        if self._on_error == "log":
+            logger.error("%r: the handler %s failed", connection, _name(self._handler), exc_info=error)
+        else:
+            self._on_error(connection, error)
+        return True
+
+
+# ---- why a handler has ended ----
+
+
+def split_own(connection: Connection, error: BaseException) -> tuple[BaseException | None, BaseException | None]:
+    """Separates the errors that a connection raised because of its own client from all others.
+
+    Returns:
+        The first of these errors, and ``error`` without them; each is None if there is none.
+    """
+    share = connection._link.share
+    if share.engine.broken is not None:
+        return None, error  # the worker broke, not the connection
+    return separate(error, share.ending.origin)
+
+
+def _log_end(handler: Handler, connection: Connection, own: BaseException, raised: BaseException) -> None:
+    """Logs that a handler has ended because of its client.
+
+    Args:
+        raised: what the handler raised: ``own``, or a group with it.
+    """
+    in_order = isinstance(own, _IN_ORDER) or connection._link.close_handshake.peer_closes
+    where = innermost_place(own) or innermost_place(raised)
+    stood = f"at {where}" if where else "after it had returned"
+    level = logging.DEBUG if in_order else logging.WARNING
+    logger.log(level, "%r: %s. The handler %s ended %s", connection, own, _name(handler), stood)
+
+
+def _name(handler: Handler) -> str:
+    return getattr(handler, "__qualname__", None) or repr(handler)
+
+
+# ---- signals ----
+
+#: What the signals SIGTERM and SIGINT do while servers wait for them. (``trio.open_signal_receiver`` gives each signal
+#: to one receiver only, and a program may have several servers.)
+_receivers: dict[object, Callable[[], None]] = {}
+_DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: What they did before.
+_previous: dict[signal.Signals, Any] = {}
+
+
+def _signal_arrived(number: int, frame: FrameType | None) -> None:
+    for receive in list(_receivers.values()):
+        receive()
+
+
+@contextmanager
+def _receiving_signals(receive: Callable[[], None]) -> Iterator[None]:
+    """Calls a function in Trio's run with each SIGTERM or SIGINT. Only in the main thread."""
+    token, key = trio.lowlevel.current_trio_token(), object()
+    if not _receivers:
+        _previous.update({each: signal.signal(each, _signal_arrived) for each in _DRAIN_SIGNALS})
+    _receivers[key] = lambda: token.run_sync_soon(receive)
+    try:
+        yield
+    finally:
+        del _receivers[key]
+        if not _receivers:
+            for each in _DRAIN_SIGNALS:
+                signal.signal(each, _previous[each])

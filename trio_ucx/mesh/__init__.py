@@ -1,0 +1,21 @@
+"""Groups of processes that an existing launcher has started: they find each other, and talk.
+
+    async with mesh.join() as group:
+        await group.send(3, data, tag=7)
+        rank, data = await group.receive_any(tag=7)
+        await group.barrier()
+
+Nothing here starts, places or restarts processes: that is the launcher's.
+
+Imports the top level, and nothing imports it but the command line.
+"""
+
+from ..ucp._util import publish as _publish
+from ._errors import MeetingError as MeetingError
+from ._errors import RankLostError as RankLostError
+from ._group import Group as Group
+from ._joining import join as join
+
+__all__ = ["Group", "MeetingError", "RankLostError", "join"]
+
+_publish(globals(), __name__)

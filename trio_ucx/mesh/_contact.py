@@ -1,0 +1,166 @@
+"""How a rank finds rank 0: an address that all know, a file, or a broadcast with MPI."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from .._backoff import is_temporary
+from .._connection import Connection
+from .._errors import NotTrioUCX
+from .._listener import Listener
+from .._open import open_ucx_stream
+from .._serve import open_ucx_listeners
+from ..ucp import Worker
+from ..ucp._address import format_address
+from ..ucp._process import this_host
+from ..ucp._quirks.address_layout import is_loopback
+from ._errors import MeetingError
+from ._mpi import broadcast
+from ._place import Place
+from ._variables import AtFile, AtPort, ThroughMPI
+
+#: Seconds for an attempt at one of several addresses, which may lead nowhere.
+_ATTEMPT = 10.0
+#: Seconds between two attempts to reach rank 0, at most.
+_PAUSE = 0.5
+
+
+@attrs.frozen
+class Contact:
+    """What rank 0 says of itself in a file, or with MPI.
+
+    Attributes:
+        hosts: where other hosts may reach it.
+        machine: identifies its host and network namespace: ranks with the same one use the loopback interface.
+    """
+
+    hosts: list[str]
+    port: int
+    machine: str
+    authkey: str
+
+    def addresses(self) -> list[tuple[str, int]]:
+        hosts = ["127.0.0.1"] if self.machine == _machine() else self.hosts
+        return [(host, self.port) for host in hosts]
+
+
+def _machine() -> str:
+    host = this_host()
+    return f"{host.process.host.hex()} {host.network_namespace}"
+
+
+def _own_hosts(worker: Worker) -> list[str]:
+    """Where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
+    return [host for host in worker.address._tcp_hosts if not is_loopback(host)] + [socket.gethostname()]
+
+
+@asynccontextmanager
+async def open_meeting_point(
+    place: Place, worker: Worker | None, allow_anyone: bool, options: dict[str, Any]
+) -> AsyncIterator[list[Listener]]:
+    """Rank 0 listens, and lets the others know where. ``options`` gets the authkey if rank 0 makes one."""
+    if isinstance(place.meeting, AtPort):
+        local = place.meeting.host == "localhost" or is_loopback(place.meeting.host)
+        host = place.meeting.host if local else None  # None: other hosts may know this one by several addresses
+        try:
+            listeners = await open_ucx_listeners(
+                place.meeting.port, host=host, worker=worker, allow_anyone=allow_anyone, **options
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                error.strerror = f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?"
+            raise
+        path = None
+    else:
+        if options["authkey"] is None:
+            options["authkey"] = secrets.token_hex(32).encode()
+        listeners = await open_ucx_listeners(0, worker=worker, **options)
+        contact = Contact(
+            _own_hosts(listeners[0].worker), listeners[0].address[1], _machine(), options["authkey"].decode("latin-1")
+        )
+        path = place.meeting.path if isinstance(place.meeting, AtFile) else None
+        text = json.dumps(attrs.asdict(contact))
+        if path is not None:
+            _write(path, text)
+        else:
+            await broadcast(text.encode(), size=place.size)
+    try:
+        yield listeners
+    finally:
+        for listener in listeners:
+            listener._close()
+        if path is not None:
+            with suppress(OSError):
+                if path.read_text() == text:
+                    path.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that only this user can read, at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+async def reach_rank_0(
+    place: Place, timeout: float, worker: Worker | None, options: dict[str, Any], problem: str
+) -> Connection:
+    """Connects to rank 0, which may begin to listen later. ``problem`` is what has been wrong until now, if anything.
+
+    Raises:
+        MeetingError: it does not listen, or cannot be reached.
+        NotAdmitted: the authkeys differ, or rank 0 is in protected mode.
+    """
+    problem = problem or "nothing was tried"
+    where = "there"
+    pause = 0.02
+    with trio.move_on_after(timeout):
+        fixed = None
+        if isinstance(place.meeting, ThroughMPI):
+            fixed = Contact(**json.loads(await broadcast(None, size=place.size)))
+        while True:
+            try:
+                contact = fixed
+                if isinstance(place.meeting, AtFile):
+                    where = f"with an address in {place.meeting.path}"
+                    contact = Contact(**json.loads(place.meeting.path.read_text()))
+                if isinstance(place.meeting, AtPort):
+                    addresses = [(place.meeting.host, place.meeting.port)]
+                else:
+                    assert contact is not None
+                    addresses = contact.addresses()
+                    options["authkey"] = place.authkey or contact.authkey.encode("latin-1")
+            except (OSError, ValueError, TypeError) as error:
+                problem, addresses = str(error), []
+            for address in addresses:
+                where = f"at {format_address(address)}"
+                try:
+                    with trio.move_on_after(math.inf if len(addresses) == 1 else _ATTEMPT):
+                        return await open_ucx_stream(*address, worker=worker, **options)
+                except OSError as error:
+                    stale = isinstance(place.meeting, AtFile)  # of a job that has ended
+                    if not is_temporary(error) and not stale and not isinstance(error, (NotTrioUCX, socket.gaierror)):
+                        raise
+                    problem = str(error)
+            await trio.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
+    raise MeetingError(
+        f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "
+        "look whether rank 0 was started, what it has written, and whether this host can connect to its host",
+        (0,),
+    )

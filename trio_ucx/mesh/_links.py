@@ -1,0 +1,280 @@
+"""The connections of a rank to the others: opened on demand, one for each pair.
+
+Each rank listens. The rank that needs a connection first opens it. If both ranks of a pair open one at the same time,
+the lower rank's is used: the lower rank refuses the other one.
+
+Besides the program's messages, a connection carries a :class:`trio_ucx.Channel` for collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from .._channels import Channel
+from .._connection import Connection
+from .._listener import Listener
+from .._open import open_ucx_stream
+from ..ucp import Worker
+from ..ucp._engine.waits import Signal
+from ..ucp._status import Error
+from ._members import Members
+from ._messages import Answer, Hello, Leaving, Message, decode, encode
+
+_T = TypeVar("_T", bound=Message)
+
+#: What an operation on a connection raises when the peer has gone, or the connection was closed.
+GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
+#: Seconds for which a rank that connects before its joining is known here is kept waiting.
+_LATE = 10
+#: Bytes.
+_LONGEST_HELLO = 4096
+
+
+def owned(connection: Connection, what: str) -> None:
+    """Says in reports what a connection is."""
+    connection._link.owner = f"a group: {what}"
+
+
+@attrs.define(eq=False)
+class Link:
+    """The connection to one rank.
+
+    Attributes:
+        ready: set when there is a connection, or there will be none.
+        channel: for collectives; it belongs to the connection.
+        outbox: messages of collectives that the peer's window has no room for.
+        pending: messages of collectives that arrived too early.
+        connecting: whether this rank is opening the connection.
+    """
+
+    rank: int
+    ready: trio.Event = attrs.field(factory=trio.Event)
+    channel: Channel | None = None
+    outbox: list[bytes] = attrs.field(factory=list)
+    pending: list[bytes] = attrs.field(factory=list)
+    connecting: bool = False
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection, when there is one."""
+        return None if self.channel is None else self.channel.connection
+
+    def establish(self, channel: Channel) -> None:
+        owned(channel.connection, f"the connection with rank {self.rank}")
+        self.channel = channel
+        self.ready.set()
+
+    def has_message(self, tag: int) -> bool:
+        """Whether a message with this tag has arrived that no receive waits for."""
+        return self.connection is not None and self.connection._link.receiving.next_number((tag,)) is not None
+
+    def ended(self, tag: int) -> Exception | None:
+        """Why no message with this tag will arrive, if so."""
+        return None if self.connection is None else self.connection._link.receiving.any_end((tag,))
+
+    @contextmanager
+    def watching(self, tag: int, signal: Signal) -> Iterator[None]:
+        """Sets the signal when :meth:`has_message` or :meth:`ended` may have changed."""
+        assert self.connection is not None
+        with self.connection._link.receiving.watching((tag,), signal):
+            yield
+
+    def end(self) -> None:
+        """The rank has gone: waiting tasks go on, and find out why."""
+        if self.connection is not None:
+            self.connection.abort()
+        self.ready.set()
+
+
+class Links:
+    """The connections of this rank.
+
+    Args:
+        nursery: for tasks that open connections, and answer those who do.
+        options: for each connection.
+
+    Attributes:
+        suspect: called when a rank cannot be reached, with the reason.
+    """
+
+    def __init__(self, members: Members, nursery: trio.Nursery, worker: Worker | None, options: dict[str, Any]) -> None:
+        self.members = members
+        self.nursery = nursery
+        self.worker = worker
+        self.options = options
+        self.suspect: Callable[[int, str], None] = lambda rank, reason: None
+        self.by_rank: dict[int, Link] = {}
+        #: Whether this rank leaves: it opens no connections, and refuses those that others open.
+        self.leaving = False
+        #: The host at which this rank has reached rank 0.
+        self.meeting_host = "127.0.0.1"
+        #: Called when a connection was made.
+        self.on_established: Callable[[], None] = lambda: None
+        members.on_change.append(self._member_changed)
+
+    def _member_changed(self, rank: int) -> None:
+        link = self.by_rank.get(rank)
+        if link is not None and rank not in self.members.left:  # what it has sent before it left can be received
+            link.end()
+            if rank not in self.members.lost:
+                del self.by_rank[rank]  # a new process has its number
+
+    def hello(self, to: int, port: int = 0, seconds: float = 0) -> Hello:
+        """The first message of a connection to a rank."""
+        members, host, pid = self.members, socket.gethostname(), os.getpid()
+        who = members.name, members.member(members.rank), host, pid
+        return Hello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
+
+    def link(self, rank: int) -> Link:
+        link = self.by_rank.get(rank)
+        if link is None:
+            link = self.by_rank[rank] = Link(rank)
+        return link
+
+    async def connected(self, rank: int) -> Link:
+        """Returns the link to a rank, with its connection. No checkpoint if that is there.
+
+        Raises:
+            RankLostError: the rank was lost.
+        """
+        while True:
+            link = self.link(rank)
+            error = self.members.error(rank)
+            if error is not None:
+                raise error
+            if link.connection is not None:
+                return link
+            if not link.connecting:
+                link.connecting = True
+                self.nursery.start_soon(self._connect, link)
+            await link.ready.wait()
+
+    async def _connect(self, link: Link) -> None:
+        try:
+            answer = await self._try_to_connect(link)
+        except (OSError, ValueError, *GONE) as error:
+            if self.by_rank.get(link.rank) is link and link.connection is None:
+                self.suspect(link.rank, f"rank {self.members.rank} cannot connect to it: {error}")
+        else:
+            if answer.refused and not answer.crossed and link.connection is None:
+                self.suspect(link.rank, f"it refused a connection of rank {self.members.rank}: {answer.refused}")
+        finally:
+            link.connecting = False
+
+    async def _try_to_connect(self, link: Link) -> Answer:
+        host, port = self.members.addresses[link.rank]
+        connection = await open_ucx_stream(host or self.meeting_host, port, worker=self.worker, **self.options)
+        owned(connection, f"a new connection with rank {link.rank}")
+        async with AsyncExitStack() as stack:
+            stack.callback(connection.abort)
+            channel = connection.open_conversation()
+            await channel.send(encode(self.hello(link.rank)))
+            answer = expect(await channel.receive(), Answer)
+            if not answer.refused and self.by_rank.get(link.rank) is link and link.connection is None:
+                stack.pop_all()
+                link.establish(channel)
+                self.on_established()
+        return answer
+
+    def end(self) -> None:
+        """Ends all that are left."""
+        for link in self.by_rank.values():
+            link.end()
+
+    async def close(self) -> None:
+        """Closes the connections gracefully."""
+        async with trio.open_nursery() as nursery:
+            for link in self.by_rank.values():
+                if link.channel is not None:
+                    nursery.start_soon(close, link.channel)
+
+    # ---- connections that others open ----
+
+    async def serve(self, listener: Listener, greet: Callable[[Connection], Awaitable[object]]) -> None:
+        """Accepts connections until the listener is closed."""
+        try:
+            while True:
+                connection = await listener.accept()
+                owned(connection, "a new connection")
+                self.nursery.start_soon(greet, connection)
+        except trio.ClosedResourceError:
+            pass
+
+    async def greet(self, connection: Connection) -> None:
+        """A rank has connected."""
+        with self.unless_used(connection), trio.move_on_after(_LATE):
+            await self.answer(*await first_message(connection))
+
+    @contextmanager
+    def unless_used(self, connection: Connection) -> Iterator[None]:
+        """Ends a connection that another rank has opened, unless it is the one between the two ranks then."""
+        try:
+            yield
+        except (*GONE, ValueError, Error):
+            pass  # it has gone, or is none of ours
+        finally:
+            if not any(link.connection is connection for link in self.by_rank.values()):
+                connection.abort()
+
+    async def answer(self, channel: Channel, hello: Hello) -> None:
+        """Says whether the connection is wanted."""
+        members = self.members
+        while members.ended is None and (not members.name or hello.member > members.member(hello.rank)):
+            await members.changed.park()  # rank 0 has told the other one sooner than us
+        answer = self._judge(hello)
+        if not answer.refused:  # from now on, this rank opens none
+            self.link(hello.rank).establish(channel)
+            self.on_established()
+        await channel.send(encode(answer))
+        if answer.refused:
+            await channel.connection.aclose()
+
+    def _judge(self, hello: Hello) -> Answer:
+        members, link = self.members, self.by_rank.get(hello.rank)
+        if self.leaving:
+            return Answer("it has left the group")
+        if hello.to != members.rank or hello.group != members.name or not 0 <= hello.rank < members.size:
+            return Answer(f"this is rank {members.rank} of another group, of process {os.getpid()}")
+        if hello.rank in members.lost or hello.member < members.member(hello.rank):
+            return Answer(f"rank {hello.rank} was lost")
+        if link is not None and link.connection is not None:
+            return Answer("there is a connection already", crossed=True)
+        if link is not None and link.connecting and members.rank < hello.rank:
+            return Answer("both have connected at once", crossed=True)
+        return Answer()
+
+
+async def close(channel: Channel, *last: Answer | Leaving) -> None:
+    """Says the last thing, if any, and closes the connection gracefully."""
+    try:
+        for message in last:
+            await channel.send(encode(message))
+        await channel.connection.aclose()
+    except GONE:
+        channel.connection.abort()
+
+
+async def first_message(connection: Connection) -> tuple[Channel, Hello]:
+    """The channel that the other side has opened, and its :class:`Hello`.
+
+    Raises:
+        ValueError: it says something else.
+        trio.EndOfChannel, trio.BrokenResourceError: it has gone.
+    """
+    async for channel in connection.conversations():
+        return channel, expect(await channel.receive(max_size=_LONGEST_HELLO), Hello)
+    raise trio.EndOfChannel
+
+
+def expect(data: bytes, kind: type[_T]) -> _T:
+    message = decode(data)
+    if not isinstance(message, kind):
+        raise ValueError(f"expected {kind.__name__} of trio_ucx.mesh, not {message!r}")
+    return message

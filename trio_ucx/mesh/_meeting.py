@@ -1,0 +1,369 @@
+"""How ranks meet, and how all learn of a loss: each rank keeps a connection to rank 0, which decides.
+
+A rank connects to rank 0 and says :class:`Hello`. When all are there, rank 0 welcomes each with the addresses of all.
+From then on rank 0 notices when one of these connections ends, and is told by ranks that cannot reach another one
+(:class:`Suspect`). It tells all which rank was lost (:class:`Lost`). All ranks then name the same one: the first that
+was lost, not those that ended because of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import secrets
+from contextlib import suppress
+
+import attrs
+import trio
+
+from .._channels import Channel
+from .._connection import Connection
+from .._errors import PeerLost
+from ._errors import MeetingError
+from ._links import GONE, Links, close, first_message, owned
+from ._members import Members, elsewhere
+from ._messages import Answer, Hello, Joined, Leaving, Left, Lost, Suspect, Welcome, decode, encode
+from ._place import Place
+
+#: Seconds for which rank 0 waits for the reason why a rank that another one cannot reach is gone.
+_JUDGEMENT = 1.0
+#: Seconds for which a rank waits for rank 0's judgement.
+VERDICT = 5.0
+#: Seconds more than its own timeout that a rank waits for rank 0 to say who is missing.
+_GRACE = 2.0
+#: Seconds in which a new connection must say Hello.
+_GREETING = 10.0
+#: Seconds in which ranks leave that the others hear of in one message.
+_TOGETHER = 0.05
+
+#: What has happened to a rank, by ``PeerLost.reason``.
+_ENDED = {
+    "aborted": "it left with an exception",
+    "ended": "its process has ended",
+    "vanished": "its host does not answer any more",
+    "unresponsive": "it does not answer any more",
+}
+
+
+def why(error: BaseException) -> str:
+    """Why a connection ended, in words."""
+    if isinstance(error, PeerLost):
+        return _ENDED.get(error.reason, str(error))
+    return "it has left the group" if isinstance(error, trio.EndOfChannel) else str(error)
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    """ "rank 3", or "ranks 3, 5-7"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+
+
+class NotYet(Exception):
+    """Rank 0 may be another process soon."""
+
+
+@attrs.frozen(eq=False)
+class _Arrival:
+    channel: Channel
+    hello: Hello
+
+
+class Coordinator:
+    """Rank 0's part."""
+
+    def __init__(self, place: Place, members: Members, links: Links, port: int) -> None:
+        self._place = place
+        self._members = members
+        self._links = links
+        self._arrivals: dict[int, _Arrival] = {}
+        #: Ranks that came, and left again before all were there.
+        self._gave_up: set[int] = set()
+        #: Why ranks were refused.
+        self._refused: dict[int, str] = {}
+        self._controls: dict[int, Channel] = {}
+        self._telling = False
+        self._complete = trio.Event()
+        members.name = secrets.token_hex(8)
+        members.addresses[0] = ("", port)
+        if members.size == 1:
+            self._complete.set()
+
+    # ---- the meeting ----
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        here = self._arrivals.keys() | self._gave_up
+        return tuple(rank for rank in range(1, self._members.size) if rank not in here)
+
+    def absence(self) -> str:
+        """Describes which ranks are missing."""
+        missing = self.missing()
+        hosts = {host for rank in missing if (host := self._place.host_of(rank)) is not None}
+        where = f" (on {', '.join(sorted(hosts))})" if hosts else ""
+        absent = f"{name_ranks(missing)} of {self._members.size}{where} did not come to rank 0" if missing else ""
+        gave_up = name_ranks(tuple(sorted(self._gave_up)))
+        impatient = f"{gave_up} came, and did not wait any longer" if self._gave_up else ""
+        refused = [f"rank {rank} was refused: {reason}" for rank in missing if (reason := self._refused.get(rank))]
+        return (
+            f"{'; '.join(filter(None, (absent, impatient, *refused)))}. Look whether all processes were started, what "
+            "they have written, and whether their hosts can connect to rank 0"
+        )
+
+    async def meet(self, timeout: float) -> None:
+        """Waits until all ranks are there."""
+        with trio.move_on_after(timeout):
+            await self._complete.wait()
+        if not self._complete.is_set():
+            error = MeetingError(f"after {timeout:g} s, {self.absence()}", self.missing())
+            async with trio.open_nursery() as nursery:
+                for arrival in self._arrivals.values():
+                    answer = Answer(str(error.strerror), error.missing)
+                    nursery.start_soon(close, arrival.channel, answer)
+            raise error
+
+    async def greet(self, connection: Connection) -> None:
+        """Serves a connection: a rank joins, or one that has joined wants to talk to rank 0."""
+        with self._links.unless_used(connection):
+            with trio.move_on_after(_GREETING) as silent:
+                channel, hello = await first_message(connection)
+                if hello.group:
+                    await self._links.answer(channel, hello)
+                    return
+                silent.deadline = math.inf
+                await self._admit(_Arrival(channel, hello))
+
+    async def _admit(self, arrival: _Arrival) -> None:
+        owned(arrival.channel.connection, f"the control connection with rank {arrival.hello.rank}")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._attend, arrival.hello.rank, arrival, nursery.cancel_scope)
+            answer = self._refusal(arrival.hello)
+            if answer is None:
+                await self._join(arrival.hello.rank, arrival)
+            else:
+                if 0 < arrival.hello.rank < self._members.size:
+                    self._refused[arrival.hello.rank] = answer.refused
+                await close(arrival.channel, answer)
+                nursery.cancel_scope.cancel()
+
+    def _refusal(self, hello: Hello) -> Answer | None:
+        size, on_loss = self._members.size, self._members.on_loss
+        if hello.to != 0 or hello.size != size or not 0 < hello.rank < size:
+            return Answer(f"this is rank 0 of {size}, but it is looked for by rank {hello.rank} of {hello.size}")
+        if hello.on_loss != on_loss:
+            return Answer(f"rank {hello.rank} has on_loss={hello.on_loss!r}, and rank 0 has {on_loss!r}")
+        if not self._complete.is_set() and hello.rank in self._arrivals:
+            other = self._arrivals[hello.rank].hello
+            return Answer(f"rank {hello.rank} has come already: process {other.pid} on {other.host}")
+        return None
+
+    async def _join(self, rank: int, arrival: _Arrival) -> None:
+        members = self._members
+        remote_address = arrival.channel.connection.remote_address
+        assert remote_address is not None
+        address = (remote_address[0], arrival.hello.port)
+        if not self._complete.is_set():
+            self._arrivals[rank] = arrival
+            self._gave_up.discard(rank)
+            members.addresses[rank] = address
+            if len(self._arrivals) == members.size - 1:
+                self._complete.set()
+            with trio.move_on_after(arrival.hello.seconds):
+                await self._complete.wait()
+            if not self._complete.is_set():
+                answer = Answer(f"after {arrival.hello.seconds:.3g} s, {self.absence()}", self.missing())
+                del self._arrivals[rank]
+                self._gave_up.add(rank)
+                await close(arrival.channel, answer)
+                return
+        else:
+            with trio.move_on_after(arrival.hello.seconds):
+                while rank not in members.lost and members.ended is None:
+                    await self._members.changed.park()  # its loss may not be known yet
+            if members.ended is not None or rank not in members.lost:
+                over = members.ended is not None or rank in members.left
+                text = "the group of before is not over" if over else f"rank {rank} has joined already"
+                await close(arrival.channel, Answer(text, later=over))
+                return
+            self._arrivals[rank] = arrival
+            joined = Joined(rank, members.generation + 1, address)
+            members.replace(joined)
+            self._tell(attrs.evolve(joined, address=elsewhere(address)), but=rank)
+        self._controls[rank] = arrival.channel
+        with suppress(*GONE):  # whoever attends to it finds that out
+            await arrival.channel.send(encode(members.welcome()))
+
+    # ---- losses ----
+
+    async def _attend(self, rank: int, arrival: _Arrival, scope: trio.CancelScope) -> None:
+        """Hears what a rank says, until it has gone."""
+        try:
+            while True:
+                message = decode(await arrival.channel.receive())
+                if isinstance(message, Suspect):
+                    self._links.nursery.start_soon(self._judge, message)
+                elif isinstance(message, Leaving):
+                    self._leaves(rank, message.error)
+        except (*GONE, ValueError) as error:
+            if self._arrivals.get(rank) is arrival:
+                self._ended(rank, why(error))
+            scope.cancel()
+
+    def _ended(self, rank: int, reason: str) -> None:
+        """The connection of a rank has ended."""
+        if not self._complete.is_set():
+            del self._arrivals[rank]  # it may come again
+            return
+        self._controls.pop(rank, None)
+        if rank not in self._members.left:
+            self.lose(rank, reason)
+        self._members.changed.unpark_all()
+
+    async def _judge(self, suspect: Suspect) -> None:
+        rank = suspect.rank
+        with trio.move_on_after(_JUDGEMENT):
+            while not self._members.gone(rank):
+                await self._members.changed.park()
+        if self._members.member(rank) != suspect.member:
+            return  # it was lost before, and has been replaced
+        self.lose(rank, "it has left the group" if rank in self._members.left else suspect.reason)
+
+    def _leaves(self, rank: int, error: str) -> None:
+        if error:
+            self.lose(rank, f"it left with {error}")
+            return
+        self._members.leave([rank])
+        if not self._telling:
+            self._telling = True
+            self._links.nursery.start_soon(self._tell_left)
+
+    async def _tell_left(self) -> None:
+        await trio.sleep(_TOGETHER)
+        self._telling = False
+        self._tell(Left(tuple(self._members.left)))
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """Rank 0 itself cannot reach a rank."""
+        self._links.nursery.start_soon(self._judge, Suspect(rank, reason, self._members.member(rank)))
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A rank was lost: tells all, the lost one as well, if it hears that."""
+        if self._members.lose(rank, reason):
+            self._tell(Lost(rank, reason))
+
+    def _tell(self, message: Lost | Left | Joined, but: int | None = None) -> None:
+        for rank, channel in list(self._controls.items()):
+            if rank != but:
+                _send_soon(self._links.nursery, channel, message)
+
+    # ---- leaving ----
+
+    async def leave(self) -> None:
+        """Rank 0 leaves last: it goes on deciding until all others have left, or are lost."""
+        self._members.leave([0])
+        self._tell(Left((0,)))
+        members = self._members
+        while members.ended is None and not members.lost.keys() >= self._controls.keys():
+            await self._members.changed.park()
+        await trio.lowlevel.checkpoint()
+
+    async def leave_with(self, error: str) -> None:
+        """Rank 0 leaves with an error, or because the group has ended: the others are told why."""
+        self.lose(0, f"it left with {error}")
+        async with trio.open_nursery() as nursery:
+            for channel in list(self._controls.values()):
+                nursery.start_soon(close, channel)
+
+
+class Follower:
+    """What the other ranks do with their connection to rank 0."""
+
+    def __init__(self, members: Members, links: Links) -> None:
+        self._members = members
+        self._links = links
+        self._control: Channel | None = None
+        self._leaves = False
+
+    async def meet(self, connection: Connection, port: int, timeout: float) -> None:
+        """Says Hello to rank 0, and waits for its Welcome.
+
+        Raises:
+            NotYet: rank 0 belongs to a group that ends, or has ended.
+            MeetingError: not all ranks came in time.
+            ConnectionRefusedError: rank 0 does not want this rank.
+        """
+        links = self._links
+        owned(connection, "the control connection with rank 0")
+        self._control = control = connection.open_conversation()
+        with trio.move_on_after(timeout + _GRACE):
+            try:
+                await control.send(encode(links.hello(0, port=port, seconds=timeout)))
+                message = decode(await control.receive())
+            except GONE as error:
+                raise NotYet(f"rank 0 ended while the ranks were meeting: {why(error)}") from error
+            if isinstance(message, Answer):
+                if message.later:
+                    raise NotYet(f"rank 0 is busy: {message.refused}")
+                if message.missing:
+                    raise MeetingError(message.refused, message.missing)
+                raise ConnectionRefusedError(
+                    errno.ECONNREFUSED, f"rank 0 refuses rank {self._members.rank}: {message.refused}"
+                )
+            if not isinstance(message, Welcome):
+                raise ValueError(f"unexpected message of rank 0: {message!r}")
+            self._members.welcomed(message)
+            return
+        raise MeetingError(f"rank 0 does not say who is missing, {timeout:.3g} s after rank {self._members.rank} came")
+
+    async def listen(self) -> None:
+        """Hears what rank 0 decides."""
+        assert self._control is not None
+        members = self._members
+        try:
+            while True:
+                message = decode(await self._control.receive())
+                if isinstance(message, Lost):
+                    members.lose(message.rank, message.reason)
+                elif isinstance(message, Left):
+                    members.leave(set(message.ranks) - members.left)
+                elif isinstance(message, Joined):
+                    members.replace(message)
+        except (*GONE, ValueError) as error:
+            if not self._leaves:
+                members.lose(0, why(error))
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """This rank cannot reach another one: asks rank 0, which tells all."""
+        if self._control is not None:
+            suspect = Suspect(rank, reason, self._members.member(rank))
+            _send_soon(self._links.nursery, self._control, suspect)
+
+    async def leave(self) -> None:
+        """Tells rank 0 that this rank leaves."""
+        await self.leave_with("")
+
+    async def leave_with(self, error: str) -> None:
+        """Tells rank 0 that this rank leaves with an error."""
+        self._leaves = True
+        assert self._control is not None
+        await close(self._control, Leaving(error))
+
+
+def _send_soon(nursery: trio.Nursery, channel: Channel, message: Lost | Left | Joined | Suspect) -> None:
+    async def send() -> None:
+        try:
+            await channel.send(encode(message))
+        except GONE:
+            pass  # whoever reads at this end finds that out
+
+    try:
+        channel.send_nowait(encode(message))
+    except trio.WouldBlock:
+        nursery.start_soon(send)
+    except GONE:
+        pass

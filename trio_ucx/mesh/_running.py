@@ -1,0 +1,217 @@
+"""Running collective operations: one at a time, in the same order on all ranks."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import attrs
+import trio
+
+from ._collectives import Post, Steps
+from ._errors import RankLostError
+from ._links import GONE, Link, Links
+from ._members import Members
+
+#: What each message begins with: the group's generation, the number of the operation in it, and its kind.
+_HEAD = struct.Struct("<IIB")
+KINDS = ("barrier", "broadcast", "gather", "all_gather")
+
+
+@attrs.define(eq=False)
+class _Call:
+    """One operation. It can go on in another task."""
+
+    kind: int
+    steps: Steps
+    generation: int = 0
+    number: int = 0
+    step: Any = None
+    over: bool = False
+    value: Any = None
+    error: Exception | None = None
+
+    def advance(self, answer: bytes | None) -> None:
+        try:
+            self.step = next(self.steps) if answer is None else self.steps.send(answer)
+        except StopIteration as end:
+            self.over, self.value = True, end.value
+
+
+class Collectives:
+    """Args:
+    explain: returns the error for an operation that failed because a rank has gone.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        links: Links,
+        explain: Callable[[Link, Exception], Awaitable[Exception]],
+    ) -> None:
+        self._members = members
+        self._links = links
+        self._explain = explain
+        self._generation = self._number = 0
+        #: Whether a task is in an operation.
+        self._busy = False
+        #: The operation that runs, perhaps in the background, to be interrupted when a rank is lost; and that loss.
+        self._scope: trio.CancelScope | None = None
+        self._loss: RankLostError | None = None
+        #: What goes on in the background, one after the other: a cancelled operation, and what was called meanwhile.
+        self._background: deque[_Call] = deque()
+        #: Links with messages that wait for the peer's window.
+        self._behind: set[Link] = set()
+        #: Where tasks wait for progress in the background.
+        self._progress = trio.lowlevel.ParkingLot()
+        members.on_change.append(self._interrupt)
+
+    def _interrupt(self, rank: int) -> None:
+        if self._scope is not None and self._loss is None:
+            self._loss = self._members.any_error()
+            if self._loss is not None:
+                self._scope.cancel()
+
+    async def run(self, kind: int, steps: Steps) -> Any:
+        """Runs one. If the task is cancelled, the rest of it is done in the background."""
+        if self._busy:
+            raise trio.BusyResourceError(
+                "another task runs a collective operation: all ranks must call them in one order"
+            )
+        self._check()
+        self._busy = True
+        call = _Call(kind, steps)
+        try:
+            if self._background:
+                self._background.append(call)
+                while call in self._background:
+                    await self._progress.park()
+            else:
+                await self._run_here(call)
+        finally:
+            self._busy = False
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    async def _run_here(self, call: _Call) -> None:
+        self._loss = None
+        with trio.CancelScope() as self._scope:
+            try:
+                if not await self._run(call):
+                    await trio.lowlevel.checkpoint()
+            except trio.Cancelled:
+                if self._loss is None:
+                    self._background.append(call)
+                    self._links.nursery.start_soon(self._go_on)
+                raise
+            finally:
+                self._scope = None
+        if not call.over:
+            call.error = self._loss
+
+    async def finish(self) -> None:
+        """Waits until what goes on in the background is over."""
+        while self._background or self._behind:
+            await self._progress.park()
+
+    def _check(self) -> None:
+        error = self._members.any_error()
+        if error is not None:
+            raise error
+
+    async def _go_on(self) -> None:
+        """Does what is in the background."""
+        try:
+            while self._background:
+                call = self._background[0]
+                self._loss = self._members.any_error()
+                try:
+                    with trio.CancelScope() as self._scope:
+                        if self._loss is None:
+                            await self._run(call)
+                    if not call.over:
+                        call.error = self._loss
+                except (RankLostError, RuntimeError, trio.ClosedResourceError) as error:
+                    call.error = error  # if nobody waits for it, the next operation of this rank finds that out
+                finally:
+                    self._scope = None
+                self._background.popleft()
+                self._progress.unpark_all()
+        finally:
+            for call in self._background:
+                call.error = trio.ClosedResourceError("the group has ended")
+            self._background.clear()
+            self._progress.unpark_all()
+
+    async def _run(self, call: _Call) -> bool:
+        """Returns whether it has received something, which is a checkpoint."""
+        received = False
+        if not call.number:
+            await self._begin(call)
+        while not call.over:
+            link = await self._links.connected(call.step.rank)
+            try:
+                if isinstance(call.step, Post):
+                    self._post(link, _HEAD.pack(call.generation, call.number, call.kind) + call.step.data)
+                    call.advance(None)
+                else:
+                    call.advance(await self._take(link, call))
+                    received = True
+            except GONE as error:
+                raise await self._explain(link, error) from error
+        return received
+
+    async def _begin(self, call: _Call) -> None:
+        while self._behind:
+            await self._progress.park()
+        self._check()
+        if self._generation != self._members.generation:
+            self._generation, self._number = self._members.generation, 0
+        self._number += 1
+        call.generation, call.number = self._generation, self._number
+        call.advance(None)
+
+    # ---- messages ----
+
+    def _post(self, link: Link, message: bytes) -> None:
+        assert link.channel is not None
+        if not link.outbox:
+            try:
+                link.channel.send_nowait(message)
+                return
+            except trio.WouldBlock:
+                self._behind.add(link)
+                self._links.nursery.start_soon(self._catch_up, link)
+        link.outbox.append(message)
+
+    async def _catch_up(self, link: Link) -> None:
+        assert link.channel is not None
+        try:
+            while link.outbox:
+                await link.channel.send(link.outbox[0])
+                link.outbox.pop(0)
+        except GONE:
+            link.outbox.clear()
+        finally:
+            self._behind.discard(link)
+            self._progress.unpark_all()
+
+    async def _take(self, link: Link, call: _Call) -> bytes:
+        assert link.channel is not None
+        while True:
+            message = link.pending.pop(0) if link.pending else await link.channel.receive()
+            generation, number, kind = _HEAD.unpack_from(message)
+            if generation > call.generation:
+                link.pending.insert(0, message)
+                await trio.sleep_forever()  # a rank was lost, and has been replaced: that will interrupt us
+            if generation == call.generation:
+                if (number, kind) != (call.number, call.kind):
+                    link.pending.insert(0, message)
+                    raise RuntimeError(
+                        f"rank {link.rank} is in collective operation {number}, {KINDS[kind]}, but this rank is in "
+                        f"{call.number}, {KINDS[call.kind]}: all ranks must call the same ones in the same order"
+                    )
+                return message[_HEAD.size :]
